@@ -1,0 +1,27 @@
+"""A post-training engine for language models whose every heavy part is an installable plugin.
+
+Importing this package loads no torch: names are imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from engine_core.assemble import load_config
+    from engine_core.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Trainer", "__version__", "hookimpl", "load_config"]
+
+_LAZY = {"load_config": "engine_core.assemble", "Trainer": "engine_core.trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'engine_core' has no attribute '{name}'")

@@ -1,0 +1,41 @@
+"""TOML to typed config: the models of every table."""
+
+from engine_core.config.models import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    ColumnsConfig,
+    CorrectionConfig,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    PlacementConfig,
+    RewardConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    RuntimeConfig,
+    StageConfig,
+    TrackingConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ColumnsConfig",
+    "CorrectionConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PlacementConfig",
+    "RewardConfig",
+    "RoleConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "RuntimeConfig",
+    "StageConfig",
+    "TrackingConfig",
+]

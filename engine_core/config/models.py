@@ -1,0 +1,337 @@
+"""The TOML as typed models: one class a table, one docstring a key, one source of defaults.
+
+Unknown keys are refused. A table that belongs to a chosen name (``[actor.torch]`` beside
+``backend = "torch"``) is checked against that plugin's own model and lies in ``options``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Table(BaseModel):
+    """A TOML table with a fixed set of keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, arbitrary_types_allowed=True
+    )
+
+
+class ModelConfig(Table):
+    """``[model]``: which model every role starts from."""
+
+    path: str = ""
+    """Folder in the layout of ``save_pretrained``, or a hub name. Relative to the TOML's folder when it exists there."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; default: `path`."""
+    override: dict[str, Any] = {}
+    """Changes to the model's own config, by its key names: ``override = { rope_theta = 1e6 }``."""
+    attention: str = "varlen"
+    """Attention implementation: ``varlen`` (packed sequences, ours), or one of transformers: ``sdpa``, ``eager``, ``flash_attention_2``."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
+    seed: NonNegativeInt = 0
+    """Seed of weights that the folder does not hold (a folder with a config alone is a random model)."""
+
+
+class OptimConfig(Table):
+    """``[actor.optim]``: the optimizer of one role."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Adam's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, on matrices only (vectors such as norms and biases have none)."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay_steps: NonNegativeInt = 0
+    """Optimizer steps, warm-up included, after which `schedule` has reached `min_lr_ratio`; 0: the run's length."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate as a share of `lr`."""
+    max_skipped_steps: PositiveInt = 3
+    """That many optimizer steps in a row skipped for non-finite gradients end the run (exit code 6)."""
+
+
+class RoleConfig(Table):
+    """``[actor]``, ``[ref]``: one model in training or scoring, and the engine that runs it."""
+
+    backend: str = "torch"
+    """Train engine, by name (``engine plugins``); its options stand in the table of that name."""
+    max_tokens_per_rank: PositiveInt = 8192
+    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own."""
+    path: str | None = None
+    """Model folder of this role; default: `[model] path`."""
+    optim: OptimConfig = OptimConfig()
+    """The optimizer; not read for `ref`."""
+    options: Any = Field(default=None, exclude=True)
+    """The backend's own table, filled in by the loader."""
+
+
+class RolloutConfig(Table):
+    """``[rollout]``: how responses are sampled."""
+
+    backend: str = "hf"
+    """Rollout engine, by name; its options stand in the table of that name."""
+    group_size: PositiveInt = 8
+    """G: responses sampled for each prompt."""
+    temperature: NonNegativeFloat = 1.0
+    """Softmax temperature; the trainer uses the same for its log-probs. 0 is greedy (evaluation only)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus: sample from the smallest set of tokens with this probability."""
+    top_k: NonNegativeInt = 0
+    """Sample from the k most likely tokens; 0: all."""
+    max_response_tokens: PositiveInt = 256
+    """A response is cut after this many tokens."""
+    stop: list[str] = []
+    """Strings that end a response; the match stays in it."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a response, besides the tokenizer's own end token."""
+    max_log_prob_gap: NonNegativeFloat = 1.0
+    """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
+    options: Any = Field(default=None, exclude=True)
+    """The backend's own table, filled in by the loader."""
+
+
+class RewardConfig(Table):
+    """``[[reward]]``: one reward function; several are summed by weight."""
+
+    name: str
+    """The reward, by name (``engine plugins``); its options stand in ``[reward.NAME]`` below."""
+    weight: float = 1.0
+    """Factor in the sum of rewards. 0 only measures."""
+    clip: tuple[float, float] | None = None
+    """Clip raw values to this range before weighting."""
+    normalize: bool = False
+    """Divide by the running standard deviation of this reward (after clipping)."""
+    timeout_seconds: PositiveFloat = 10.0
+    """Time for one sample; after it the worker is killed and the sample follows `on_timeout`."""
+    workers: NonNegativeInt = 1
+    """Worker processes; 0 runs the function in the controller, where it cannot be killed."""
+    on_error: Literal["drop", "zero", "fail"] = "drop"
+    """When the function raises, dies or returns nonsense: leave the sample out of the update, give it 0, or end the run."""
+    on_timeout: Literal["drop", "zero", "fail"] = "drop"
+    """The same for a time-out."""
+    max_failure_share: Fraction = 0.5
+    """A step in which more than this share of samples failed ends the run."""
+    options: Any = Field(default=None, exclude=True)
+    """The reward's own table, filled in by the loader."""
+
+
+class StageConfig(Table):
+    """``[[stage]]``: a step between rewards and advantages, in the order of the file."""
+
+    name: str
+    """The stage, by name; its options stand in ``[stage.NAME]`` below."""
+    options: Any = Field(default=None, exclude=True)
+    """The stage's own table, filled in by the loader."""
+
+
+class CorrectionConfig(Table):
+    """``[algorithm.correction]``: importance weights between the sampler's and the trainer's policy."""
+
+    level: Literal["off", "token", "sequence"] = "token"
+    """Truncated importance sampling (TIS): weight min(ratio, `cap`) per token or per sequence; ``off`` measures only."""
+    cap: PositiveFloat = 2.0
+    """Upper bound of the weights."""
+
+
+class AlgorithmConfig(Table):
+    """``[algorithm]``: what is learned from the rollouts."""
+
+    advantage: str = "grpo"
+    """Advantage estimator, by name; options in the table of that name."""
+    loss: str = "ppo_clip"
+    """Policy loss, by name; options in the table of that name."""
+    loss_aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses become one number; over the global mini-batch, never over a micro-batch."""
+    loss_length_norm: PositiveInt | None = None
+    """Constant length L of ``seq-mean-token-sum-norm`` (sum over tokens / L); default: `rollout.max_response_tokens`."""
+    mini_batch_prompts: NonNegativeInt = 0
+    """Prompts of one optimizer step; 0: all prompts of the step."""
+    epochs: PositiveInt = 1
+    """Passes over the rollouts of a step."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference model; 0 builds none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL to the loss, or subtract it from the rewards."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, subtracted from the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Correction of the gap between sampler and trainer."""
+    advantage_options: Any = Field(default=None, exclude=True)
+    """The estimator's own table, filled in by the loader."""
+    loss_options: Any = Field(default=None, exclude=True)
+    """The loss's own table, filled in by the loader."""
+
+
+class ColumnsConfig(Table):
+    """``[data.columns]``: which columns of the files are what."""
+
+    prompt: str = "prompt"
+    """Text, or a list of ``{role, content}`` messages."""
+    response: str = "response"
+    """SFT: the text to learn, where rows are not conversations."""
+    messages: str = "messages"
+    """A whole conversation as a list of ``{role, content}``."""
+    answer: str = "answer"
+    """The ground truth, passed to rewards under this name."""
+    id: str | None = None
+    """A row's own name; default: its number in the file."""
+
+
+class DataConfig(Table):
+    """``[data]``: where prompts come from."""
+
+    train: str | list[str] = []
+    """Files: JSONL, Parquet or CSV. Relative to the TOML's folder."""
+    validation: str | list[str] = []
+    """Held-out files, for `[eval]`."""
+    format: Literal["auto", "prompt", "messages", "sharegpt", "trl", "verl"] = "auto"
+    """Layout of a row; ``auto`` looks at the columns of the first row."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """Names of the columns."""
+    system: str | None = None
+    """System message put before every prompt that has none."""
+    chat_template: bool | None = None
+    """Render prompts with the tokenizer's chat template; default: when it has one and the row is a conversation."""
+    prompts_per_step: PositiveInt = 64
+    """P: prompts of one step; SFT: sequences of one optimizer step."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt; see `over_long`."""
+    over_long: Literal["error", "skip", "truncate_left"] = "skip"
+    """What happens to a longer one. Skipped rows are counted and named."""
+    shuffle: bool = True
+    """A new order each epoch, from `seed`."""
+    max_bad_rows: NonNegativeInt = 0
+    """That many rows may be unusable (they are named, counted and skipped); one more ends the run."""
+    num_workers: NonNegativeInt = 0
+    """Processes that read and tokenise ahead; 0: in the controller."""
+    prefetch_factor: PositiveInt = 2
+    """Steps that each worker prepares ahead."""
+
+
+class EvalConfig(Table):
+    """``[eval]``: scores on the validation files during training."""
+
+    every_steps: NonNegativeInt = 0
+    """Evaluate after every n steps; 0: never."""
+    at_start: bool = False
+    """Evaluate before the first step."""
+    at_end: bool = False
+    """Evaluate after the last step."""
+    max_prompts: PositiveInt | None = None
+    """Only the first n prompts of the validation files."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses for each prompt."""
+
+
+class RunConfig(Table):
+    """``[run]``: where the run lies and how long it is."""
+
+    dir: str = "runs"
+    """Folder of run folders, relative to the working directory."""
+    name: str | None = None
+    """Name of the run folder; default: the file's name, date and time."""
+    steps: PositiveInt | None = None
+    """Training steps; default: `epochs` passes over the data."""
+    epochs: PositiveInt = 1
+    """Passes over the training files, where `steps` is not set."""
+    seed: NonNegativeInt = 0
+    """Seed of data order and sampling."""
+    deterministic: bool = False
+    """torch's deterministic algorithms, an error where there is none."""
+
+
+class CheckpointConfig(Table):
+    """``[checkpoint]``: when the whole state is written."""
+
+    every_steps: NonNegativeInt = 0
+    """Save after every n steps; 0: only at the end."""
+    at_end: bool = True
+    """Save after the last step."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are deleted once a newer one is verified."""
+
+
+class TrackingConfig(Table):
+    """``[tracking]``: what is written about a run. ``metrics.jsonl`` always is."""
+
+    trackers: list[str] = ["tensorboard"]
+    """Trackers, by name; options in ``[tracking.NAME]``."""
+    rollouts_every_steps: NonNegativeInt = 1
+    """Write the step's rollouts as Parquet every n steps; 0: never."""
+    options: dict[str, Any] = Field(default={}, exclude=True)
+    """The trackers' own tables by name, filled in by the loader."""
+
+
+class RuntimeConfig(Table):
+    """``[runtime]``: what runs the workers."""
+
+    backend: str = "local"
+    """Runtime, by name; options in the table of that name."""
+    options: Any = Field(default=None, exclude=True)
+    """The runtime's own table, filled in by the loader."""
+
+
+class PlacementConfig(Table):
+    """``[placement]``: which devices each role uses."""
+
+    pools: dict[str, PositiveInt] = {}
+    """Device pools by name and size; default: one pool for all roles."""
+    actor: str | None = None
+    """Pool of the actor."""
+    ref: str | None = None
+    """Pool of the reference model."""
+    rollout: str | None = None
+    """Pool of the sampler."""
+
+
+class EngineConfig(Table):
+    """A whole run file."""
+
+    trainer: str = "rl"
+    """The training loop, by name; options in the table of that name."""
+    plugins: list[str] = []
+    """Plugins with step hooks or observers by name, and one-file plugins by path (``./my_plugin.py``)."""
+    model: ModelConfig = ModelConfig()
+    actor: RoleConfig = RoleConfig()
+    ref: RoleConfig | None = None
+    """Reference model; default: like `actor`. Built only when the algorithm needs it."""
+    rollout: RolloutConfig = RolloutConfig()
+    reward: list[RewardConfig] = []
+    stage: list[StageConfig] = []
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    run: RunConfig = RunConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    placement: PlacementConfig = PlacementConfig()
+    schedule: dict[str, list[tuple[NonNegativeInt, float | bool]]] = {}
+    """Settings that change by step: ``"rollout.temperature" = [[0, 1.0], [100, 0.7]]`` holds each value from its step on."""
+    options: Any = Field(default=None, exclude=True)
+    """The trainer's own table (``[sft]``), filled in by the loader."""
+
+    _source: Any = PrivateAttr(default=None)  # the RawConfig it was made from: origins of every key

@@ -1,0 +1,236 @@
+"""The contracts of the two engines: what a backend promises, and what the core builds on it.
+
+Left out on purpose: anything about GRPO or PPO (a train engine sees named outputs and a loss), and
+anything about processes (a runtime calls these methods wherever the worker sits).
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
+    from engine_core.plugins import PluginSet
+    from engine_core.types import Batch, LossCall, Request, Rollout, StepOutput, TrainOutput
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a worker stands among those of its role.
+
+    Every rank of one data-parallel slice (tensor, pipeline, context ranks) is given the same
+    sequences; results come from the slice's leader.
+    """
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    is_leader: bool = True
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker knows besides its config."""
+
+    plugins: PluginSet  # loaded in this process, from the names in the config
+    role: str  # actor, ref, critic, rollout
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    total_steps: int = 0  # optimizer steps of the run, for learning-rate schedules
+    live: Mapping[str, Any] | None = None  # objects given from Python: "model", "tokenizer"
+
+
+class TrainEngine(abc.ABC):
+    """One model of one role in one worker: forward, backward, optimizer, weights, state.
+
+    Args:
+        config: the role's table; ``config.options`` is the backend's own.
+        model_config: the ``[model]`` table.
+        context: the worker's surroundings.
+        trainable: False builds no optimizer (a reference model).
+
+    The constructor builds everything through ``_build_model_optimizer``.
+    """
+
+    def __init__(
+        self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
+    ) -> None:
+        self.config, self.model_config, self.context = config, model_config, context
+        self.trainable = trainable
+        self.module: nn.Module
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: Any = None
+
+    @property
+    def layout(self) -> Layout:
+        """This worker's place among those of its role."""
+        return Layout()
+
+    @abc.abstractmethod
+    def _build_model_optimizer(
+        self, *, model_path: str, engine_config: Any, optim_config: Any, override_model_config: dict, role: str = "actor"
+    ) -> Any:
+        """Build what is trained: **the override point for custom models**.
+
+        Args:
+            model_path: folder or hub name.
+            engine_config: the backend's option table.
+            optim_config: the role's ``optim`` table, None for a role that is not trained.
+            override_model_config: changes to the model's config.
+            role: the role being built.
+
+        Returns:
+            The module alone (the engine then goes on by the step hooks: wrap units, shard, load,
+            optimizer), or ``(module, optimizer, lr_scheduler)`` and nothing more is done.
+        """
+
+    @abc.abstractmethod
+    def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
+        """Compute outputs without gradient.
+
+        Args:
+            batch: any sequences; computed where ``batch["loss_mask"]`` is True, 0 elsewhere.
+            outputs: of ``log_probs``, ``entropy``, ``values`` ([T]).
+            adapter: False leaves LoRA adapters out.
+
+        Returns:
+            float32 CPU tensors in the batch's order. The micro-batch plan is that of
+            ``forward_backward`` of the same batch, so an unchanged policy has ratio exactly 1.
+        """
+
+    @abc.abstractmethod
+    def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        """Add the gradient of one mini-batch: plan micro-batches, forward, loss, backward.
+
+        ``batch["weights"]`` [T] holds each token's share of the aggregated loss (it sums over the
+        global mini-batch), so a loss is a sum and the result does not depend on the plan.
+        """
+
+    @abc.abstractmethod
+    def optimizer_step(self) -> StepOutput:
+        """Clip, step, schedule, clear gradients.
+
+        With a non-finite gradient on any rank the step is skipped on every rank: weights,
+        optimizer and schedule are left alone, and the gradients are cleared.
+        """
+
+    @abc.abstractmethod
+    def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Stream whole tensors under the names of ``save_pretrained``, tied weights once.
+
+        Collective: every rank runs it to its end. ``to``: ``all`` ranks or the ``leader``.
+        """
+
+    @abc.abstractmethod
+    def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """Take weights: ``w <- (1 - mix) * w + mix * new``. An unknown or missing name is an error."""
+
+    @contextlib.contextmanager
+    def generation_module(self) -> Iterator[nn.Module]:
+        """The module, ready to sample from, where that is possible (capability ``generation_module``)."""
+        raise NotImplementedError(f"{type(self).__name__} does not give its module to samplers.")
+        yield  # pragma: no cover
+
+    @abc.abstractmethod
+    def save(self, folder: Path) -> Future[None]:
+        """Write weights, optimizer, schedule and RNG state below ``folder``, no pickle."""
+
+    @abc.abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read what ``save`` wrote, also under another world size."""
+
+    @abc.abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder that ``from_pretrained`` loads (weights and config)."""
+
+    def set_lr(self, lr: float) -> None:
+        """Replace the peak learning rate from the next step on (``[schedule]``)."""
+        raise NotImplementedError
+
+    def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Give back device memory by part: ``weights``, ``gradients``, ``optimizer``."""
+
+    def wake(self, only: Sequence[str] | None = None) -> None:
+        """Take it again."""
+
+    def close(self) -> None:
+        """Free everything; the engine is not used again."""
+
+
+class RolloutEngine(abc.ABC):
+    """A sampler: requests in, finished rollouts out, weights replaced in place.
+
+    Args:
+        config: the ``[rollout]`` table; ``config.options`` is the backend's own.
+        model_config: the ``[model]`` table.
+        context: the worker's surroundings; ``context.live["tokenizer"]`` is the run's tokenizer.
+    """
+
+    def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
+        self.config, self.model_config, self.context = config, model_config, context
+        self.version = 0  # weight updates seen
+
+    @property
+    def layout(self) -> Layout:
+        """All ranks of one tensor-parallel engine get the same calls in the same order."""
+        return Layout()
+
+    @abc.abstractmethod
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests. A malformed one (no tokens, too long for the model) is an error here."""
+
+    @abc.abstractmethod
+    def step(self) -> list[Rollout]:
+        """Go on sampling; the rollouts that finished since the last call. Nothing queued: []."""
+
+    @property
+    @abc.abstractmethod
+    def num_unfinished(self) -> int:
+        """Requests added and not yet returned."""
+
+    @abc.abstractmethod
+    def abort(self, ids: Sequence[str]) -> list[Rollout]:
+        """Stop these requests; what they have so far, with finish reason ``abort``."""
+
+    def pause(self, mode: str = "drain") -> None:
+        """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+
+    @abc.abstractmethod
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Replace the weights in place; returns a checksum of what was received.
+
+        Refused while asleep. ``version`` becomes the policy version of later tokens.
+        """
+
+    def share_module(self, engine: TrainEngine) -> None:
+        """Sample from this train engine's own module (capability ``share_module``).
+
+        Weights then need no transport; ``set_version`` alone follows each update.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot sample from a train engine's module.")
+
+    def set_version(self, version: int) -> None:
+        """The shared module has changed: later tokens carry this version."""
+        self.version = version
+
+    def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Give back device memory by part: ``weights``, ``kv_cache``."""
+
+    def wake(self, only: Sequence[str] | None = None) -> None:
+        """Take it again."""
+
+    def close(self) -> None:
+        """Free everything; the engine is not used again."""

@@ -1,0 +1,93 @@
+"""Errors that a user can act on.
+
+    EngineError                     exit code
+    |-- ConfigError                 2   a TOML, an override or a command line is wrong
+    |-- PluginError                 3   a plugin is absent, broken, too old, or claims what it has not
+    |-- DataError                   4   a row, a file or a checkpoint cannot be used
+    |-- EnvironmentProblem          5   the machine: memory, shared memory, disk, open files
+    |-- TrainingFailed              6   training went wrong in a way that more steps cannot mend
+    `-- WorkerLost                  6   a worker process died or stopped answering
+
+Each prints as its message, without a traceback. Anything else that reaches the command line is a
+bug of ours and shows its traceback. A message names the key or thing, what it is, what was
+expected, what to do, and the nearest known name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class EngineError(Exception):
+    """A failure that its message explains; printed without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(EngineError):
+    """One or more problems of a configuration, all found in one pass.
+
+    Args:
+        problems: one line a problem, each complete in itself.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PluginError(EngineError):
+    """A plugin cannot be found, imported, registered or trusted to do what it says."""
+
+    exit_code = 3
+
+
+class DataError(EngineError):
+    """A data file, a row, a tokenizer or a checkpoint cannot be used."""
+
+    exit_code = 4
+
+
+class EnvironmentProblem(EngineError):
+    """The machine lacks something the run needs."""
+
+    exit_code = 5
+
+
+class TrainingFailed(EngineError):
+    """Training cannot go on; the last good checkpoint is untouched."""
+
+    exit_code = 6
+
+
+class WorkerLost(TrainingFailed):
+    """A worker died or missed its deadline.
+
+    Args:
+        role: the role it served, such as ``actor``.
+        rank: its rank within the role.
+        host: where it ran.
+        cause: what is known of the reason.
+    """
+
+    def __init__(self, role: str, rank: int, host: str, cause: str) -> None:
+        self.role, self.rank, self.host, self.cause = role, rank, host, cause
+        super().__init__(f"Lost worker {role}[{rank}] on {host}: {cause}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was probably meant to be, or None."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'? Known: a, b.`` with a leading space, for the end of a sentence."""
+    names = sorted(set(known))
+    match = nearest(name, names)
+    hint = f" Did you mean '{match}'?" if match else ""
+    listed = ", ".join(names) if names else "none"
+    return f"{hint} Known: {listed}."

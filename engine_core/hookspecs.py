@@ -1,0 +1,232 @@
+"""Every point that a plugin can change.
+
+Three sorts of hook:
+
+* **Step hooks** decide one step of building a model. They are asked *per role*: first the plugins
+  of ``plugins = [...]`` (the last one named first), then the plugin that brings the role's
+  backend, then the core's default. Plugins of other roles' backends are not asked, so an actor on
+  one backend and a critic on another never answer for each other.
+* **Table hooks** offer names for the TOML. Each returns ``{name: spec}`` with the specs of
+  ``engine_core.specs``, cheap to import; a spec is resolved in the worker that uses it.
+* **Observers** are told what happened. Their failure is reported and does not stop training.
+
+Implement a hook with the marker of the core; take only the arguments you need::
+
+    from engine_core import hookimpl
+
+    @hookimpl
+    def engine_wrap_policy(module):
+        return [name for name, child in module.named_modules() if isinstance(child, MyBlock)]
+
+A plugin is a module with such functions. Three ways bring it into a run:
+
+1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``,
+   ``engine.train_engines``, ...): used when the TOML uses the name;
+2. an entry point ``engine.plugins`` for step hooks and observers: used when named in
+   ``plugins = [...]``;
+3. a path ending in ``.py`` in ``plugins = [...]``: a plugin in one file.
+
+Hook signatures are frozen by a test: arguments may be added in a minor version, never renamed or
+removed before a major one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from engine_core.config import ModelConfig, OptimConfig
+    from engine_core.specs import (
+        Advantage,
+        Loss,
+        Reward,
+        RolloutBackend,
+        RuntimeSpec,
+        Stage,
+        TrackerSpec,
+        TrainBackend,
+        TrainerSpec,
+    )
+
+hookspec = pluggy.HookspecMarker("engine")
+hookimpl = pluggy.HookimplMarker("engine")
+
+# -------------------------------------------------------------------------
+# Step hooks: how the model of one role is built. One answer each.
+# -------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
+    """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
+
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model``.
+    :param model_config: the ``[model]`` table; ``model_config.path`` is a folder in the layout of
+        ``save_pretrained``, ``model_config.override`` holds changes to its config.
+    :param options: the role's backend table (``[actor.torch]`` and the like).
+    :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
+        and gives an object with ``logits`` [1, T, V], with its weights loaded.
+
+    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``.
+
+    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank.
+    Not collective.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] | None:
+    """Name the submodules that are one unit of sharding, activation checkpointing and compilation.
+
+    :param module: the role's module, not yet wrapped.
+    :returns: names as in ``module.named_modules()``, outermost first, none inside another.
+
+    Stops at the first answer. Default: the decoder layers (the longest ``ModuleList``).
+
+    Called once for each role, after ``engine_build_model``, on every rank. Not collective.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_shard_model(role: str, module: nn.Module, units: list[str], options: Any) -> nn.Module | None:
+    """Distribute the model: what FSDP and its relatives bring.
+
+    An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile,
+    sharding.
+
+    :param units: the names that ``engine_wrap_policy`` gave.
+    :returns: the module to train, the same object or a wrapper of it.
+
+    Stops at the first answer. Default: activation checkpointing where the backend's table asks for
+    it, no sharding.
+
+    Called once for each role, on every rank. Collective: it may communicate.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_build_optimizer(
+    role: str, module: nn.Module, optim_config: OptimConfig, options: Any
+) -> tuple[Optimizer, LRScheduler] | None:
+    """Build the optimizer and the learning-rate schedule of one role.
+
+    :param optim_config: the role's ``optim`` table (``[actor.optim]``).
+    :returns: the optimizer over the parameters that require gradients, and its scheduler, which the
+        engine steps once after each optimizer step that was not skipped.
+
+    Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
+
+    Called once for each trained role (not for ``ref``), after ``engine_shard_model``, on every rank.
+    """
+
+
+# -------------------------------------------------------------------------
+# Table hooks: names for the TOML. All answers are collected.
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def engine_train_engines() -> Mapping[str, TrainBackend]:
+    """Offer train engines: ``[actor] backend = "NAME"``, options in ``[actor.NAME]``.
+
+    Collects the tables of the plugins that the run uses; a name that the plugin's metadata promised
+    and the table lacks is an error. Entry-point group ``engine.train_engines``.
+
+    Called once in every process that loads plugins, before any model is built.
+    """
+
+
+@hookspec
+def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
+    """Offer rollout engines: ``[rollout] backend = "NAME"``, options in ``[rollout.NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.rollout_engines``.
+    """
+
+
+@hookspec
+def engine_rewards() -> Mapping[str, Reward]:
+    """Offer rewards: ``[[reward]] name = "NAME"``, options in ``[reward.NAME]``.
+
+    A reward is a function of a batch that takes the arguments it names: ``completions``,
+    ``prompts``, ``token_ids``, any column of the data, its own options.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.rewards``.
+    """
+
+
+@hookspec
+def engine_advantages() -> Mapping[str, Advantage]:
+    """Offer advantage estimators: ``[algorithm] advantage = "NAME"``, options in ``[algorithm.NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.advantages``.
+    """
+
+
+@hookspec
+def engine_losses() -> Mapping[str, Loss]:
+    """Offer policy losses: ``[algorithm] loss = "NAME"``, options in ``[algorithm.NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
+    """
+
+
+@hookspec
+def engine_stages() -> Mapping[str, Stage]:
+    """Offer stages between rewards and advantages: ``[[stage]] name = "NAME"``, options in ``[stage.NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
+    """
+
+
+@hookspec
+def engine_trackers() -> Mapping[str, TrackerSpec]:
+    """Offer trackers: ``[tracking] trackers = ["NAME"]``, options in ``[tracking.NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.trackers``.
+    """
+
+
+@hookspec
+def engine_trainers() -> Mapping[str, TrainerSpec]:
+    """Offer training loops: ``trainer = "NAME"``, options in ``[NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.trainers``.
+    """
+
+
+@hookspec
+def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    """Offer runtimes: ``[runtime] backend = "NAME"``, options in ``[runtime.NAME]``.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
+    """
+
+
+# -------------------------------------------------------------------------
+# Observers
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
+    """Be told what happened: for dashboards, alarms, notes.
+
+    :param event: ``run_started``, ``rollouts_finished``, ``step_finished``, ``weights_synced``,
+        ``evaluated``, ``checkpoint_saved``, ``run_finished``, ``run_failed``.
+    :param step: optimizer-side step, counted from 1; 0 before the first.
+    :param data: plain values; ``metrics`` for ``step_finished`` and ``evaluated``, ``path`` for
+        ``checkpoint_saved``, ``rollouts`` for ``rollouts_finished``, ``error`` for ``run_failed``.
+
+    Collects nothing. An exception is logged with the plugin's name and counted in the metric
+    ``plugins/observer_failures``; training goes on.
+
+    Called in the controller, between the parts of a step.
+    """

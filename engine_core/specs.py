@@ -1,0 +1,166 @@
+"""What a table hook returns for each name: cheap to import, resolved where it is used.
+
+``load`` is ``"module:attribute"`` (imported on first use, in the worker) or the object itself.
+``config`` is the pydantic model of the option table that stands beside the name in the TOML:
+``backend = "fsdp"`` with ``[actor.fsdp]``, ``name = "format"`` with ``[reward.format]``,
+``loss = "ppo_clip"`` with ``[algorithm.ppo_clip]``. The rule is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Options(BaseModel):
+    """Base of every option table: unknown keys are refused, every field has a docstring below it."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class NoOptions(Options):
+    """For a name that takes no options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One entry of a table hook."""
+
+    kind: ClassVar[str] = ""  # the table: "train_engines", "rewards", ...
+    noun: ClassVar[str] = ""  # for messages: "train engine", "reward", ...
+
+    load: str | Callable[..., Any]
+    config: type[BaseModel] = NoOptions
+
+    def resolve(self) -> Any:
+        """The class or function behind ``load``."""
+        if not isinstance(self.load, str):
+            return self.load
+        module, _, attribute = self.load.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBackend(Spec):
+    """A train engine: ``load`` is a subclass of ``engine_core.engines.base.TrainEngine``.
+
+    Each capability must be implemented by the class (a method that is not the base's):
+    see ``engine_core.plugins.TRAIN_CAPABILITIES``.
+    """
+
+    kind = "train_engines"
+    noun = "train engine"
+    capabilities: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBackend(Spec):
+    """A rollout engine: ``load`` is a subclass of ``engine_core.engines.base.RolloutEngine``.
+
+    For capabilities see ``engine_core.plugins.ROLLOUT_CAPABILITIES``.
+    """
+
+    kind = "rollout_engines"
+    noun = "rollout engine"
+    capabilities: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Spec):
+    """A reward function; it receives the arguments that it names (see ``engine_core.rewards``).
+
+    Options of ``config`` reach the function as keyword arguments of the same names.
+    """
+
+    kind = "rewards"
+    noun = "reward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage(Spec):
+    """An advantage estimator ``f(batch, **options) -> [T] float32``.
+
+    Args:
+        needs: columns that must be in the batch; the core schedules who makes them
+            (``ref_log_probs``, ``old_log_probs``, ``values``) and refuses what nobody can make.
+    """
+
+    kind = "advantages"
+    noun = "advantage estimator"
+    needs: frozenset[str] = frozenset({"rewards", "group_ids"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Spec):
+    """A policy loss ``f(outputs, batch, **options) -> (per-token loss [T], metrics)``.
+
+    Args:
+        outputs: what the train engine computes with gradient: ``log_probs``, ``entropy``, ``values``.
+        needs: columns read from the batch.
+    """
+
+    kind = "losses"
+    noun = "policy loss"
+    outputs: tuple[str, ...] = ("log_probs",)
+    needs: frozenset[str] = frozenset({"advantages"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Spec):
+    """A step between rewards and advantages: ``f(rollouts, step, **options) -> (rollouts, metrics)``."""
+
+    kind = "stages"
+    noun = "stage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerSpec(Spec):
+    """A tracker: ``load`` is a subclass of ``engine_core.tracking.Tracker``."""
+
+    kind = "trackers"
+    noun = "tracker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec(Spec):
+    """A training loop: ``load`` is a class with ``train()``.
+
+    Args:
+        sections: top-level TOML tables that it reads; another one that is present is named at the
+            start as not read.
+        required: those of them that must be present.
+    """
+
+    kind = "trainers"
+    noun = "trainer"
+    sections: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSpec(Spec):
+    """A runtime: ``load`` is a subclass of ``engine_core.runtime.base.Runtime``."""
+
+    kind = "runtimes"
+    noun = "runtime"
+
+
+TABLE_SPECS: Mapping[str, type[Spec]] = {
+    spec.kind: spec
+    for spec in (
+        TrainBackend,
+        RolloutBackend,
+        Reward,
+        Advantage,
+        Loss,
+        Stage,
+        TrackerSpec,
+        TrainerSpec,
+        RuntimeSpec,
+    )
+}
+"""Every table hook by its kind: hook ``engine_<kind>``, entry-point group ``engine.<kind>``."""

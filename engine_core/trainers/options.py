@@ -1,0 +1,16 @@
+"""Option tables of the trainers other than ``rl``."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine_core.specs import Options
+
+
+class SFTOptions(Options):
+    """``[sft]``"""
+
+    max_tokens: int = Field(4096, gt=0)
+    """Longest sequence; a longer one follows `data.over_long`."""
+    train_on_prompt: bool = False
+    """Learn the prompt's tokens too."""

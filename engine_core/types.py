@@ -1,0 +1,283 @@
+"""The vocabulary: Prompt, Request, Rollout, Batch.
+
+Letters in shapes: P prompts of a step, G rollouts a prompt, B = P * G sequences, T tokens of all
+sequences one after another, K candidates a position, V vocabulary.
+
+One convention holds everywhere: **a per-token value stands at the token it is about.**
+``log_probs[t]`` is the log-probability of ``token_ids[t]`` given the tokens before it in the same
+sequence; the first token of a sequence has 0 there. Logs are natural.
+
+Left out on purpose: padding. A batch is the tokens of its sequences one after another; whoever
+needs a rectangle makes one and puts it away again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One row of the data, ready to sample from.
+
+    Example: ``Prompt("train:17", [5, 9, 2], "2+2=", {"answer": "4"})``.
+    """
+
+    id: str  # "<split>:<row>", the same in every epoch and after a resume
+    token_ids: list[int]  # the prompt as the model sees it, chat template applied
+    text: str  # the same, readable
+    columns: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for rewards
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How to sample; the same words in the TOML's ``[rollout]`` table."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    max_response_tokens: int = 256
+    stop: tuple[str, ...] = ()  # strings; the one that matched stays in the response
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end of sequence
+    seed: int | None = None  # with a seed the same request gives the same tokens
+
+
+@dataclass(slots=True)
+class Request:
+    """One completion to sample. ``id`` comes back on the rollout's ``request_id``."""
+
+    id: str
+    prompt: Prompt
+    sampling: Sampling
+    group_id: int = 0
+    index: int = 0  # position within its group, 0..G-1
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled sequence: prompt, response, and what was known of each token when it was sampled.
+
+    A one-turn example: the prompt ``[5, 9]`` was answered by ``[7, 1]`` (1 ends the sequence)::
+
+        token_ids         = [5, 9, 7, 1]
+        loss_mask         = [0, 0, 1, 1]          # True where the policy sampled the token
+        rollout_log_probs = [0, 0, -1.2, -0.1]    # under the distribution that was sampled from
+        policy_versions   = [0, 0, 3, 3]          # weight updates the sampler had seen
+        finish_reason     = "stop"
+
+    A second turn appends an observation (``loss_mask`` False) and more sampled tokens.
+    """
+
+    request_id: str
+    prompt: Prompt
+    token_ids: Tensor  # [T_i] int64, prompt and response
+    loss_mask: Tensor  # [T_i] bool
+    rollout_log_probs: Tensor  # [T_i] float32, after temperature, top-p and top-k; 0 where not sampled
+    policy_versions: Tensor  # [T_i] int32
+    finish_reason: str  # "stop" (end token or stop string), "length", "abort"
+    group_id: int = 0
+    index: int = 0
+    text: str = ""  # the response decoded, without special tokens; for rewards and people only
+    reward: float = 0.0  # weighted sum of `rewards`
+    rewards: dict[str, float | None] = field(default_factory=dict)  # by reward name; None: not applicable
+    valid: bool = True  # False: a reward failed and its policy is to drop; no gradient comes from it
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    # ^ per-token tensors the core passes on. One it knows: "support_log_mass" [T_i] float32, the log
+    #   of the probability (after temperature) that top-p/top-k kept; log-prob over the whole
+    #   vocabulary = rollout_log_probs + support_log_mass.
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt, observations of later turns included."""
+        return len(self.token_ids) - len(self.prompt.token_ids)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences one after another without padding, with their columns.
+
+    Two sequences ``[5, 9, 7]`` and ``[5, 1]``::
+
+        token_ids = [5, 9, 7, 5, 1]            # [T]
+        lengths   = [3, 2]                     # [B]
+        tokens    = {"loss_mask": [0, 0, 1, 0, 1]}     # each [T] or [T, K]
+        sequences = {"rewards": [1.0, 0.0]}            # each [B]
+    """
+
+    token_ids: Tensor  # [T] int64
+    lengths: Tensor  # [B] int64, sums to T
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    sequences: dict[str, Tensor] = field(default_factory=dict)
+    temperature: float = 1.0  # log-probs and entropies are of softmax(logits / temperature)
+    keep_together: Tensor | None = None  # [B] int64: sequences with one id are never split
+
+    def __len__(self) -> int:
+        """B, the number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, all tokens."""
+        return len(self.token_ids)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The column ``name``, per token or per sequence."""
+        if name in self.tokens:
+            return self.tokens[name]
+        if name in self.sequences:
+            return self.sequences[name]
+        known = ", ".join(sorted({*self.tokens, *self.sequences})) or "none"
+        raise KeyError(f"This batch has no column '{name}'. It has: {known}.")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tokens or name in self.sequences
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """[T] int64: which sequence each token belongs to."""
+        import torch
+
+        index = torch.arange(len(self.lengths), device=self.lengths.device)
+        return torch.repeat_interleave(index, self.lengths)
+
+    @property
+    def offsets(self) -> Tensor:
+        """[B + 1] int64: sequence i is ``token_ids[offsets[i]:offsets[i + 1]]``."""
+        import torch
+
+        zero = self.lengths.new_zeros(1)
+        return torch.cat([zero, self.lengths.cumsum(0)])
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """[T] -> [B]: the sum of ``values`` over each sequence."""
+        total = values.new_zeros(len(self.lengths))
+        return total.index_add(0, self.sequence_index.to(values.device), values)
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """[B] -> [T]: each sequence's value at all its tokens."""
+        return values[self.sequence_index.to(values.device)]
+
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
+        """The sequences ``indices``, in that order, with all columns."""
+        import torch
+
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        offsets = self.offsets.tolist()
+        ranges = [torch.arange(offsets[i], offsets[i + 1]) for i in chosen.tolist()]
+        positions = torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[positions],
+            lengths=self.lengths[chosen],
+            tokens={name: column[positions] for name, column in self.tokens.items()},
+            sequences={name: column[chosen] for name, column in self.sequences.items()},
+            keep_together=None if self.keep_together is None else self.keep_together[chosen],
+        )
+
+    def with_columns(
+        self, tokens: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None
+    ) -> Batch:
+        """A batch of the same sequences with these columns added or replaced."""
+        return dataclasses.replace(
+            self,
+            tokens={**self.tokens, **(tokens or {})},
+            sequences={**self.sequences, **(sequences or {})},
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """A copy whose tensors lie on ``device``."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            lengths=self.lengths.to(device),
+            tokens={name: column.to(device) for name, column in self.tokens.items()},
+            sequences={name: column.to(device) for name, column in self.sequences.items()},
+            keep_together=None if self.keep_together is None else self.keep_together.to(device),
+        )
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout], temperature: float = 1.0) -> Batch:
+        """Pack rollouts, in their order.
+
+        Token columns: ``loss_mask`` (bool; all False for a rollout that is not ``valid``),
+        ``rollout_log_probs`` (over the whole vocabulary, see ``Rollout.extras``), ``policy_versions``
+        and every extra that all rollouts carry. Sequence columns: ``rewards``, ``group_ids``,
+        ``response_lengths`` (sampled tokens), ``truncated`` (bool), ``valid`` (bool), and
+        ``reward/NAME`` for each reward (NaN where it did not apply).
+        """
+        import torch
+
+        def cat(columns: list[Tensor]) -> Tensor:
+            return torch.cat(columns) if columns else torch.zeros(0)
+
+        names = set.intersection(*(set(r.extras) for r in rollouts)) if rollouts else set()
+        tokens = {
+            "loss_mask": cat([r.loss_mask & r.valid for r in rollouts]).bool(),
+            "rollout_log_probs": cat([r.rollout_log_probs for r in rollouts]),
+            "policy_versions": cat([r.policy_versions for r in rollouts]),
+            **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names)},
+        }
+        if "support_log_mass" in tokens:
+            tokens["rollout_log_probs"] = tokens["rollout_log_probs"] + tokens["support_log_mass"]
+        reward_names = sorted({name for r in rollouts for name in r.rewards})
+        nan = float("nan")
+        sequences = {
+            "rewards": torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
+            "group_ids": torch.tensor([r.group_id for r in rollouts], dtype=torch.int64),
+            "response_lengths": torch.tensor([int(r.loss_mask.sum()) for r in rollouts]),
+            "truncated": torch.tensor([r.finish_reason == "length" for r in rollouts]),
+            "valid": torch.tensor([r.valid for r in rollouts], dtype=torch.bool),
+        }
+        for name in reward_names:
+            values = [nan if r.rewards.get(name) is None else r.rewards[name] for r in rollouts]
+            sequences[f"reward/{name}"] = torch.tensor(values, dtype=torch.float32)
+        return cls(
+            token_ids=cat([r.token_ids for r in rollouts]).long(),
+            lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.int64),
+            tokens=tokens,
+            sequences=sequences,
+            temperature=temperature,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class LossCall:
+    """A loss by name and parameters: what crosses to a worker in place of code."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)  # plain values only
+    outputs: tuple[str, ...] = ("log_probs",)  # what the engine must compute with gradient
+
+
+@dataclass(slots=True)
+class TrainOutput:
+    """What ``forward_backward`` returns.
+
+    ``metrics`` are summed over micro-batches and ranks, except names that begin with ``max/``, of
+    which the maximum is kept. A loss weighs its metrics like its tokens, so the sums are means.
+    """
+
+    loss: float  # the global loss that was differentiated
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_micro_batches: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What ``optimizer_step`` returns."""
+
+    grad_norm: float  # before clipping
+    lr: float  # that this step used
+    skipped: bool = False  # a gradient was not finite: weights and optimizer were left alone
