@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from engine_core.algorithms.options import GRPOOptions, PPOClipOptions
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
+from engine_core.runtime.options import LocalOptions
 from engine_core.specs import Advantage, Loss, RuntimeSpec, TrackerSpec, TrainBackend, TrainerSpec
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
 from engine_core.trainers.options import SFTOptions
@@ -60,7 +61,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
         "sft": TrainerSpec(
             load="engine_core.trainers.sft:SFTTrainer",
             config=SFTOptions,
-            sections=SHARED | ROLLOUTS | {"sft"},
+            sections=SHARED | {"sft"},
             required=frozenset({"data"}),
         ),
     }
@@ -68,4 +69,4 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
-    return {"local": RuntimeSpec(load="engine_core.runtime.local:LocalRuntime")}
+    return {"local": RuntimeSpec(load="engine_core.runtime.local:LocalRuntime", config=LocalOptions)}

@@ -202,6 +202,12 @@ class RolloutEngine(abc.ABC):
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
         """Stop these requests; what they have so far, with finish reason ``abort``."""
 
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """Sample all requests; rollouts in their order. Built on ``add`` and ``step``."""
+        from engine_core.engines.driver import generate
+
+        return generate(self, requests)
+
     def pause(self, mode: str = "drain") -> None:
         """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""
 

@@ -1,0 +1,82 @@
+"""Contract 3: a runtime starts worker groups; a group carries out calls, in order, wherever it sits.
+
+What crosses is plain values, batches and names, never code, so that the same trainer runs in one
+process and on a cluster.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.plugins import PluginSet
+    from engine_core.types import Batch
+    from engine_core.weight_sync import SyncResult
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One role of a run: what to build for it."""
+
+    kind: str  # "train" or "rollout"
+    trainable: bool = True  # a train role with an optimizer
+
+
+class WorkerGroup(abc.ABC):
+    """The workers of one role, behind one ordered mailbox each."""
+
+    @abc.abstractmethod
+    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        """Have every worker call ``engine.method(batch, **plain)``.
+
+        Args:
+            method: a method of the engine contract.
+            batch: sequences for it; None for methods that take none.
+            split: ``dp`` gives each data-parallel slice its share and puts the results back in
+                order; ``all`` gives every worker the whole batch.
+            plain: plain values and named things.
+
+        Returns:
+            A future of the result. A worker that died or missed the deadline is ``WorkerLost``.
+        """
+
+
+class Runtime(abc.ABC):
+    """Starts and stops the workers of a run.
+
+    Args:
+        config: the whole run file.
+        plugins: loaded in the controller; workers elsewhere load their own from the names.
+        live: objects given from Python (``model``, ``tokenizer``); only a local runtime takes a model.
+    """
+
+    def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
+        self.config, self.plugins, self.live = config, plugins, live
+
+    @abc.abstractmethod
+    def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        """Build the engines of these roles; when one fails, those built before it are closed.
+
+        Args:
+            roles: what to build, by role name.
+            total_steps: optimizer steps of the run, for schedules.
+        """
+
+    @abc.abstractmethod
+    def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        """Bring a sampler to a trained role's weights, worker to worker."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Hand device memory over for ``generate``, ``train`` or ``sync``; by default nobody sleeps."""
+        yield
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop every worker."""

@@ -1,0 +1,59 @@
+"""Transports of weights from a train engine to a rollout engine. Weights never pass the controller.
+
+Only ``same_process`` so far: the stream of the train engine goes straight into the sampler, or
+nothing moves where the sampler uses the train engine's own module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """One update of a sampler's weights."""
+
+    version: int  # policy version of tokens sampled from now on
+    bytes: int  # moved; 0 where the module is shared
+    seconds: float
+    checksum: str  # of what the sampler received; "shared" where the module is shared
+
+
+def same_process(actor: Any, rollout: Any, version: int, shared: bool) -> SyncResult:
+    """Bring the sampler to the actor's weights, both in this process.
+
+    Args:
+        actor: the TrainEngine that was updated.
+        rollout: the RolloutEngine to bring up to date.
+        version: the new policy version.
+        shared: the sampler reads the actor's own module.
+
+    Returns:
+        What was moved. When the stream fails half way the sampler raises and keeps its old version.
+    """
+    start = time.perf_counter()
+    if shared:
+        rollout.set_version(version)
+        return SyncResult(version, 0, time.perf_counter() - start, "shared")
+    counter = _Counted(actor.named_weights())
+    checksum = rollout.update_weights(counter, version)
+    return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
+
+
+class _Counted:
+    """Passes a weight stream on and counts its bytes."""
+
+    def __init__(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        self._stream = stream
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._stream:
+            self.bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
