@@ -259,6 +259,7 @@ class LossCall:
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)  # plain values only
     outputs: tuple[str, ...] = ("log_probs",)  # what the engine must compute with gradient
+    watched: tuple[str, ...] = ()  # what it computes without gradient, for metrics
 
 
 @dataclass(slots=True)

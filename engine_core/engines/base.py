@@ -157,6 +157,10 @@ class TrainEngine(abc.ABC):
         """Replace the peak learning rate from the next step on (``[schedule]``)."""
         raise NotImplementedError
 
+    def set_token_budget(self, tokens: int) -> None:
+        """Replace `max_tokens_per_rank` from the next batch on (``[schedule]``)."""
+        self.config = self.config.model_copy(update={"max_tokens_per_rank": tokens})
+
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Give back device memory by part: ``weights``, ``gradients``, ``optimizer``."""
 

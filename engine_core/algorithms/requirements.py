@@ -1,0 +1,70 @@
+"""What an algorithm needs and who makes it: planned before anything is built.
+
+A loss and an advantage estimator declare columns. Some come with every rollout, some are made by a
+worker after the rollouts (``PRODUCERS``), the advantages come from the estimator. A column that
+nobody makes is refused here, with its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from engine_core.config import AlgorithmConfig
+    from engine_core.specs import Advantage, Loss
+
+ROLLOUT_COLUMNS = frozenset(
+    {"loss_mask", "rollout_log_probs", "policy_versions", "rewards", "group_ids", "response_lengths", "truncated", "valid"}
+)
+"""In every batch (``Batch.from_rollouts``), besides ``reward/NAME``."""
+
+PRODUCERS = {"old_log_probs": "actor", "ref_log_probs": "ref"}
+"""Column -> the role whose ``infer`` makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step has to do for its algorithm."""
+
+    columns: tuple[str, ...]  # to be made by `infer`, in the order of PRODUCERS
+    outputs: tuple[str, ...]  # computed with gradient
+    updates_per_step: int  # optimizer steps for one batch of rollouts
+
+    @property
+    def needs_ref(self) -> bool:
+        """A reference model must be built."""
+        return "ref_log_probs" in self.columns
+
+
+def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_per_step: int) -> Plan:
+    """Work out the columns and outputs of an algorithm.
+
+    ``old_log_probs`` are made only when the policy moves while they are needed: more than one
+    optimizer step on the same rollouts, or a KL in the reward. Otherwise the ratio of the first and
+    only update is exactly 1 and its log-probs are those of the training forward.
+
+    Raises:
+        ConfigError: a column that nobody makes.
+    """
+    mini = algorithm.mini_batch_prompts or prompts_per_step
+    updates = algorithm.epochs * -(-prompts_per_step // mini)
+    needed = set(advantage.needs) | (set(loss.needs) - {"advantages"})
+    if algorithm.kl_coef > 0:
+        needed.add("ref_log_probs")
+    if updates > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward"):
+        needed.add("old_log_probs")
+    problems = []
+    for spec, key, name in ((advantage, "advantage", algorithm.advantage), (loss, "loss", algorithm.loss)):
+        unknown = {c for c in spec.needs if not c.startswith("reward/")} - ROLLOUT_COLUMNS - set(PRODUCERS) - {"advantages"}
+        problems += [
+            f"algorithm.{key} = '{name}' needs the column '{column}', which nothing in this run makes."
+            + did_you_mean(column, ROLLOUT_COLUMNS | set(PRODUCERS))
+            for column in sorted(unknown)
+        ]
+    if problems:
+        raise ConfigError(problems)
+    outputs = tuple(dict.fromkeys([*loss.outputs, *(["entropy"] if algorithm.entropy_coef else [])]))
+    return Plan(tuple(c for c in PRODUCERS if c in needed), outputs, updates)

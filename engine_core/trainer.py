@@ -1,0 +1,200 @@
+"""THE LOOP: prompts -> rollouts -> rewards -> stages -> advantages -> update -> weight sync.
+
+One plain program that holds rollouts as data and calls worker groups, each of which may sit
+elsewhere and be sharded differently. What every trainer shares (run folder, checkpoints, schedule,
+progress) is in ``trainers.base``. Left out on purpose: asynchrony, which is a file of its own.
+
+P prompts, G rollouts a prompt, B = P * G, T tokens of all sequences one after another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.algorithms import requirements
+from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.kl import kl_estimate
+from engine_core.errors import TrainingFailed
+from engine_core.runtime.base import Role
+from engine_core.trainers.base import TrainingRun
+from engine_core.trainers.sampling import RolloutSource
+from engine_core.types import Batch, LossCall
+
+if TYPE_CHECKING:
+    from engine_core.types import Prompt, Rollout
+
+
+class Trainer(TrainingRun):
+    """Reinforcement learning from verifiable rewards: GRPO, PPO and their family.
+
+    Args:
+        config: from ``load_config``.
+        model: a live module instead of ``[model] path`` (local runtime).
+        tokenizer: a live tokenizer.
+        rewards: functions, scored in this process with weight 1, besides ``[[reward]]``.
+        data: rows (dicts) instead of ``[data] train``.
+
+    Example: ``Trainer(load_config("run.toml", {"actor.optim.lr": 1e-6})).train()``.
+    """
+
+    def prepare(self) -> None:
+        algorithm = self.config.algorithm
+        advantage = self.plugins.spec("advantages", algorithm.advantage)
+        loss = self.plugins.spec("losses", algorithm.loss)
+        self.plan = requirements.plan(algorithm, advantage, loss, self.config.data.prompts_per_step)
+        self.advantage = self.plugins.resolve("advantages", algorithm.advantage)
+        self.sampling = RolloutSource(self)
+
+    def roles(self) -> dict[str, Role]:
+        ref = {"ref": Role("train", trainable=False)} if self.plan.needs_ref else {}
+        return {"actor": Role("train"), **ref, "rollout": Role("rollout")}
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.plan.updates_per_step
+
+    def start(self) -> None:
+        self.sampling.sync()  # a broken transport ends the run here, not after an hour
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step: P prompts in, one policy update done, samplers on the new weights."""
+        prompts = self.source.take(self.config_now.data.prompts_per_step)
+        metrics: dict[str, float] = {}
+        with self.phase("generate"):
+            rollouts = self.sampling.sample(prompts, step)  # B = P * G rollouts
+        with self.phase("reward"):
+            metrics |= self.sampling.score(rollouts, step)  # rewards [B], failures handled by policy
+            rollouts, staged = self.sampling.stages(rollouts, step)  # filters and caches named in the TOML
+        metrics |= staged | self.sampling.describe(rollouts)
+        self.sampling.keep(rollouts, step)
+        batch = Batch.from_rollouts(rollouts, self.config_now.rollout.temperature)
+        with self.phase("annotate"):
+            batch, noted = self.annotate(batch)  # old / ref log-probs: only what the algorithm needs
+            batch = self.with_advantages(batch)  # [T]
+        with self.phase("train"):
+            metrics |= noted | self.update(batch, step)
+        with self.phase("sync"):
+            metrics |= self.sampling.sync()  # worker to worker
+        return metrics
+
+    def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Add the columns that the algorithm needs from a model, and the KL where it is in the reward."""
+        columns = {}
+        for column in self.plan.columns:
+            role = self.groups[requirements.PRODUCERS[column]]
+            columns[column] = role.call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
+        batch = batch.with_columns(tokens=columns)
+        algorithm = self.config_now.algorithm
+        if algorithm.kl_in == "loss" or "ref_log_probs" not in batch:
+            return batch, {}
+        per_token = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_estimator)
+        kl = batch.sum_by_sequence(per_token * batch["loss_mask"])  # [B]
+        shaped = batch["rewards"] - algorithm.kl_coef * kl
+        return batch.with_columns(sequences={"rewards": shaped}), {"reward/kl_penalty": float(kl.mean())}
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        """Add ``advantages`` [T]; one that is not finite is an error before any update."""
+        options = self.config_now.algorithm.advantage_options
+        advantages = self.advantage(batch, **(options.model_dump() if options else {}))
+        if not bool(advantages.isfinite().all()):
+            raise TrainingFailed(
+                f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
+                "The weights were left alone. Look at the rewards: engine inspect rollouts."
+            )
+        return batch.with_columns(tokens={"advantages": advantages})
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """One optimizer step for each mini-batch; returns means over them."""
+        totals: dict[str, list[float]] = {}
+        for mini in self.mini_batches(batch, step):
+            for name, value in self.update_on(mini).items():
+                totals.setdefault(name, []).append(value)
+        return {
+            name: max(values) if name.endswith(("/max_abs", "/lr")) else sum(values) / len(values)
+            for name, values in totals.items()
+        }
+
+    def update_on(self, mini: Batch) -> dict[str, float]:
+        """Forward, backward, check, optimizer step."""
+        if not bool(mini["loss_mask"].any()):
+            return {"actor/empty_updates": 1.0}
+        actor = self.groups["actor"]
+        output = actor.call("forward_backward", mini, loss=self.loss_call()).result()
+        metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
+        self.check_parity(metrics)
+        done = actor.call("optimizer_step").result()
+        self.count_skipped(done)
+        return metrics | {
+            "actor/loss": output.loss,
+            "actor/grad_norm": done.grad_norm,
+            "actor/lr": done.lr,
+            "actor/skipped_steps": float(done.skipped),
+            "actor/micro_batches": float(output.num_micro_batches),
+        }
+
+    def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
+        """Whole groups, `mini_batch_prompts` at a time; a new order in each epoch after the first."""
+        algorithm = self.config_now.algorithm
+        groups = batch["group_ids"]
+        order = torch.unique(groups)
+        size = algorithm.mini_batch_prompts or max(len(order), 1)
+        generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + step)
+        minis = []
+        for epoch in range(algorithm.epochs):
+            if epoch:
+                order = order[torch.randperm(len(order), generator=generator)]
+            for chosen in order.split(size):
+                rows = torch.isin(groups, chosen).nonzero().flatten()
+                minis.append(self.weighed(batch.select(rows)))
+        return minis
+
+    def weighed(self, mini: Batch) -> Batch:
+        """Add each token's share of the aggregated loss, over the whole mini-batch."""
+        algorithm = self.config_now.algorithm
+        norm = algorithm.loss_length_norm or self.config.rollout.max_response_tokens
+        return with_weights(mini, algorithm.loss_aggregation, norm)
+
+    def loss_call(self) -> LossCall:
+        """The actor's objective, by name and plain values."""
+        algorithm = self.config_now.algorithm
+        parameters: dict[str, Any] = {
+            "loss": algorithm.loss,
+            "loss_options": algorithm.loss_options.model_dump() if algorithm.loss_options else {},
+            "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            "kl_estimator": algorithm.kl_estimator,
+            "entropy_coef": algorithm.entropy_coef,
+            "correction_level": algorithm.correction.level,
+            "correction_cap": algorithm.correction.cap,
+        }
+        return LossCall("policy", parameters, self.plan.outputs, watched=("entropy",))
+
+    def check_parity(self, metrics: dict[str, float]) -> None:
+        """The sampler and the trainer must be one policy: a gap over the bound ends the run before the update."""
+        gap, bound = metrics["mismatch/mean_abs"], self.config.rollout.max_log_prob_gap
+        if gap > bound:
+            raise TrainingFailed(
+                f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
+                "The weights were left alone. The sampler does not have the trainer's weights, or computes another "
+                "distribution (temperature, top-p, precision)."
+            )
+
+    def generate(self, prompts: list[Prompt]) -> list[Rollout]:
+        """Sample and score `group_size` responses a prompt with the current weights, outside of training."""
+        self.setup()
+        rollouts = self.sampling.sample(prompts, step=0)
+        self.sampling.score(rollouts, step=0, training=False)
+        return rollouts
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample the validation prompts as ``[eval]`` says and score them; ``eval/...`` metrics."""
+        self.setup()
+        return self.sampling.evaluate()
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": self.sampling.rewards.state(), "version": self.sampling.version}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.sampling.rewards.load_state(state["rewards"])
+        self.sampling.version = state["version"]

@@ -1,0 +1,134 @@
+"""The rollout side of a trainer: sample, score, filter, describe, keep, and bring new weights in."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from engine_core.rewards import RewardRunner
+from engine_core.rollout_files import write_rollouts
+from engine_core.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_core.trainers.base import TrainingRun
+    from engine_core.types import Prompt, Rollout
+
+
+class RolloutSource:
+    """Scored rollouts for one run.
+
+    Args:
+        run: the trainer that it serves; its worker groups exist when a method is called.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self.rewards = RewardRunner(
+            run.config.reward, run.plugins, tokenizer=run.tokenizer, live=run.live.get("rewards") or ()
+        )
+        self.version = 0  # weight updates that the sampler has seen
+
+    def sync(self) -> dict[str, float]:
+        """Bring the sampler to the actor's weights."""
+        result = self.run.runtime.push_weights("actor", "rollout", self.version + 1)
+        self.version = result.version
+        self.run.emit("weights_synced", {"version": result.version, "bytes": result.bytes})
+        return {"sync/bytes": float(result.bytes), "sync/seconds": result.seconds, "policy_version": float(result.version)}
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+        """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
+        config = self.run.config_now.rollout
+        return self._sample(prompts, step, config.group_size, config.temperature, config.top_p, config.top_k)
+
+    def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
+        """Fill in the rewards; metrics of the rewards and of their failures."""
+        return self.rewards.score(rollouts, step, training=training)
+
+    def stages(self, rollouts: list[Rollout], step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Run the stages of the TOML, in their order."""
+        metrics: dict[str, float] = {}
+        for stage in self.run.config_now.stage:
+            function = self.run.plugins.resolve("stages", stage.name)
+            options = stage.options.model_dump() if stage.options else {}
+            rollouts, noted = function(rollouts, step, **options)
+            metrics |= {f"stage/{stage.name}/{name}": value for name, value in noted.items()}
+        return rollouts, metrics
+
+    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Counts and lengths."""
+        lengths = [r.response_length for r in rollouts] or [0]
+        truncated = sum(r.finish_reason == "length" for r in rollouts)
+        return {
+            "rollouts": float(len(rollouts)),
+            "tokens/total": float(sum(len(r.token_ids) for r in rollouts)),
+            "tokens/generated": float(sum(lengths)),
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "response_length/truncated_share": truncated / len(lengths),
+        }
+
+    def keep(self, rollouts: list[Rollout], step: int) -> None:
+        """Write them for people and for offline training, and tell observers."""
+        every = self.run.config.tracking.rollouts_every_steps
+        if self.run.folder and every and step % every == 0:
+            write_rollouts(self.run.folder.rollouts_dir, step, rollouts)
+        self.run.emit("rollouts_finished", {"rollouts": rollouts})
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample and score the validation prompts.
+
+        Returns:
+            ``eval/reward_mean``; ``eval/accuracy``: the mean of the first reward of the file;
+            ``eval/NAME`` for each reward; ``eval/response_length``.
+        """
+        config = self.run.config.eval
+        prompts = self.run.validation_prompts()
+        rollouts = self._sample(prompts, 0, config.samples_per_prompt, config.temperature, 1.0, 0)
+        self.score(rollouts, 0, training=False)
+        names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
+        metrics = {f"eval/{name}": _mean([r.rewards.get(name) for r in rollouts]) for name in names}
+        metrics |= {
+            "eval/reward_mean": _mean([r.reward for r in rollouts]),
+            "eval/accuracy": metrics[f"eval/{names[0]}"] if names else 0.0,
+            "eval/response_length": _mean([float(r.response_length) for r in rollouts]),
+            "eval/prompts": float(len(prompts)),
+        }
+        if self.run.folder:
+            write_rollouts(self.run.folder.rollouts_dir / "eval", self.run.step_done, rollouts)
+        return metrics
+
+    def close(self) -> None:
+        """Stop the reward workers."""
+        self.rewards.close()
+
+    def _sample(
+        self, prompts: Sequence[Prompt], step: int, group_size: int, temperature: float, top_p: float, top_k: int
+    ) -> list[Rollout]:
+        config = self.run.config_now.rollout
+        requests = []
+        for group, prompt in enumerate(prompts):
+            for index in range(group_size):
+                sampling = Sampling(
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    max_response_tokens=config.max_response_tokens,
+                    stop=tuple(config.stop),
+                    stop_token_ids=tuple(config.stop_token_ids),
+                    seed=sampling_seed(self.run.config.run.seed, step, group, index),
+                )
+                requests.append(Request(f"{step}:{group}:{index}", prompt, sampling, group, index))
+        return self.run.groups["rollout"].call("generate", requests=requests).result()
+
+
+def sampling_seed(seed: int, step: int, group: int, index: int) -> int:
+    """A seed of its own for every rollout, independent of how requests are batched (63 bits)."""
+    text = f"{seed}:{step}:{group}:{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0
