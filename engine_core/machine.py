@@ -1,0 +1,221 @@
+"""The machine under a run: checks at the start, what ``env.json`` says of it, memory as metrics.
+
+Each check returns None or a sentence that names the thing and says what to do. None of them stops
+a run: a small shared memory is fatal to one set-up and of no interest to another.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine_core.config import EngineConfig
+    from engine_core.plugins import PluginSet
+
+PACKAGES = (
+    "engine-core-rl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "pyarrow",
+    "numpy",
+    "pydantic",
+)
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "LOG_LEVEL",
+    "NCCL_DEBUG",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+    "WORLD_SIZE",
+)
+"""The environment variables that ``env.json`` shows; no other is written."""
+
+GIB = 1024**3
+MIN_SHARED_MEMORY = 1 * GIB  # NCCL and data workers each map hundreds of MiB
+MIN_FREE_DISK = 5 * GIB
+ENOUGH_FILES = 4096
+NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs\d*|cifs|smb\w*|afs|ceph|lustre|gpfs|beegfs|davfs|(fuse\.)?(glusterfs|sshfs|s3fs|gcsfuse|juicefs|rclone|goofys)"
+)
+
+
+def check_start(run_path: Path) -> list[str]:
+    """Raise the limit of open files, then look at shared memory and at the disk of the run folder.
+
+    Args:
+        run_path: the run folder, or the folder where it will be.
+
+    Returns:
+        One sentence a problem.
+    """
+    found = (
+        raise_open_file_limit(),
+        check_shared_memory(),
+        check_file_system(run_path),
+        check_disk(run_path),
+    )
+    return [problem for problem in found if problem]
+
+
+def raise_open_file_limit() -> str | None:
+    """Set this process's soft limit of open files to the hard one; a sentence where that is low too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = hard
+    if sys.platform == "darwin":  # its hard limit reads as infinite, and setting that is refused
+        target = 10240 if hard == resource.RLIM_INFINITY else min(hard, 10240)
+    if soft != resource.RLIM_INFINITY and (target == resource.RLIM_INFINITY or soft < target):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        soft = target
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+        return None
+    return (
+        f"Open files: the limit is {soft} even after raising it to the hard limit; {ENOUGH_FILES} or more are expected. "
+        "Raise the hard limit ('nofile' in /etc/security/limits.conf, or --ulimit nofile=65536 of a container)."
+    )
+
+
+def check_shared_memory(path: Path = Path("/dev/shm"), need: int = MIN_SHARED_MEMORY) -> str | None:
+    """A sentence where ``/dev/shm`` is smaller than ``need`` bytes; macOS has none and needs none."""
+    if not path.is_dir():
+        return None
+    size = shutil.disk_usage(path).total
+    if size >= need:
+        return None
+    return (
+        f"Shared memory: {path} has {size / GIB:.2f} GiB; {need / GIB:.0f} GiB or more are expected by data workers and "
+        "multi-GPU communication. Enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm)."
+    )
+
+
+def check_file_system(path: Path, mounts: str | None = None) -> str | None:
+    """A sentence where ``path`` lies on a network file system.
+
+    Args:
+        path: any path; it need not exist.
+        mounts: text of ``/proc/mounts``; default: this machine's. A machine without it is not checked.
+    """
+    if mounts is None:
+        source = Path("/proc/mounts")
+        mounts = source.read_text() if source.exists() else ""
+    kind, mount_point = _file_system_of(path.absolute(), mounts)
+    if not NETWORK_FILE_SYSTEMS.fullmatch(kind):
+        return None
+    return (
+        f"Network file system: the run folder {path} lies on {mount_point} ({kind}). Checkpoints and metrics will be slow, "
+        "and file locks may not hold. Set run.dir to a local disk and copy the run afterwards."
+    )
+
+
+def _file_system_of(path: Path, mounts: str) -> tuple[str, str]:
+    """Type and mount point of the file system below ``path``: the longest mount point that leads to it."""
+    best = ("", "")
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")  # how /proc/mounts writes a space
+        if path.is_relative_to(point) and len(point) >= len(best[1]):
+            best = (fields[2], point)
+    return best
+
+
+def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
+    """A sentence where less than ``need`` bytes are free on the disk of ``path``."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= need:
+        return None
+    return (
+        f"Disk: {free / GIB:.1f} GiB are free under the run folder {path}; {need / GIB:.0f} GiB or more are expected. "
+        "Free some ('engine prune' deletes old checkpoints), lower checkpoint.keep_last, or set run.dir to another disk."
+    )
+
+
+def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
+    """What the run depends on besides its config: the content of ``env.json``."""
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": list(sys.argv),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "plugins": dict(plugins.versions()) if plugins else {},
+        "git": _git_state(Path.cwd()),
+        "seeds": {"run": config.run.seed, "model": config.model.seed},
+        "data": {name: _fingerprint(Path(name)) for name in _data_files(config)},
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the project around ``folder`` and whether files differ from it; None without git."""
+    outputs = []
+    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+            )
+        except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, too slow a disk
+            return None
+        outputs.append(done.stdout.strip())
+    return {"sha": outputs[0], "changed_files": len(outputs[1].splitlines())}
+
+
+def _data_files(config: EngineConfig) -> Iterator[str]:
+    for files in (config.data.train, config.data.validation):
+        yield from [files] if isinstance(files, str) else files
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {"sha256": None}
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory of this process and of its accelerator now, in GiB.
+
+    Returns:
+        ``memory/rss_gib``; with an accelerator also ``memory/allocated_gib``, ``memory/reserved_gib``
+        and ``memory/peak_gib`` (allocated, since the process began). torch is not imported for it.
+    """
+    import psutil
+
+    metrics = {"memory/rss_gib": psutil.Process(os.getpid()).memory_info().rss / GIB}
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.accelerator.is_available():
+        return metrics
+    try:
+        metrics["memory/allocated_gib"] = torch.accelerator.memory_allocated() / GIB
+        metrics["memory/reserved_gib"] = torch.accelerator.memory_reserved() / GIB
+        metrics["memory/peak_gib"] = torch.accelerator.max_memory_allocated() / GIB
+    except (NotImplementedError, RuntimeError):  # an accelerator whose allocator keeps no statistics (MPS)
+        return metrics
+    return metrics

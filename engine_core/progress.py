@@ -1,0 +1,219 @@
+"""What a person sees while a run goes: a live display on a terminal, a line a step elsewhere.
+
+Everything goes to stderr, results belong to stdout. ``NO_COLOR`` is obeyed. Log lines appear above
+the live display (see ``engine_core.logs``).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from rich.console import Console, RenderableType
+
+PHASES = ("generate", "reward", "annotate", "train", "sync", "eval", "checkpoint")
+COLORS = ("cyan", "yellow", "blue", "green", "magenta", "white", "red")
+SHORT = {"generate": "gen", "annotate": "ann", "checkpoint": "save"}
+BLOCKS = " ▁▂▃▄▅▆▇█"
+HISTORY = 40  # steps in the little curve
+
+LOSSES = ("actor/loss", "sft/loss", "loss")
+# label, metric names of which the first present one is shown, format
+FIGURES = (
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("loss", LOSSES, "{:.4f}"),
+    ("acc", ("eval/accuracy",), "{:.3f}"),
+    ("kl", ("actor/kl",), "{:.2g}"),
+    ("mismatch", ("mismatch/kl", "mismatch/mean_abs"), "{:.1e}"),
+    ("len", ("response_length/mean",), "{:.1f}"),
+    ("", ("throughput/generated_tokens_per_second", "throughput/train_tokens_per_second"), "{:,.0f} tok/s"),
+)
+
+
+class Progress:
+    """Shows a run's progress; a context manager, or ``close()`` at the end.
+
+    Args:
+        total_steps: the step after which the run ends.
+        done: steps done before this attempt.
+        title: name of the run, shown on a terminal.
+        stream: where to write; default: ``sys.stderr``.
+    """
+
+    def __init__(
+        self, total_steps: int, done: int = 0, title: str = "", stream: TextIO | None = None
+    ) -> None:
+        from rich.console import Console
+
+        self.total, self.current, self.title = total_steps, done, title
+        self.metrics: Mapping[str, float] = {}
+        self._now = "starting"
+        self._began = self._last = time.monotonic()
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._history: deque[float] = deque(maxlen=HISTORY)
+        self._stream = stream or sys.stderr
+        self._console = Console(file=self._stream)
+        self._live = _Display(self, self._console) if self._console.is_terminal else None
+
+    def phase(self, name: str) -> None:
+        """Say what is going on now."""
+        self._now = name
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished step."""
+        now = time.monotonic()
+        self._seconds.append(now - self._last)
+        self._last, self.current, self.metrics = now, step, dict(metrics)
+        lead = next((metrics[name] for name in ("reward/mean", *LOSSES) if name in metrics), None)
+        if lead is not None:
+            self._history.append(lead)
+        if self._live is None:
+            print(step_line(step, self.total, metrics, self.eta), file=self._stream, flush=True)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to the end at the pace of the last steps; None before the first."""
+        if not self._seconds:
+            return None
+        return statistics.fmean(self._seconds) * max(0, self.total - self.current)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start of this attempt."""
+        return time.monotonic() - self._began
+
+    def close(self) -> None:
+        """Leave the last state on the screen. May be called again."""
+        self._now = "finished" if self.current >= self.total else f"stopped after step {self.current}"
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __rich__(self) -> RenderableType:
+        """The live display: progress, figures, phase times, what is going on."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        bar = Table.grid(padding=(0, 1))
+        counted = Text.assemble(("step ", "dim"), (f"{self.current}/{self.total}", "bold"))
+        remaining = f"{clock(self.elapsed)} gone, " + (
+            "ETA -" if self.eta is None else f"ETA {clock(self.eta)}"
+        )
+        bar.add_row(
+            Text(self.title, style="bold"),
+            counted,
+            ProgressBar(self.total, self.current, 30),
+            Text(remaining, style="dim"),
+        )
+        shown = Text("  ").join(
+            Text.assemble((f"{label} " if label else "", "dim"), (value, "bold"))
+            for label, value in figures(self.metrics)
+        )
+        if len(self._history) > 1:
+            shown = Text.assemble((sparkline(list(self._history)), "green"), "  ", shown)
+        rows = Table.grid()
+        for row in (bar, shown, phase_bar(self.metrics, self._now)):
+            rows.add_row(row)
+        return rows
+
+
+class _Display:
+    """rich's live region: repainted four times a second, log lines are printed above it."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        from rich.live import Live
+
+        self._live = Live(progress, console=console, refresh_per_second=4, redirect_stdout=False)
+        self._live.start()
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The figures of a step that are there, as (label, text); the loss only where there is no reward."""
+    shown = []
+    for label, names, form in FIGURES:
+        name = next((name for name in names if name in metrics), None)
+        if name is None or (label == "loss" and "reward/mean" in metrics):
+            continue
+        shown.append((label, form.format(metrics[name])))
+    return shown
+
+
+def phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(phase, seconds) of a step, in the order of the loop."""
+    return [(phase, metrics[f"time/{phase}"]) for phase in PHASES if f"time/{phase}" in metrics]
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | None) -> str:
+    """One step in one line: ``step 12/100  reward 0.412  kl 0.001  ...  gen 0.8s train 0.5s  ETA 1m20s``."""
+    width = len(str(total))
+    parts = [
+        f"step {step:>{width}}/{total}",
+        *(f"{label} {value}".strip() for label, value in figures(metrics)),
+    ]
+    times = [
+        f"{SHORT.get(phase, phase)} {seconds:.1f}s"
+        for phase, seconds in phase_times(metrics)
+        if seconds >= 0.05
+    ]
+    if times:
+        parts.append(" ".join(times))
+    if eta is not None:
+        parts.append(f"ETA {clock(eta)}")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """``8s``, ``1m20s``, ``2h05m``, ``3d04h``."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+def sparkline(values: list[float]) -> str:
+    """A curve of block characters from the smallest value to the largest."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(BLOCKS) - 2
+    heights = [round((value - low) / span * top) if span else top // 2 for value in finite]
+    return "".join(BLOCKS[1 + height] for height in heights)
+
+
+def phase_bar(metrics: Mapping[str, float], now: str, width: int = 40) -> RenderableType:
+    """The phases of the last step as one coloured bar with its legend, and the phase of the moment."""
+    from rich.text import Text
+
+    times = phase_times(metrics)
+    total = sum(seconds for _, seconds in times)
+    text, legend = Text(), Text()
+    for phase, seconds in times:
+        if total <= 0 or seconds / total < 0.01:
+            continue
+        color = COLORS[PHASES.index(phase)]
+        text.append("█" * max(1, round(seconds / total * width)), style=color)
+        legend.append(f"  {SHORT.get(phase, phase)} {seconds:.2f}s", style=color)
+    return Text.assemble(text, legend, ("  " if times else "", ""), (f"now: {now}", "dim italic"))

@@ -1,0 +1,74 @@
+"""The core's trackers. Their libraries are imported in the tracker's own thread, on its first use."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import PluginError
+from engine_core.tracking import RunFolder, Tracker
+from engine_core.tracking_options import TensorBoardOptions, WandbOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class TensorBoard(Tracker):
+    """Event files below the run folder: ``tensorboard --logdir runs``."""
+
+    def __init__(self, options: TensorBoardOptions | None = None) -> None:
+        super().__init__(options or TensorBoardOptions())
+
+    def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps at or after purge_step that an earlier attempt wrote are hidden.
+        purge_step = run.start_step + 1 if run.attempt else None
+        self._writer = SummaryWriter(str(run.path / self.options.folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """Weights & Biases. Its key comes from ``wandb login`` or ``WANDB_API_KEY``, never from the TOML."""
+
+    def __init__(self, options: WandbOptions | None = None) -> None:
+        super().__init__(options or WandbOptions())
+        if importlib.util.find_spec("wandb") is None:
+            raise PluginError(
+                "Tracker 'wandb' needs the package wandb, which is not installed. "
+                "Try: pip install 'engine-core-rl[wandb]', or take it out of tracking.trackers."
+            )
+
+    def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self.options.project,
+            entity=self.options.entity,
+            mode=self.options.mode,
+            name=run.path.name,
+            id=_run_id(run.path / "wandb_id.txt", wandb.util.generate_id),
+            resume="allow",
+            dir=str(run.path),
+            config=dict(config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(file: Path, generate: Any) -> str:
+    """The id under which W&B knows the run: a new one, or that of the first attempt."""
+    if not file.exists():
+        file.write_text(generate())
+    return file.read_text().strip()

@@ -1,0 +1,415 @@
+"""The run folder, and what is written about a run while it goes.
+
+    runs/latest -> math-20260102-030405
+    runs/math-20260102-030405/
+      config.resolved.toml    every key with the value it had      config.origin.json  where each came from
+      env.json                versions, plugins, git, seeds, hashes of the data
+      metrics.jsonl           one line a step, always, written before the step counts as done
+      rollouts/step_000012.parquet       checkpoints/       logs/attempt_0/rank_0.log       report.html
+
+A run folder is never shared and never overwritten. A resumed run goes on in its folder: what was
+written after the checkpoint is dropped first, so every step stands there once.
+
+Left out on purpose: reading anything back into training; state belongs to the checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import platform
+import queue
+import re
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from engine_core.errors import ConfigError, DataError, EnvironmentProblem, did_you_mean
+from engine_core.machine import describe_environment
+from engine_core.redaction import Redactor
+from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine_core.config import EngineConfig
+    from engine_core.plugins import PluginSet
+
+__all__ = ["RunFolder", "Tracker", "TrackerHub", "read_rollouts", "write_rollouts"]
+
+logger = logging.getLogger("engine")
+
+
+class RunFolder:
+    """One run on disk: made by ``create``, found and continued by ``open``, locked until ``close``.
+
+    Args:
+        path: the folder.
+        redactor: removes secrets from what is written; default: knows those of the environment.
+        attempt: number of starts of this run before this one.
+    """
+
+    def __init__(self, path: Path, redactor: Redactor | None = None, attempt: int = 0) -> None:
+        self.path = path
+        self.redactor = redactor or Redactor.of()
+        self.attempt = attempt
+        self.start_step = 0  # the step this attempt went on from
+        self._lock_file: TextIO | None = None
+        self.metrics_file = path / "metrics.jsonl"
+        self.rollouts_dir = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.logs_dir = path / "logs"
+
+    @property
+    def attempt_dir(self) -> Path:
+        """Logs of this attempt."""
+        return self.logs_dir / f"attempt_{self.attempt}"
+
+    @classmethod
+    def create(cls, config: EngineConfig, plugins: PluginSet | None = None) -> RunFolder:
+        """Make a new run folder and describe the run in it.
+
+        Args:
+            config: its ``[run] dir`` and ``name`` say where; the default name is that of the TOML
+                with date and time, and is new even twice in a second.
+            plugins: what the run loaded, for ``env.json``.
+
+        Raises:
+            ConfigError: the name exists already or is no folder name. Nothing was written.
+            EnvironmentProblem: the folder cannot be made.
+        """
+        root = Path(config.run.dir)
+        redactor = Redactor.of(config.model_dump(mode="json"))
+        description = _describe(config, plugins)
+        path = _make_folder(root, config.run.name, f"{_stem(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run = cls(path, redactor)
+        run._lock()
+        for folder in (run.rollouts_dir, run.checkpoints, run.attempt_dir):
+            folder.mkdir(parents=True)
+        run._write(description, path)
+        run.metrics_file.touch()
+        _point_latest_at(path)
+        return run
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        resume_step: int | None = None,
+        config: EngineConfig | None = None,
+        plugins: PluginSet | None = None,
+        runs: str | Path = "runs",
+    ) -> RunFolder:
+        """A run that exists: its path, its name below ``runs``, or ``latest``.
+
+        Args:
+            path: which run.
+            resume_step: go on from the checkpoint of this step: a new attempt, locked, without the
+                metrics and rollouts of later steps, since those will be done again. None: only look.
+            config: what the attempt runs with, written to its log folder; the first one stays.
+            plugins: what it loaded.
+            runs: folder of run folders.
+
+        Raises:
+            DataError: there is no such run.
+            EnvironmentProblem: another process works on it. Nothing was changed.
+        """
+        candidates = [Path(path), Path(runs) / path]
+        found = [folder for folder in candidates if (folder / "config.resolved.toml").is_file()]
+        if not found:
+            names = [entry.parent.name for entry in Path(runs).glob("*/config.resolved.toml")]
+            raise DataError(
+                f"No run at '{path}': neither that folder nor {candidates[1]} holds a config.resolved.toml."
+                + did_you_mean(Path(path).name, names)
+            )
+        run = cls(found[-1 if str(path) == "latest" else 0].resolve())
+        if resume_step is not None:
+            run._continue(resume_step, config, plugins)
+        return run
+
+    def _continue(self, step: int, config: EngineConfig | None, plugins: PluginSet | None) -> None:
+        self._lock()
+        attempts = [int(folder.name.removeprefix("attempt_")) for folder in self.logs_dir.glob("attempt_*")]
+        self.attempt, self.start_step = max(attempts, default=-1) + 1, step
+        self.attempt_dir.mkdir(parents=True)
+        if config is not None:
+            self.redactor = Redactor.of(config.model_dump(mode="json"))
+            self._write(_describe(config, plugins), self.attempt_dir)
+        kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= step]
+        _replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        for file in self.rollouts_dir.rglob("step_*.parquet"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+        _point_latest_at(self.path)
+
+    def _lock(self) -> None:
+        """Claim the folder until ``close`` or the end of the process, however it ends."""
+        self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock_file.seek(0)
+            holder = self._lock_file.read().strip() or "an unknown process"
+            self.close()
+            raise EnvironmentProblem(
+                f"Run {self.path} is in use by {holder}. Wait for it to end or stop it; a run has one process at a time."
+            ) from error
+        self._lock_file.truncate(0)
+        self._lock_file.write(f"process {os.getpid()} on {platform.node()}")
+        self._lock_file.flush()
+
+    def close(self) -> None:
+        """Let other processes resume this run."""
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
+    def rollout_file(self, step: int) -> Path:
+        """Where the rollouts of ``step`` are written."""
+        return rollout_path(self.rollouts_dir, step)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a last line cut off by a crash is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]  # after the last newline: nothing, or a cut line
+
+    def _write(self, description: Mapping[str, str], folder: Path) -> None:
+        for name, text in description.items():
+            _replace_text(folder / name, self.redactor(text))
+
+
+def _describe(config: EngineConfig, plugins: PluginSet | None) -> dict[str, str]:
+    """The describing files by name, not yet redacted."""
+    from engine_core.config import dump_toml
+
+    origins = getattr(config._source, "origins", {})
+    return {
+        "config.resolved.toml": dump_toml(config),
+        "config.origin.json": json.dumps({key: str(origins[key]) for key in sorted(origins)}, indent=2),
+        "env.json": json.dumps(describe_environment(config, plugins), indent=2, ensure_ascii=False),
+    }
+
+
+def _stem(config: EngineConfig) -> str:
+    files: Sequence[Any] = getattr(config._source, "files", ())
+    stem = Path(files[-1]).stem if files else "run"
+    return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
+
+
+def _make_folder(root: Path, name: str | None, default: str) -> Path:
+    """A folder that did not exist: ``mkdir`` decides, so two starts at once never get the same."""
+    if name is not None and (name in ("", ".", "..", "latest") or Path(name).name != name):
+        raise ConfigError(
+            f"run.name: '{name}' is no name for a folder. Expected one like 'first-try', without '/'."
+        )
+    names = [name] if name else [default, *(f"{default}-{i}" for i in range(2, 1000))]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for candidate in names:
+            path = (root / candidate).resolve()
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return path
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"run.dir: cannot make a run folder in '{root}': {error.strerror or error}. Set run.dir to a folder you may write to."
+        ) from error
+    raise ConfigError(
+        f"run.name: '{names[0]}' exists already in {root}, and a run folder is never overwritten. "
+        f"Choose another name, or go on with that run: engine resume {root / names[0]}"
+    )
+
+
+def _point_latest_at(path: Path) -> None:
+    """Make ``latest`` beside ``path`` a link to it, in one rename."""
+    link = path.parent / f".latest-{os.getpid()}"
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        link.replace(path.parent / "latest")
+    except OSError as error:  # a file system without links; only a convenience is lost
+        logger.warning("Cannot link %s to this run: %s", path.parent / "latest", error)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class Tracker:
+    """Base of trackers: where metrics go besides ``metrics.jsonl``.
+
+    Each tracker lives in a thread of its own and may take its time: a slow one loses steps, a
+    failing one is switched off, and training notices neither. Example::
+
+        class Printer(Tracker):
+            def log(self, step, metrics):
+                print(step, metrics["reward/mean"])
+
+    Args:
+        options: the tracker's table ``[tracking.NAME]``. The constructor runs in the controller and
+            may refuse a set-up that cannot work by an ``EngineError``.
+    """
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
+
+    def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        """Open what is needed. ``config`` is plain values without secrets; ``run.start_step`` is 0 or the resumed step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take one step's metrics; only finite numbers arrive here."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class _Feeder(threading.Thread):
+    """Feeds one tracker.
+
+    consumes: its queue of at most ``size`` steps; waits for: the next step; unblocked by: ``offer``
+    or ``end``; produces: calls of the tracker, one after another. A daemon, so a stalled one cannot
+    keep the process alive.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, begin: Callable[[], None], size: int) -> None:
+        super().__init__(name=f"tracker-{name}", daemon=True)
+        self.label, self.tracker, self._begin, self._size = name, tracker, begin, size
+        self.failed = False
+        self.dropped = 0  # steps not queued
+        self._taken = 0  # steps that the tracker took without an error
+        self._offered = 0
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+
+    @property
+    def pending(self) -> int:
+        """Steps that it was offered and has not taken."""
+        return self._offered - self._taken
+
+    @property
+    def missed(self) -> int:
+        """Steps that are lost to this tracker by now: dropped, or queued when it failed."""
+        return self.pending if self.failed else self.dropped
+
+    def offer(self, step: int, metrics: dict[str, float]) -> None:
+        """Queue one step without waiting; a full queue or a failed tracker drops it."""
+        self._offered += 1
+        if self.failed or self._queue.qsize() >= self._size:
+            self.dropped += 1
+        else:
+            self._queue.put((step, metrics))
+
+    def end(self) -> None:
+        """Let it finish what is queued and close."""
+        self._queue.put(None)
+
+    def run(self) -> None:
+        try:
+            self._begin()
+            while (item := self._queue.get()) is not None:
+                self.tracker.log(*item)
+                self._taken += 1
+            self.tracker.close()
+        except Exception:
+            self.failed = True
+            logger.exception(
+                "Tracker '%s' failed and is off for the rest of the run; training goes on.", self.label
+            )
+
+
+class TrackerHub:
+    """Sends each step's metrics to ``metrics.jsonl`` at once and to the trackers in their own time.
+
+    Args:
+        run: the run folder.
+        config: its ``[tracking]`` names the trackers.
+        plugins: resolves the names.
+        queue_size: steps that wait for a slow tracker before some are dropped.
+
+    Raises:
+        EngineError: a tracker refuses its set-up, before any step.
+    """
+
+    def __init__(
+        self, run: RunFolder, config: EngineConfig, plugins: PluginSet, queue_size: int = 256
+    ) -> None:
+        plain = run.redactor.tree(config.model_dump(mode="json"))
+        self._file = run.metrics_file.open("a", encoding="utf-8")
+        self._feeders: list[_Feeder] = []
+        for name in config.tracking.trackers:
+            tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
+            begin = _begin(tracker, run, plain)
+            self._feeders.append(_Feeder(name, tracker, begin, queue_size))
+        for feeder in self._feeders:
+            feeder.start()
+
+    def counters(self) -> dict[str, float]:
+        """``tracking/dropped`` (steps that some tracker missed) and ``tracking/failed`` (trackers off), where not 0."""
+        counts = {
+            "tracking/dropped": sum(feeder.missed for feeder in self._feeders),
+            "tracking/failed": sum(feeder.failed for feeder in self._feeders),
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one line ``{"step": ..., "time": seconds since 1970, ...metrics}`` and pass it on.
+
+        JSON has no NaN: a value that is not finite is written as ``null``, is left out for the
+        trackers, and is counted in ``tracking/non_finite``.
+
+        Raises:
+            TypeError: a metric is not a number. Nothing was written.
+            OSError: ``metrics.jsonl`` cannot be written.
+        """
+        numbers = {name: _number(name, value) for name, value in metrics.items()} | self.counters()
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if bad := len(numbers) - len(finite):
+            numbers["tracking/non_finite"] = finite["tracking/non_finite"] = bad
+        line = {"step": step, "time": round(time.time(), 3)} | {n: finite.get(n) for n in numbers}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for feeder in self._feeders:
+            feeder.offer(step, finite)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Give the trackers ``timeout`` seconds together to finish; what they missed is logged."""
+        self._file.close()
+        for feeder in self._feeders:
+            feeder.end()
+        deadline = time.monotonic() + timeout
+        for feeder in self._feeders:
+            feeder.join(max(0.0, deadline - time.monotonic()))
+            if feeder.pending:
+                message = "Tracker '%s' missed %d steps; metrics.jsonl has them all."
+                logger.warning(message, feeder.label, feeder.pending)
+            elif feeder.is_alive():
+                logger.warning(
+                    "Tracker '%s' has not closed after %.0f s and is left behind.", feeder.label, timeout
+                )
+
+
+def _begin(tracker: Tracker, run: RunFolder, config: Mapping[str, Any]) -> Callable[[], None]:
+    return lambda: tracker.start(run, config)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool | int):
+        return int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"Metric '{name}' is {value!r} ({type(value).__name__}), not a number.") from None
