@@ -85,7 +85,9 @@ def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn
 def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] | None:
     """Name the submodules that are one unit of sharding, activation checkpointing and compilation.
 
+    :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
+    :param options: the role's backend table.
     :returns: names as in ``module.named_modules()``, outermost first, none inside another.
 
     Stops at the first answer. Default: the decoder layers (the longest ``ModuleList``).
@@ -101,7 +103,10 @@ def engine_shard_model(role: str, module: nn.Module, units: list[str], options: 
     An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile,
     sharding.
 
+    :param role: as in ``engine_build_model``.
+    :param module: the role's module, not yet wrapped.
     :param units: the names that ``engine_wrap_policy`` gave.
+    :param options: the role's backend table (``[actor.fsdp]`` and the like).
     :returns: the module to train, the same object or a wrapper of it.
 
     Stops at the first answer. Default: activation checkpointing where the backend's table asks for
@@ -117,13 +122,17 @@ def engine_build_optimizer(
 ) -> tuple[Optimizer, LRScheduler] | None:
     """Build the optimizer and the learning-rate schedule of one role.
 
+    :param role: as in ``engine_build_model``; a reference model has no optimizer.
+    :param module: what ``engine_shard_model`` gave.
     :param optim_config: the role's ``optim`` table (``[actor.optim]``).
+    :param options: the role's backend table.
     :returns: the optimizer over the parameters that require gradients, and its scheduler, which the
         engine steps once after each optimizer step that was not skipped.
 
     Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
 
     Called once for each trained role (not for ``ref``), after ``engine_shard_model``, on every rank.
+    Not collective.
     """
 
 
@@ -136,10 +145,17 @@ def engine_build_optimizer(
 def engine_train_engines() -> Mapping[str, TrainBackend]:
     """Offer train engines: ``[actor] backend = "NAME"``, options in ``[actor.NAME]``.
 
+    :returns: ``TrainBackend`` by name; its ``load`` is a subclass of
+        ``engine_core.engines.base.TrainEngine``, imported only in the workers that use it::
+
+            @hookimpl
+            def engine_train_engines():
+                return {"mine": TrainBackend(load="my_plugin.engine:MyEngine", config=MyOptions)}
+
     Collects the tables of the plugins that the run uses; a name that the plugin's metadata promised
     and the table lacks is an error. Entry-point group ``engine.train_engines``.
 
-    Called once in every process that loads plugins, before any model is built.
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -147,7 +163,12 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
 def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
     """Offer rollout engines: ``[rollout] backend = "NAME"``, options in ``[rollout.NAME]``.
 
+    :returns: ``RolloutBackend`` by name; its ``load`` is a subclass of
+        ``engine_core.engines.base.RolloutEngine``, imported only in the workers that use it.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.rollout_engines``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -158,7 +179,19 @@ def engine_rewards() -> Mapping[str, Reward]:
     A reward is a function of a batch that takes the arguments it names: ``completions``,
     ``prompts``, ``token_ids``, any column of the data, its own options.
 
+    :returns: ``Reward`` by name; its ``load`` gives one float (or None: not applicable) for each
+        completion::
+
+            def short(completions):
+                return [1.0 if len(text) < 20 else 0.0 for text in completions]
+
+            @hookimpl
+            def engine_rewards():
+                return {"short": Reward(load=short)}
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.rewards``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -166,7 +199,11 @@ def engine_rewards() -> Mapping[str, Reward]:
 def engine_advantages() -> Mapping[str, Advantage]:
     """Offer advantage estimators: ``[algorithm] advantage = "NAME"``, options in ``[algorithm.NAME]``.
 
+    :returns: ``Advantage`` by name, which declares the columns that it needs.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.advantages``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -174,7 +211,11 @@ def engine_advantages() -> Mapping[str, Advantage]:
 def engine_losses() -> Mapping[str, Loss]:
     """Offer policy losses: ``[algorithm] loss = "NAME"``, options in ``[algorithm.NAME]``.
 
+    :returns: ``Loss`` by name, which declares the outputs and columns that it reads.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -182,7 +223,11 @@ def engine_losses() -> Mapping[str, Loss]:
 def engine_stages() -> Mapping[str, Stage]:
     """Offer stages between rewards and advantages: ``[[stage]] name = "NAME"``, options in ``[stage.NAME]``.
 
+    :returns: ``Stage`` by name.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -190,7 +235,11 @@ def engine_stages() -> Mapping[str, Stage]:
 def engine_trackers() -> Mapping[str, TrackerSpec]:
     """Offer trackers: ``[tracking] trackers = ["NAME"]``, options in ``[tracking.NAME]``.
 
+    :returns: ``TrackerSpec`` by name.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.trackers``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -198,7 +247,11 @@ def engine_trackers() -> Mapping[str, TrackerSpec]:
 def engine_trainers() -> Mapping[str, TrainerSpec]:
     """Offer training loops: ``trainer = "NAME"``, options in ``[NAME]``.
 
+    :returns: ``TrainerSpec`` by name, which declares the tables of the run file that it reads.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.trainers``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -206,7 +259,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     """Offer runtimes: ``[runtime] backend = "NAME"``, options in ``[runtime.NAME]``.
 
+    :returns: ``RuntimeSpec`` by name.
+
     Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
 
@@ -228,5 +285,5 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
     Collects nothing. An exception is logged with the plugin's name and counted in the metric
     ``plugins/observer_failures``; training goes on.
 
-    Called in the controller, between the parts of a step.
+    Called in the controller, between the parts of a step. Not collective.
     """

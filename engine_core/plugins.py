@@ -1,0 +1,374 @@
+"""Find, check, load, pick: the plugins of one run.
+
+Only what the run names is imported. Names come from package metadata (``plugin_metadata``), a
+module is imported and its hooks are checked (``plugin_modules``), then it is registered with
+pluggy, and its tables must hold every name that its metadata promised. All problems of a run are
+told at once; what the run does not use cannot hurt it.
+
+Left out on purpose: overriding. A name that two plugins offer is an error for a run that uses it,
+until ``"distribution:name"`` picks one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pluggy
+from pydantic import BaseModel
+
+import engine_core
+from engine_core import hookspecs
+from engine_core.errors import EngineError, PluginError, nearest
+from engine_core.plugin_listing import PluginInfo, list_plugins
+from engine_core.plugin_metadata import CORE, NOUNS, Offer, find, installed, known_names, split, unknown_name
+from engine_core.plugin_modules import describe, hook_problems, import_file, import_load, import_offer
+from engine_core.specs import TABLE_SPECS, Spec
+
+__all__ = [
+    "ROLLOUT_CAPABILITIES",
+    "TRAIN_CAPABILITIES",
+    "PluginInfo",
+    "PluginProblems",
+    "PluginSet",
+    "known_names",
+    "list_plugins",
+]
+
+TRAIN_CAPABILITIES: Mapping[str, str] = {
+    "generation_module": "generation_module",
+    "set_lr": "set_lr",
+    "sleep": "sleep",
+}
+"""What a train engine may declare, and the method that its class must then bring itself."""
+
+ROLLOUT_CAPABILITIES: Mapping[str, str] = {
+    "share_module": "share_module",
+    "pause": "pause",
+    "sleep": "sleep",
+}
+"""The same for rollout engines."""
+
+CAPABILITIES = {"train_engines": TRAIN_CAPABILITIES, "rollout_engines": ROLLOUT_CAPABILITIES}
+CONTRACTS = {"train_engines": "TrainEngine", "rollout_engines": "RolloutEngine"}
+CONTRACT_MODULE = "engine_core.engines.base"  # named, not imported: engines stand above this module
+
+STEP_HOOKS = tuple(
+    name for name, spec in vars(hookspecs).items() if getattr(spec, "engine_spec", {}).get("firstresult")
+)
+
+log = logging.getLogger("engine")
+
+
+class PluginProblems(PluginError):
+    """Everything that is wrong with the plugins of a run.
+
+    Args:
+        problems: kind, name as the run wrote it, message.
+    """
+
+    def __init__(self, problems: Sequence[tuple[str, str, str]]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(message for _, _, message in problems))
+
+
+@dataclass(eq=False)
+class Plugin:
+    """One imported module with hooks."""
+
+    module: ModuleType
+    label: str  # for messages, with the version
+    source: str  # distribution, or the file's name
+    version: str
+    promised: frozenset[tuple[str, str]] = frozenset()  # (kind, name) of its metadata
+    tables: dict[str, dict[str, Spec]] = field(default_factory=dict)
+
+
+class PluginSet:
+    """The plugins of one run, in one process. Made by ``PluginSet.load``."""
+
+    def __init__(self) -> None:
+        self.manager = pluggy.PluginManager("engine")
+        self.manager.add_hookspecs(hookspecs)
+        self.plugins: list[Plugin] = []  # in the order of registration; asked from the last to the first
+        self.named: list[Plugin] = []  # those of `plugins = [...]`
+        self.observer_failures = 0
+        self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}
+
+    @classmethod
+    def load(
+        cls,
+        names: Mapping[str, Collection[str]],
+        modules: Sequence[str] = (),
+        root: Path | None = None,
+        allow_code: bool = False,
+    ) -> PluginSet:
+        """Import and check what a run uses, and nothing else.
+
+        Args:
+            names: used names by kind: ``{"train_engines": {"torch"}}``. ``"dist:name"`` picks a
+                distribution.
+            modules: the run file's ``plugins = [...]``: names of the group ``engine.plugins``, and
+                paths ending in ``.py``.
+            root: folder of the run file; default: the working directory.
+            allow_code: run ``.py`` files that lie outside ``root`` too.
+
+        Raises:
+            PluginProblems: everything that is wrong, at once.
+        """
+        plugin_set = cls()
+        loader = _Loader(plugin_set, root or Path.cwd(), allow_code)
+        loader.load(names, modules)
+        if loader.problems:
+            raise PluginProblems(loader.problems)
+        return plugin_set
+
+    def spec(self, kind: str, name: str) -> Spec:
+        """The spec behind a name that this run uses."""
+        if (kind, name) not in self.chosen:
+            raise PluginError(f"{NOUNS[kind].capitalize()} '{name}' is not loaded: nothing in the run file names it.")
+        return self.chosen[kind, name][0]
+
+    def resolve(self, kind: str, name: str) -> Any:
+        """The class or function behind a name, imported now; an engine's capabilities are checked."""
+        spec = self.spec(kind, name)
+        label = self.chosen[kind, name][1].label
+        found = import_load(label, spec.load) if isinstance(spec.load, str) else spec.load
+        if kind in CONTRACTS:
+            _check_engine(label, spec, found)
+        return found
+
+    def step(self, role: str, backend: tuple[str, str] | None) -> SimpleNamespace:
+        """The step hooks as one role's plugins answer them.
+
+        Args:
+            role: for messages.
+            backend: ``(kind, name)`` of the role's backend, whose plugin is asked last; plugins of
+                other roles' backends are not asked.
+
+        Returns:
+            The step hooks by name, as functions of keyword arguments; each gives the first answer,
+            or None when the default is to be used.
+        """
+        asked = list(self.named)
+        if backend is not None:
+            self.spec(*backend)
+            asked.append(self.chosen[backend][1])
+        return SimpleNamespace(**{hook: partial(self.ask, asked, role, hook) for hook in STEP_HOOKS})
+
+    def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:
+        """Tell every observer; a failing one is logged, counted in ``observer_failures``, and passed over."""
+        for plugin in reversed(self.plugins):
+            try:
+                self._caller("engine_on_event", [plugin])(event=event, step=step, data=dict(data))
+            except Exception:
+                self.observer_failures += 1
+                log.exception("%s failed as an observer of '%s', step %d; training goes on", plugin.label, event, step)
+
+    def versions(self) -> dict[str, str]:
+        """Version of the core and of each distribution in use; of a one-file plugin, its hash."""
+        return {CORE: engine_core.__version__} | {plugin.source: plugin.version for plugin in self.plugins}
+
+    def _caller(self, hook: str, asked: Collection[Plugin]) -> pluggy.HookCaller:
+        others = [plugin.module for plugin in self.plugins if plugin not in asked]
+        return self.manager.subset_hook_caller(hook, others)
+
+    def ask(self, asked: Collection[Plugin], asker: str, hook: str, /, **arguments: Any) -> Any:
+        """Call a hook of some plugins; what one raises carries its name and version."""
+        caller = self._caller(hook, asked)
+        try:
+            return caller(**arguments)
+        except Exception as exc:
+            impls = {getattr(impl.function, "__code__", None): impl.plugin for impl in caller.get_hookimpls()}
+            frame = exc.__traceback__
+            while frame and frame.tb_frame.f_code not in impls:
+                frame = frame.tb_next
+            if frame is None:
+                raise
+            code = frame.tb_frame.f_code
+            label = next(plugin.label for plugin in self.plugins if plugin.module is impls[code])
+            if isinstance(exc, EngineError):
+                exc.add_note(f"{label} raised this in {hook} ({asker}).")
+                raise
+            raise PluginError(f"{label} failed in {hook} ({asker}): {describe(exc, code=code)}") from exc
+
+
+class _Loader:
+    """One call of ``PluginSet.load``: goes on after a problem, so that all are found."""
+
+    def __init__(self, plugin_set: PluginSet, root: Path, allow_code: bool) -> None:
+        self.plugin_set, self.root, self.allow_code = plugin_set, root, allow_code
+        self.problems: list[tuple[str, str, str]] = []
+        self.imported: dict[str, Plugin | None] = {}  # by module; None: failed, and was told once
+
+    def load(self, names: Mapping[str, Collection[str]], modules: Sequence[str]) -> None:
+        named = [plugin for entry in modules if (plugin := self._named(entry))]
+        used = [(kind, name) for kind in names for name in sorted(names[kind])]
+        behind = [plugin for kind, name in used if (plugin := self._behind(kind, name))]
+        # pluggy asks the last registered first: the plugins of `plugins = [...]` come last.
+        for plugin in dict.fromkeys([p for p in behind if p not in named] + named):
+            self._register(plugin, named=plugin in named)
+        for kind, name in used:
+            self._choose(kind, name)
+
+    @contextlib.contextmanager
+    def _collecting(self, kind: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except PluginError as exc:
+            self.problems.append((kind, name, str(exc)))
+
+    def _named(self, entry: str) -> Plugin | None:
+        """The plugin behind an entry of ``plugins = [...]``."""
+        if not entry.endswith(".py"):
+            plugin = self._behind("plugins", entry)
+            if plugin is None and not list(find("plugins", entry)):
+                self.problems.append(("plugins", entry, unknown_name("plugins", entry)))
+            return plugin
+        with self._collecting("plugins", entry):
+            module, digest = import_file(entry, self.root, self.allow_code)
+            label = f"Plugin file '{entry}' ({digest})"
+            plugin = Plugin(module, label, Path(entry).name, digest)
+            return self.imported.setdefault(module.__name__, plugin)
+        return None
+
+    def _behind(self, kind: str, name: str) -> Plugin | None:
+        """The plugin whose metadata offers a name, imported; None if there is none or it failed."""
+        offers = list(find(kind, name))
+        if len(offers) > 1:
+            self._ambiguous(kind, name, [str(offer.distribution) for offer in offers])
+        if len(offers) != 1:
+            return None
+        offer = offers[0]
+        if offer.module not in self.imported:
+            self.imported[offer.module] = None
+            with self._collecting(kind, name):
+                self.imported[offer.module] = _plugin(offer, import_offer(offer))
+        return self.imported[offer.module]
+
+    def _ambiguous(self, kind: str, name: str, sources: Sequence[str]) -> None:
+        choices = " or ".join(f"'{source.split(' ')[0]}:{split(name)[1]}'" for source in sources)
+        message = f"{NOUNS[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}. Write {choices}."
+        self.problems.append((kind, name, message))
+
+    def _register(self, plugin: Plugin, named: bool) -> None:
+        """Check the hooks, register, collect and check the tables."""
+        plugin_set, name = self.plugin_set, plugin.module.__name__
+        wrong = list(hook_problems(plugin_set.manager, plugin.module, plugin.label))
+        if not wrong:
+            try:
+                plugin_set.manager.register(plugin.module, name)
+            except pluggy.PluginValidationError as exc:
+                wrong = [f"{plugin.label}: {exc}"]
+        if wrong:
+            self.problems += [("plugins", name, problem) for problem in wrong]
+            self.imported[name] = None
+            return
+        plugin_set.plugins.append(plugin)
+        if named:
+            plugin_set.named.append(plugin)
+        for kind in TABLE_SPECS:
+            with self._collecting(kind, plugin.label):
+                plugin.tables[kind] = self._table(plugin, kind)
+
+    def _table(self, plugin: Plugin, kind: str) -> dict[str, Spec]:
+        """One table of one plugin; it must hold every name that the metadata promised."""
+        hook = f"engine_{kind}"
+        caller = getattr(self.plugin_set.manager.hook, hook)
+        offers = any(impl.plugin is plugin.module for impl in caller.get_hookimpls())
+        answers = self.plugin_set.ask([plugin], "while it was loaded", hook) if offers else [{}]
+        table: dict[str, Spec] = {}
+        for answer in answers or [None]:  # pluggy leaves None out
+            _check_table(plugin.label, kind, answer)
+            table |= answer
+        for promised_kind, name in sorted(plugin.promised):
+            if promised_kind == kind and name not in table:
+                held = ", ".join(sorted(table)) or "nothing"
+                raise PluginError(
+                    f"{plugin.label} promises the {NOUNS[kind]} '{name}' in its metadata, but {hook} of "
+                    f"'{plugin.module.__name__}' gives {held}. The entry point and the table must agree."
+                )
+        return table
+
+    def _choose(self, kind: str, name: str) -> None:
+        """Bind a used name to the one plugin that offers it."""
+        distribution, short = split(name)
+        offers = list(find(kind, name))
+        if len(offers) > 1 or any(self.imported[offer.module] is None for offer in offers):
+            return  # told already
+        candidates = [self.imported[offer.module] for offer in offers]
+        candidates += [
+            plugin
+            for plugin in self.plugin_set.named
+            if short in plugin.tables.get(kind, {}) and distribution in (None, plugin.source) and plugin not in candidates
+        ]
+        if len(candidates) > 1:
+            self._ambiguous(kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates if plugin])
+        elif not candidates:
+            also = {other for plugin in self.plugin_set.named for other in plugin.tables.get(kind, {})}
+            self.problems.append((kind, name, unknown_name(kind, name, also)))
+        elif (plugin := candidates[0]) and short in plugin.tables.get(kind, {}):
+            self.plugin_set.chosen[kind, name] = plugin.tables[kind][short], plugin
+
+
+def _plugin(offer: Offer, module: ModuleType) -> Plugin:
+    distribution = offer.distribution
+    promised = frozenset(
+        (other.kind, other.name)
+        for other in installed()
+        if other.module == offer.module and other.distribution == distribution
+    )
+    return Plugin(module, str(offer), distribution.name, distribution.version, promised)
+
+
+def _check_table(label: str, kind: str, table: Any) -> None:
+    """A table hook returns ``{name: spec}`` with specs of its own kind."""
+    expected = TABLE_SPECS[kind]
+    wanted = f"engine_{kind} must return {{name: {expected.__name__}(...)}}"
+    if not isinstance(table, Mapping):
+        raise PluginError(f"{label}: {wanted}, got {_shown(table)}.")
+    for name, spec in table.items():
+        if not isinstance(name, str):
+            raise PluginError(f"{label}: {wanted}, got the name {_shown(name)}.")
+        if not isinstance(spec, expected):
+            raise PluginError(f"{label}: {wanted}, but '{name}' is {_shown(spec)}.")
+        if not (isinstance(spec.config, type) and issubclass(spec.config, BaseModel)):
+            raise PluginError(f"{label}: 'config' of '{name}' must be a pydantic model class, got {_shown(spec.config)}.")
+        if not callable(spec.load) and not (isinstance(spec.load, str) and all(spec.load.partition(":"))):
+            raise PluginError(
+                f"{label}: 'load' of '{name}' must be 'module:attribute' or the object itself, got {_shown(spec.load)}."
+            )
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80} ({type(value).__name__})"
+
+
+def _check_engine(label: str, spec: Any, found: Any) -> None:
+    """An engine class fulfils its contract and brings each capability that its spec declares."""
+    contract, capabilities = CONTRACTS[spec.kind], CAPABILITIES[spec.kind]
+    if not isinstance(found, type) or not any(
+        (base.__module__, base.__name__) == (CONTRACT_MODULE, contract) for base in found.__mro__
+    ):
+        raise PluginError(f"{label}: {_shown(found)} is not a subclass of {CONTRACT_MODULE}.{contract}.")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise PluginError(f"{label}: {found.__name__} does not implement {', '.join(missing)} of {contract}.")
+    for capability in sorted(spec.capabilities):
+        if capability not in capabilities:
+            match = nearest(capability, capabilities)
+            hint = f" Did you mean '{match}'?" if match else ""
+            known = ", ".join(sorted(capabilities))
+            raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint} Known: {known}.")
+        method = capabilities[capability]
+        owner = next(base for base in found.__mro__ if method in vars(base))
+        if owner.__module__ == CONTRACT_MODULE:
+            raise PluginError(
+                f"{label} declares the capability '{capability}', but {found.__name__} does not implement "
+                f"'{method}'. Implement it, or leave the capability out."
+            )
