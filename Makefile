@@ -1,0 +1,53 @@
+# Each target sets up what it needs in .venv, with plain pip. Nothing is installed outside of it.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
+EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
+DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
+SOURCES := pyproject.toml constraints.txt requirements-dev.txt $(wildcard plugins/*/pyproject.toml)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install demo demo-control test test-full lint bench clean
+
+install: .venv/.installed
+
+.venv/.base: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --upgrade "setuptools>=77" wheel
+	$(PIP) torch
+	touch $@
+
+.venv/.demo: .venv/.base pyproject.toml plugins/hf_rollout/pyproject.toml plugins/rewards/pyproject.toml
+	$(PIP) --no-build-isolation $(DEMO)
+	touch $@
+
+.venv/.installed: .venv/.base $(SOURCES)
+	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-build-isolation $(EDITABLE)
+	touch $@ .venv/.demo
+
+demo: .venv/.demo
+	$(BIN)/python examples/word_problems/demo.py
+
+demo-control: .venv/.demo
+	$(BIN)/python examples/word_problems/demo.py --control
+
+test: install
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-full: install
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv demo runs build dist

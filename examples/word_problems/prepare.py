@@ -1,0 +1,89 @@
+"""Make everything the run needs: data files, a tokenizer trained on them, and a small random model.
+
+    python examples/word_problems/prepare.py FOLDER
+
+FOLDER then holds ``data/{sft,train,heldout}.jsonl`` and ``model/`` (a Qwen3 of about half a million
+parameters in the layout of ``save_pretrained``, without weights: the engine draws them from a seed).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from problems import Problem, draw_many
+
+ROWS = {"sft": 3000, "train": 6000, "heldout": 400}
+
+
+def write_rows(path: Path, problems: list[Problem]) -> None:
+    """JSONL with the columns ``prompt``, ``response`` and ``answer``."""
+    rows = [{"prompt": p.question + "\n", "response": p.solution, "answer": str(p.answer)} for p in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_data(folder: Path, seed: int = 0) -> list[Problem]:
+    """The three files; no question stands in two of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = draw_many(sum(ROWS.values()), seed)
+    start = 0
+    for name, count in ROWS.items():
+        write_rows(folder / f"{name}.jsonl", problems[start : start + count])
+        start += count
+    return problems
+
+
+def make_tokenizer(folder: Path, problems: list[Problem], vocab_size: int = 384) -> int:
+    """Train a byte-level BPE whose digits are single tokens; returns its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((f"{p.question}\n{p.solution}" for p in problems), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(folder)
+    return len(fast)
+
+
+def make_model(folder: Path, vocab_size: int) -> None:
+    """A Qwen3 config; a folder with a config and no weights is a random model."""
+    from transformers import Qwen3Config
+
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    ).save_pretrained(folder)
+
+
+def prepare(folder: Path, seed: int = 0) -> None:
+    """Data, tokenizer and model below ``folder``."""
+    problems = make_data(folder / "data", seed)
+    make_model(folder / "model", make_tokenizer(folder / "model", problems))
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1] if len(sys.argv) > 1 else "demo"))

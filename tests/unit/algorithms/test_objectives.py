@@ -1,0 +1,93 @@
+from functools import partial
+
+import pytest
+import torch
+
+from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.losses import ppo_clip
+from engine_core.algorithms.objectives import nll, policy, resolve_loss
+from engine_core.types import Batch, LossCall
+
+
+def batch(**tokens):
+    base = Batch(
+        token_ids=torch.zeros(4, dtype=torch.int64),
+        lengths=torch.tensor([4]),
+        tokens={
+            "loss_mask": torch.tensor([False, False, True, True]),
+            "rollout_log_probs": torch.tensor([0.0, 0.0, -1.0, -2.0]),
+            "advantages": torch.tensor([0.0, 0.0, 2.0, -1.0]),
+            **tokens,
+        },
+    )
+    return with_weights(base, "token-mean")
+
+
+LOG_PROBS = torch.tensor([0.0, 0.0, -1.0, -2.0])
+
+
+def test_nll_is_the_mean_over_loss_tokens():
+    total, metrics = nll({"log_probs": LOG_PROBS}, batch())
+    assert total.item() == pytest.approx(1.5)
+    assert metrics["actor/nll"].item() == pytest.approx(1.5)
+
+
+def test_the_policy_objective_adds_kl_and_takes_off_entropy():
+    ref = torch.tensor([0.0, 0.0, -1.5, -2.0])
+    outputs = {"log_probs": LOG_PROBS, "entropy": torch.tensor([9.0, 9.0, 0.4, 0.6])}
+    total, metrics = policy(
+        outputs, batch(ref_log_probs=ref), token_loss=ppo_clip, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01
+    )
+    surrogate, kl, entropy = (-2.0 + 1.0) / 2, 0.5 * 0.5**2 / 2, (0.4 + 0.6) / 2
+    assert total.item() == pytest.approx(surrogate + 0.1 * kl - 0.01 * entropy)
+    assert metrics["actor/kl"].item() == pytest.approx(kl)
+    assert metrics["actor/entropy"].item() == pytest.approx(entropy)
+
+
+def test_the_importance_weight_multiplies_the_loss_after_the_clip():
+    rollout = torch.tensor([0.0, 0.0, -2.0, -2.0])  # ratio e on the first token, capped at 2
+    total, metrics = policy(
+        {"log_probs": LOG_PROBS},
+        batch(rollout_log_probs=rollout),
+        token_loss=ppo_clip,
+        correction_level="token",
+        correction_cap=2.0,
+    )
+    assert total.item() == pytest.approx((2.0 * -2.0 + 1.0) / 2)
+    assert metrics["correction/capped_share"].item() == pytest.approx(0.5)
+
+
+def test_a_token_without_weight_adds_nothing_even_when_its_loss_is_not_finite():
+    log_probs = torch.tensor([float("nan"), 0.0, -1.0, -2.0])
+    total, metrics = nll({"log_probs": log_probs}, batch())
+    assert total.item() == pytest.approx(1.5)
+    assert metrics["actor/nll"].isfinite()
+
+
+def test_sums_over_parts_are_those_of_the_whole():
+    whole = Batch(
+        token_ids=torch.zeros(4, dtype=torch.int64),
+        lengths=torch.tensor([2, 2]),
+        tokens={"loss_mask": torch.tensor([False, True, False, True])},
+    )
+    whole = with_weights(whole, "token-mean")
+    total, metrics = nll({"log_probs": LOG_PROBS}, whole)
+    parts = [nll({"log_probs": LOG_PROBS[i : i + 2]}, whole.select([i // 2])) for i in (0, 2)]
+    assert sum(part[0] for part in parts).item() == pytest.approx(total.item())
+    assert sum(part[1]["actor/nll"] for part in parts).item() == pytest.approx(metrics["actor/nll"].item())
+
+
+def test_a_loss_is_resolved_by_name_with_its_options():
+    class Plugins:
+        def resolve(self, kind, name):
+            assert (kind, name) == ("losses", "mine")
+            return partial(ppo_clip)
+
+    call = LossCall("policy", {"loss": "mine", "loss_options": {"clip_ratio_low": 0.1}, "kl_coef": 0.0})
+    total, _ = resolve_loss(call, Plugins())({"log_probs": LOG_PROBS}, batch())
+    assert total.item() == pytest.approx(-0.5)
+
+
+def test_an_unknown_objective_is_named():
+    with pytest.raises(ValueError, match="Unknown objective 'ppo'. Known: nll, policy."):
+        resolve_loss(LossCall("ppo"), None)

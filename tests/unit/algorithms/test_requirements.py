@@ -1,0 +1,52 @@
+import pytest
+
+from engine_core.algorithms.requirements import plan
+from engine_core.config import AlgorithmConfig
+from engine_core.errors import ConfigError
+from engine_core.specs import Advantage, Loss
+
+GRPO = Advantage(load=lambda: None)
+CLIP = Loss(load=lambda: None)
+
+
+def planned(advantage=GRPO, loss=CLIP, prompts=8, **algorithm):
+    return plan(AlgorithmConfig(**algorithm), advantage, loss, prompts)
+
+
+def test_one_update_without_kl_needs_nothing_from_a_model():
+    made = planned()
+    assert made.columns == ()
+    assert made.updates_per_step == 1
+    assert not made.needs_ref
+
+
+@pytest.mark.parametrize(
+    ("settings", "updates"), [({"epochs": 2}, 2), ({"mini_batch_prompts": 4}, 2), ({"mini_batch_prompts": 4, "epochs": 3}, 6)]
+)
+def test_a_policy_that_moves_between_updates_needs_old_log_probs(settings, updates):
+    made = planned(**settings)
+    assert made.columns == ("old_log_probs",)
+    assert made.updates_per_step == updates
+
+
+def test_a_kl_in_the_loss_needs_the_reference_alone():
+    assert planned(kl_coef=0.1).columns == ("ref_log_probs",)
+
+
+def test_a_kl_in_the_reward_needs_both():
+    assert planned(kl_coef=0.1, kl_in="reward").columns == ("old_log_probs", "ref_log_probs")
+
+
+def test_an_entropy_bonus_is_differentiated():
+    assert planned().outputs == ("log_probs",)
+    assert planned(entropy_coef=0.01).outputs == ("log_probs", "entropy")
+
+
+def test_what_an_estimator_declares_is_made():
+    assert planned(advantage=Advantage(load=lambda: None, needs=frozenset({"ref_log_probs"}))).needs_ref
+
+
+def test_a_column_that_nobody_makes_is_refused_by_name():
+    wrong = Advantage(load=lambda: None, needs=frozenset({"rewards", "old_log_prob"}))
+    with pytest.raises(ConfigError, match=r"algorithm.advantage = 'grpo' needs the column 'old_log_prob'.*Did you mean 'old_log_probs'"):
+        planned(advantage=wrong)

@@ -1,0 +1,88 @@
+import dataclasses
+
+import pytest
+import torch
+
+from engine_core.engines.base import RolloutEngine
+from engine_core.errors import PluginError
+from engine_core.types import Prompt, Request, Rollout, Sampling
+
+
+class Echo(RolloutEngine):
+    """Answers each prompt with its first token, two requests a step, last ones first."""
+
+    def __init__(self, spoil=lambda rollouts: rollouts):
+        super().__init__(None, None, None)
+        self.queue, self.spoil = [], spoil
+
+    def add(self, requests):
+        self.queue += requests
+
+    @property
+    def num_unfinished(self):
+        return len(self.queue)
+
+    def step(self):
+        taken, self.queue = self.queue[-2:], self.queue[:-2]
+        return self.spoil([self.answer(request) for request in reversed(taken)])
+
+    def answer(self, request):
+        tokens = request.prompt.token_ids
+        n = len(tokens)
+        return Rollout(
+            request.id,
+            request.prompt,
+            torch.tensor([*tokens, tokens[0]]),
+            torch.tensor([False] * n + [True]),
+            torch.tensor([0.0] * n + [-1.0]),
+            torch.zeros(n + 1, dtype=torch.int32),
+            "stop",
+        )
+
+    def abort(self, ids):
+        return []
+
+    def update_weights(self, stream, version):
+        return ""
+
+
+def requests(count):
+    return [Request(f"r{i}", Prompt(f"train:{i}", [i + 3, 4], ""), Sampling()) for i in range(count)]
+
+
+def test_rollouts_come_in_the_order_of_the_requests():
+    asked = requests(5)
+    assert [r.request_id for r in Echo().generate(asked)] == [r.id for r in asked]
+
+
+def spoiled(change):
+    return lambda rollouts: [change(r) for r in rollouts]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rs: [*rs, *rs], "returned the rollout for 'r2' twice"),
+        (lambda rs: [], "stopped with 3 requests unfinished, such as 'r0'"),
+        (spoiled(lambda r: dataclasses.replace(r, request_id="x")), "a rollout for 'x', which was not requested"),
+        (spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask[1:])), "2 loss_mask for 3 tokens"),
+        (spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids + 1)), "another prompt than was asked"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, rollout_log_probs=r.rollout_log_probs * float("inf"))),
+            "a log-prob that is not finite",
+        ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, policy_versions=r.policy_versions + 1)),
+            "a policy version above its own 0",
+        ),
+    ],
+)
+def test_what_an_engine_returns_is_checked_and_the_engine_named(spoil, message):
+    with pytest.raises(PluginError, match=message) as caught:
+        Echo(spoil).generate(requests(3))
+    assert "Echo" in str(caught.value)
+
+
+def test_requests_need_distinct_ids():
+    with pytest.raises(ValueError, match="distinct ids"):
+        Echo().generate(requests(1) * 2)

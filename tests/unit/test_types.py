@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from engine_core.types import Batch, Prompt, Rollout
+
+
+def rollout(prompt, response, reward=0.0, **changes):
+    n, m = len(prompt), len(response)
+    values = {
+        "request_id": "r",
+        "prompt": Prompt("train:0", prompt, "text"),
+        "token_ids": torch.tensor(prompt + response),
+        "loss_mask": torch.tensor([False] * n + [True] * m),
+        "rollout_log_probs": torch.tensor([0.0] * n + [-0.5] * m),
+        "policy_versions": torch.zeros(n + m, dtype=torch.int32),
+        "finish_reason": "stop",
+        "reward": reward,
+        **changes,
+    }
+    return Rollout(**values)
+
+
+def two():
+    return Batch.from_rollouts([rollout([5, 9], [7], 1.0, group_id=3), rollout([5], [1], 0.5, finish_reason="length")], 0.7)
+
+
+def test_rollouts_are_packed_one_after_another():
+    batch = two()
+    assert batch.token_ids.tolist() == [5, 9, 7, 5, 1]
+    assert batch.lengths.tolist() == [3, 2]
+    assert batch["loss_mask"].tolist() == [False, False, True, False, True]
+    assert batch["rewards"].tolist() == [1.0, 0.5]
+    assert batch["group_ids"].tolist() == [3, 0]
+    assert batch["response_lengths"].tolist() == [1, 1]
+    assert batch["truncated"].tolist() == [False, True]
+    assert batch.temperature == 0.7
+
+
+def test_an_invalid_rollout_has_no_loss_tokens():
+    batch = Batch.from_rollouts([rollout([5], [1, 2], valid=False), rollout([5], [1])])
+    assert batch["loss_mask"].tolist() == [False, False, False, False, True]
+
+
+def test_log_probs_of_a_cut_support_are_brought_back_to_the_whole_vocabulary():
+    extras = {"support_log_mass": torch.tensor([0.0, -0.2])}
+    batch = Batch.from_rollouts([rollout([5], [1], extras=extras)])
+    assert batch["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7])
+
+
+def test_a_reward_that_does_not_apply_is_nan_in_its_column():
+    rollouts = [rollout([5], [1], rewards={"a": 1.0}), rollout([5], [1], rewards={"a": None})]
+    assert Batch.from_rollouts(rollouts)["reward/a"].tolist() == [1.0, pytest.approx(float("nan"), nan_ok=True)]
+
+
+def test_select_takes_sequences_with_all_their_columns_in_the_order_asked():
+    chosen = two().select([1, 0])
+    assert chosen.token_ids.tolist() == [5, 1, 5, 9, 7]
+    assert chosen["rewards"].tolist() == [0.5, 1.0]
+    assert chosen["loss_mask"].tolist() == [False, True, False, False, True]
+
+
+def test_sequence_and_token_values_convert_into_each_other():
+    batch = two()
+    assert batch.sum_by_sequence(torch.tensor([1.0, 2, 3, 4, 5])).tolist() == [6.0, 9.0]
+    assert batch.to_tokens(torch.tensor([10.0, 20.0])).tolist() == [10, 10, 10, 20, 20]
+    assert batch.offsets.tolist() == [0, 3, 5]
+
+
+def test_a_missing_column_is_named_with_those_there_are():
+    with pytest.raises(KeyError, match="no column 'values'. It has: .*rewards"):
+        two()["values"]
+
+
+def test_no_rollouts_are_an_empty_batch():
+    batch = Batch.from_rollouts([])
+    assert len(batch) == batch.num_tokens == 0
+    assert batch.select([]).num_tokens == 0
