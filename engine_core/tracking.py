@@ -15,6 +15,7 @@ Left out on purpose: reading anything back into training; state belongs to the c
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -34,7 +35,7 @@ from engine_core.redaction import Redactor
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from engine_core.config import EngineConfig
     from engine_core.plugins import PluginSet
@@ -145,6 +146,15 @@ class RunFolder:
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
         _point_latest_at(self.path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Claim the folder for a while; an ``EnvironmentProblem`` where another process works on it."""
+        self._lock()
+        try:
+            yield
+        finally:
+            self.close()
 
     def _lock(self) -> None:
         """Claim the folder until ``close`` or the end of the process, however it ends."""

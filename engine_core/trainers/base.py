@@ -110,17 +110,21 @@ class TrainingRun(abc.ABC):
         """Tokenizer, data, workers. Everything that can be refused is refused before models are built."""
         if self._ready:
             return
+        self.load_inputs()
+        runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
+        self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
+        self._cleanup.callback(self.runtime.close)
+        self.groups = self.runtime.start(self.roles(), self.total_steps * self.optimizer_steps_per_step)
+        self._ready = True
+
+    def load_inputs(self) -> None:
+        """The part of ``setup`` before any model: tokenizer, data, what the algorithm needs."""
         self.tokenizer = self.live.get("tokenizer") or load_tokenizer(self.config.model)
         self.source = self.make_source()
         self._cleanup.callback(self.source.close)
         self.prepare()
         if getattr(self, "sampling", None) is not None:
             self._cleanup.callback(self.sampling.close)  # type: ignore[attr-defined]
-        runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
-        self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
-        self._cleanup.callback(self.runtime.close)
-        self.groups = self.runtime.start(self.roles(), self.total_steps * self.optimizer_steps_per_step)
-        self._ready = True
 
     @property
     def total_steps(self) -> int:
@@ -323,9 +327,10 @@ class TrainingRun(abc.ABC):
 
     def derived(self) -> list[str]:
         """The numbers that follow from the file, said once at the start."""
-        data = self.config.data
+        data, group = self.config.data, self.config.rollout.group_size
+        each = f" x {group} responses = {data.prompts_per_step * group} rollouts" if "rollout" in self.roles() else ""
         return [
-            f"{self.total_steps} steps of {data.prompts_per_step} rows ({len(self.source)} in data.train),",
+            f"{self.total_steps} steps of {data.prompts_per_step} rows{each} ({len(self.source)} rows in data.train),",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
             f"at most {self.config.actor.max_tokens_per_rank} tokens a micro-batch.",
         ]
