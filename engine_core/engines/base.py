@@ -48,6 +48,7 @@ class WorkerContext:
     seed: int = 0
     total_steps: int = 0  # optimizer steps of the run, for learning-rate schedules
     live: Mapping[str, Any] | None = None  # objects given from Python: "model", "tokenizer"
+    deterministic: bool = False  # `[run] deterministic`: torch's deterministic algorithms only
 
 
 class TrainEngine(abc.ABC):
@@ -78,7 +79,13 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def _build_model_optimizer(
-        self, *, model_path: str, engine_config: Any, optim_config: Any, override_model_config: dict, role: str = "actor"
+        self,
+        *,
+        model_path: str,
+        engine_config: Any,
+        optim_config: Any,
+        override_model_config: dict,
+        role: str = "actor",
     ) -> Any:
         """Build what is trained: **the override point for custom models**.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine_core.specs import Options
 
@@ -15,10 +15,18 @@ class TorchOptions(Options):
     device: str = "auto"
     """``auto`` takes the accelerator that torch finds, else the CPU; or a torch device string."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights that are trained."""
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the forward pass (autocast where it differs from `param_dtype`); log-probs are always float32."""
+    """Type of the weights that are trained and of the optimizer's state."""
+    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the forward pass: ``auto`` is `param_dtype`; ``bf16`` over fp32 weights is autocast. Log-probs are always float32."""
     activation_checkpointing: bool = False
     """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time."""
-    log_prob_chunk_tokens: int = Field(1024, gt=0)
+    log_prob_chunk_tokens: int = Field(default=1024, gt=0)
     """Response tokens whose logits exist at one time (that many times the vocabulary, in float32)."""
+
+    @model_validator(mode="after")
+    def _no_upcast(self) -> TorchOptions:
+        if self.param_dtype == "bf16" and self.compute_dtype == "fp32":
+            raise ValueError(
+                "compute_dtype 'fp32' over param_dtype 'bf16' has no effect: set param_dtype = 'fp32'."
+            )
+        return self

@@ -1,0 +1,191 @@
+"""The default model of a role: a Hugging Face folder or name, a config alone, or a live object."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine_core.engines.attention import check_attention
+from engine_core.errors import ConfigError, DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from engine_core.config import ModelConfig
+
+log = logging.getLogger("engine")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """``AutoModelForCausalLM`` from ``[model]``, on ``device``.
+
+    A folder with a config and no weights gives random weights from `model.seed`, the same on every
+    device and in every type.
+
+    Raises:
+        ConfigError: the path, an override, the attention or the folder's own code is refused.
+        DataError: weights are missing, left over or of another shape.
+    """
+    check_attention(model.attention, device)
+    config = load_hf_config(model)
+    if _has_no_weights(model.path):
+        log.warning(
+            "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
+        )
+        built = cast_parameters(random_model(config, model), dtype)
+    else:
+        built = _with_weights(config, model, dtype)
+    return built.to(device)
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give the parameters another type in place; buffers (RoPE frequencies) keep theirs."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """The model's config with ``[model] override`` applied."""
+    if not model.path:
+        raise ConfigError(
+            "model.path is empty. Give a folder in the layout of save_pretrained, or a hub name."
+        )
+    looks_local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1
+    if looks_local and not Path(model.path).is_dir():
+        raise ConfigError(
+            f"model.path '{model.path}' is not a folder. Expected one with a config.json, or a hub name."
+        )
+    if model.trust_remote_code:
+        log.warning("model.trust_remote_code: Python code of '%s' is executed with your rights.", model.path)
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except OSError as error:
+        raise ConfigError(f"model.path '{model.path}' cannot be read: {_first_line(error)}") from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise ConfigError(
+                f"model.path '{model.path}' has a config that fails: {_first_line(error)}"
+            ) from error
+        raise ConfigError(
+            f"model.path '{model.path}' needs Python code of its own. "
+            "Read that code, then set model.trust_remote_code = true."
+        ) from error
+    return _overridden(config, model.override)
+
+
+def random_model(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    """A model with weights from `model.seed`, float32 on the CPU; torch's random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        return AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=model.attention,
+            dtype=torch.float32,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+
+def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.device) -> nn.Module:
+    """A model given from Python: the actor trains that object, other roles get a copy of it."""
+    if isinstance(module, PreTrainedModel):
+        check_attention(model.attention, device)
+        module.set_attn_implementation(model.attention)
+    return module if role == "actor" else copy.deepcopy(module)
+
+
+def _overridden(config: PretrainedConfig, override: Mapping[str, Any]) -> PretrainedConfig:
+    if not override:
+        return config
+    values = _merged(config.to_dict(), override, "model.override")
+    layers, count = values.get("layer_types"), values.get("num_hidden_layers")
+    if layers and count and "layer_types" not in override and len(layers) > count:
+        values["layer_types"] = layers[:count]
+    try:
+        return type(config).from_dict(values)
+    except Exception as error:  # the config classes validate with several exception types
+        raise ConfigError(f"model.override is refused by {type(config).__name__}: {error}") from error
+
+
+def _merged(values: dict[str, Any], changes: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """``values`` with ``changes`` in it; a table is merged, a RoPE key finds ``rope_parameters``."""
+    merged = dict(values)
+    rope = values.get("rope_parameters")
+    for name, value in changes.items():
+        if name in values and isinstance(value, Mapping) and isinstance(values[name], dict):
+            merged[name] = _merged(values[name], value, f"{key}.{name}")
+        elif name in values:
+            merged[name] = value
+        elif isinstance(rope, dict) and name in rope:
+            merged["rope_parameters"] = {**merged["rope_parameters"], name: value}
+        else:
+            known = {*values, *(rope if isinstance(rope, dict) else ())}
+            raise ConfigError(f"Unknown key in {key}: '{name}'." + did_you_mean(name, known))
+    return merged
+
+
+def _has_no_weights(path: str) -> bool:
+    folder = Path(path)
+    if not folder.is_dir():
+        return False
+    if any(folder.glob("*.safetensors")):
+        return False
+    pickled = next((p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)), None)
+    if pickled:
+        raise ConfigError(
+            f"model.path '{path}' has weights as a pickle ({pickled}) only, which is not opened. "
+            "Convert them to safetensors (save_pretrained writes that)."
+        )
+    return True
+
+
+def _with_weights(config: PretrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    built: PreTrainedModel
+    info: dict[str, Any]
+    try:
+        built, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            model.path,
+            config=config,
+            attn_implementation=model.attention,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, by name
+        )
+    except OSError as error:
+        raise ConfigError(f"model.path '{model.path}' cannot be read: {_first_line(error)}") from error
+    problems = [
+        f"{what}: {_some(sorted(str(name) for name in info[key]))}"
+        for key, what in (
+            ("missing_keys", "not in the folder"),
+            ("unexpected_keys", "not in the model"),
+            ("mismatched_keys", "of another shape"),
+        )
+        if info[key]
+    ]
+    if problems:
+        raise DataError(
+            f"The weights of '{model.path}' do not fit {type(built).__name__}: {'; '.join(problems)}. "
+            "Is model.override right, or is it a folder of another model?"
+        )
+    return built
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

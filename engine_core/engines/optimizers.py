@@ -1,0 +1,82 @@
+"""The default optimizer and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.config import OptimConfig
+
+FUSED_DEVICES = frozenset({"cuda", "cpu", "mps", "xpu"})
+
+
+def build_optimizer(
+    module: nn.Module, config: OptimConfig, total_steps: int, role: str = "actor"
+) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """AdamW with decoupled weight decay on matrices only, and its schedule.
+
+    Args:
+        total_steps: optimizer steps of the run; 0 where it is not known.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=fused or None,
+    )
+    return optimizer, build_schedule(optimizer, config, total_steps, role)
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int, role: str = "actor"
+) -> LambdaLR:
+    """Linear warm-up (step n of it uses n / warmup_steps of the peak), then the chosen shape."""
+    length = config.decay_steps or total_steps
+    if config.schedule != "constant" and length <= 0:
+        raise ConfigError(
+            f"{role}.optim.schedule is '{config.schedule}', but the number of steps is not known. "
+            f"Set {role}.optim.decay_steps or run.steps."
+        )
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * _shape(step)
+
+    def _shape(step: int) -> float:
+        if config.schedule == "constant":
+            return 1.0
+        done = (step - config.warmup_steps) / max(1, length - config.warmup_steps)
+        left = 1 - min(1.0, done)
+        return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+    return LambdaLR(optimizer, factor)
+
+
+def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> None:
+    """Replace the peak: the schedule's factor of this step stays."""
+    old = [float(base) for base in getattr(scheduler, "base_lrs", [])]
+    if scheduler is not None and hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [lr for _ in scheduler.base_lrs]
+    factors = getattr(scheduler, "lr_lambdas", None)
+    for index, group in enumerate(optimizer.param_groups):
+        if factors is not None:
+            share = factors[index](scheduler.last_epoch)
+        else:
+            share = group["lr"] / old[index] if old and old[index] else 1.0
+        group["initial_lr"] = lr
+        group["lr"] = lr * share

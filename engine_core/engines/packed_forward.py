@@ -1,0 +1,166 @@
+"""One forward pass over packed sequences: token ids in, log-probs at the tokens they are about out.
+
+Where a model can be taken apart (decoder, then head) the head runs on the positions that predict
+loss tokens only. Where it cannot, its own ``forward`` gives the logits. A model that is not known
+to keep packed sequences apart (own modules, recurrent layers) gets one sequence at a time.
+
+Both claims are tried on a few tokens before the first use: a model that breaks one gets the
+slower path, which is right for every model, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine_core.engines.attention import packed, packed_arguments
+from engine_core.engines.log_probs import Head, find_head, gather_log_probs
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+
+log = logging.getLogger("engine")
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+OUTPUTS = ("log_probs", "entropy")
+
+
+class PackedForward:
+    """Computes outputs of a module for a pack.
+
+    Args:
+        module: transformers model, or a module whose ``forward(input_ids, position_ids)`` takes
+            [1, T] and gives ``logits`` [1, T, V]. With an attribute ``packs_sequences = True`` the
+            latter promises that positions that begin again keep sequences apart.
+        compute_dtype: of the forward pass; autocast where it is not the parameters' own.
+        chunk: rows of logits that exist at one time.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype, chunk: int
+    ) -> None:
+        self.module, self.device, self.chunk = module, device, chunk
+        self.compute_dtype = compute_dtype
+        self.head: Head | None = find_head(module)
+        self.packs = bool(getattr(module, "packs_sequences", _attends_only(module)))
+        self._tried = False
+
+    def __call__(
+        self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Outputs of one micro-batch.
+
+        Args:
+            pack: on the engine's device, at least one token.
+            grad: outputs with gradient (where it is enabled at all).
+            watched: outputs without.
+
+        Returns:
+            [T] float32 each: at loss tokens that have a token before them, 0 elsewhere.
+        """
+        if not self._tried:
+            self._try()
+        index = pack.sequence_index
+        loss_mask = pack["loss_mask"].clone()
+        loss_mask[pack.offsets[:-1][pack.lengths > 0]] = False  # nothing predicts a first token
+        targets = loss_mask.nonzero().squeeze(1)
+        with self._autocast():
+            rows = self._rows(pack.token_ids, pack.lengths.cpu(), index)[targets - 1]
+            log_probs, entropies = gather_log_probs(
+                self._logits_of,
+                rows,
+                pack.token_ids[targets],
+                temperature=pack.temperature,
+                chunk=self.chunk,
+                entropy="grad" if "entropy" in grad else "watch" if "entropy" in watched else "none",
+            )
+        zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
+        found = {"log_probs": zeros.index_put((targets,), log_probs)}
+        if entropies is not None:
+            found["entropy"] = zeros.index_put((targets,), entropies)
+        return found
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        return rows.float() if self.head is None else self.head(rows)
+
+    def _rows(self, token_ids: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
+        """[T, H] hidden states, or [T, V] logits of a module that cannot be taken apart."""
+        if self.packs:
+            return self._run(token_ids, lengths, index)
+        parts = zip(token_ids.split(lengths.tolist()), lengths, index.split(lengths.tolist()), strict=True)
+        return torch.cat([self._run(ids, n[None], i - i[0]) for ids, n, i in parts if n])
+
+    def _run(self, token_ids: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
+        starts = (lengths.cumsum(0) - lengths).to(index.device)
+        positions = torch.arange(len(token_ids), device=index.device) - starts[index]
+        inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        if not isinstance(self.module, PreTrainedModel):
+            return _logits(self.module(**inputs))[0]
+        lengths = lengths[lengths > 0]
+        separate = packed_arguments(lengths, self.device) if self.packs else {}
+        with packed() if self.packs else contextlib.nullcontext():
+            if self.head is None:
+                return _logits(self.module(**inputs, **separate, use_cache=False))[0]
+            return self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        own = next(self.module.parameters()).dtype
+        return torch.autocast(self.device.type, self.compute_dtype, enabled=own != self.compute_dtype)
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Compare with the module's own logits of a sequence alone; fall back where they differ."""
+        self._tried = True
+        if not isinstance(self.module, PreTrainedModel) or not (self.packs or self.head):
+            return
+        vocabulary: int = self.module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+        ids = torch.arange(1, 13, device=self.device) % vocabulary
+        lengths, index = torch.tensor([8, 4]), torch.tensor([0] * 8 + [1] * 4, device=self.device)
+        with self._autocast():
+            alone = (
+                self.module(
+                    input_ids=ids[None, 8:],
+                    position_ids=torch.arange(4, device=self.device)[None],
+                    use_cache=False,
+                )
+                .logits[0]
+                .float()
+            )
+            here = torch.arange(4, device=self.device)
+            if self.head and not _close(self._logits_of(self._run(ids[8:], lengths[1:], here * 0)), alone):
+                log.warning(
+                    "%s has a head that its config does not describe: full logits.", _name(self.module)
+                )
+                self.head = None
+            if self.packs and not _close(self._logits_of(self._run(ids, lengths, index))[8:], alone):
+                log.warning(
+                    "%s mixes packed sequences: one sequence at a time, which is slower.", _name(self.module)
+                )
+                self.packs = False
+
+
+def _attends_only(module: nn.Module) -> bool:
+    """Whether tokens meet only in attention layers: recurrent state runs across packed sequences."""
+    if not isinstance(module, PreTrainedModel) or getattr(module, "_is_stateful", False):
+        return False
+    layers = getattr(module.config.get_text_config(decoder=True), "layer_types", None) or []
+    return set(layers) <= ATTENTION_LAYERS
+
+
+def _logits(output: object) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits  # type: ignore[attr-defined]
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Within 3% of the largest logit: rounding of any type is far below, a leak or a scale far above."""
+    return bool((found - expected).abs().max() <= 0.03 * expected.abs().max())

@@ -1,0 +1,110 @@
+"""Training state as files without pickle: tensors in safetensors, the rest in JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from engine_core.errors import DataError
+
+WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file."""
+    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, on the CPU."""
+    if not path.is_file():
+        raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
+    return load_file(path)
+
+
+def save_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Plain values only; anything else is an error."""
+    path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """What ``save_json`` wrote."""
+    if not path.is_file():
+        raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, module: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state by parameter name: tensors as ``name/key``, and plain values."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {"groups": [], "values": {}}
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"]]
+        plain["groups"].append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
+        for name, parameter in zip(members, group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    plain["values"][f"{name}/{key}"] = value
+    return tensors, plain
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """The inverse of ``optimizer_state``, for the same parameters in the same groups."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    saved = [group["params"] for group in plain["groups"]]
+    if here != saved:
+        changed = sorted({n for g in here for n in g} ^ {n for g in saved for n in g})
+        raise DataError(
+            "The checkpoint's optimizer is over other parameters than this one's: "
+            f"{', '.join(changed[:5]) or 'the groups differ'}. Is it a checkpoint of another model?"
+        )
+    numbers = {name: index for index, name in enumerate(n for group in here for n in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for path, value in {**tensors, **plain["values"]}.items():
+        name, _, key = path.rpartition("/")
+        state.setdefault(numbers[name], {})[key] = value
+    groups = [
+        {
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()},
+            "params": [numbers[n] for n in members],
+        }
+        for group, members in zip(plain["groups"], saved, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def random_state(device: torch.device) -> dict[str, str]:
+    """torch's generators of the CPU and of ``device``, as text."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return {name: base64.b64encode(state.numpy().tobytes()).decode("ascii") for name, state in states.items()}
+
+
+def set_random_state(states: Mapping[str, str], device: torch.device) -> None:
+    """The inverse of ``random_state``; a device that the checkpoint did not have keeps its own."""
+    decoded = {
+        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        for name, text in states.items()
+    }
+    torch.set_rng_state(decoded["cpu"])
+    if device.type in decoded and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(decoded[device.type])
