@@ -60,7 +60,8 @@ class Progress:
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._stream = stream or sys.stderr
         self._console = Console(file=self._stream)
-        self._live = _Display(self, self._console) if self._console.is_terminal else None
+        live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = _Display(self, self._console) if live else None
 
     def phase(self, name: str) -> None:
         """Say what is going on now."""
@@ -128,7 +129,7 @@ class Progress:
         if len(self._history) > 1:
             shown = Text.assemble((sparkline(list(self._history)), "green"), "  ", shown)
         rows = Table.grid()
-        for row in (bar, shown, phase_bar(self.metrics, self._now)):
+        for row in (bar, shown, phase_bar(self.metrics, self._now, self._console.no_color)):
             rows.add_row(row)
         return rows
 
@@ -203,17 +204,20 @@ def sparkline(values: list[float]) -> str:
     return "".join(BLOCKS[1 + height] for height in heights)
 
 
-def phase_bar(metrics: Mapping[str, float], now: str, width: int = 40) -> RenderableType:
-    """The phases of the last step as one coloured bar with its legend, and the phase of the moment."""
+def phase_bar(
+    metrics: Mapping[str, float], now: str, no_color: bool = False, width: int = 40
+) -> RenderableType:
+    """The phases of the last step as one bar with its legend, and the phase of the moment."""
     from rich.text import Text
 
     times = phase_times(metrics)
     total = sum(seconds for _, seconds in times)
-    text, legend = Text(), Text()
+    bar, legend = Text(), Text()
     for phase, seconds in times:
         if total <= 0 or seconds / total < 0.01:
             continue
-        color = COLORS[PHASES.index(phase)]
-        text.append("█" * max(1, round(seconds / total * width)), style=color)
-        legend.append(f"  {SHORT.get(phase, phase)} {seconds:.2f}s", style=color)
-    return Text.assemble(text, legend, ("  " if times else "", ""), (f"now: {now}", "dim italic"))
+        index = PHASES.index(phase)
+        glyph = "█▓▒░"[index % 4] if no_color else "█"
+        bar.append(glyph * max(1, round(seconds / total * width)), style=COLORS[index])
+        legend.append(f"  {SHORT.get(phase, phase)} {seconds:.2f}s", style=COLORS[index])
+    return Text.assemble(bar, legend, "  " if times else "", (f"now: {now}", "dim italic"))

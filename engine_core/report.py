@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Metrics = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
 COLORS = ("#2f6fde", "#e8743b", "#2b9e77", "#9467bd", "#c9a227", "#d1495b", "#6c757d")
-PHASES = ("generate", "reward", "annotate", "train", "sync", "eval", "checkpoint")
+PHASES = ("generate", "reward", "annotate", "train", "sync")
 SAMPLES = 6  # completions shown of a step
 
 
@@ -190,8 +190,10 @@ def _figure(runs: Mapping[str, Metrics]) -> Figure:
     with mpl.rc_context(style):
         figure = Figure(figsize=(4.3 * columns, 2.9 * rows), layout="constrained")
         FigureCanvasAgg(figure)
+        spare = rows * columns - len(panels)  # cells that would be empty: the first panel is wider
         for index, draw in enumerate(panels):
-            axes = figure.add_subplot(rows, columns, index + 1)
+            cell = (1, 1 + spare) if index == 0 else index + 1 + spare
+            axes = figure.add_subplot(rows, columns, cell)
             draw(axes)
             axes.set_xlabel("step")
             axes.margins(x=0.01)
@@ -232,11 +234,14 @@ def _lines(
 ) -> Callable[[Axes], None] | None:
     """Each metric of each run as a faint line and its running mean; evaluations as dots."""
     curves = []
+    present = {
+        name: label for name, label in names.items() if any(_points(m, name)[0] for m in runs.values())
+    }
     for run, metrics in runs.items():
-        for name, label in names.items():
+        for name, label in present.items():
             steps, values = _points(metrics, name)
             if steps:
-                whole = label if len(runs) == 1 else run if len(names) == 1 else f"{run}: {label}"
+                whole = label if len(runs) == 1 else run if len(present) == 1 else f"{run}: {label}"
                 curves.append((name, whole, steps, values))
     if not curves:
         return None
@@ -275,6 +280,7 @@ def _stack(metrics: Metrics) -> Callable[[Axes], None] | None:
         seconds = [[line.get(f"time/{phase}") or 0.0 for line in lines] for phase in phases]
         steps = [line["step"] for line in lines]
         axes.stackplot(steps, seconds, labels=phases, colors=COLORS, alpha=0.85, linewidth=0)
-        axes.legend(ncols=2, loc="upper left")
+        axes.margins(y=0.3)
+        axes.legend(ncols=3, loc="upper left")
 
     return draw

@@ -29,6 +29,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from engine_core.config.dump import as_data, dump_toml, origins
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem, did_you_mean
 from engine_core.machine import describe_environment
 from engine_core.redaction import Redactor
@@ -84,7 +85,7 @@ class RunFolder:
             EnvironmentProblem: the folder cannot be made.
         """
         root = Path(config.run.dir)
-        redactor = Redactor.of(config.model_dump(mode="json"))
+        redactor = Redactor.of(as_data(config))
         description = _describe(config, plugins)
         path = _make_folder(root, config.run.name, f"{_stem(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
         run = cls(path, redactor)
@@ -138,7 +139,7 @@ class RunFolder:
         self.attempt, self.start_step = max(attempts, default=-1) + 1, step
         self.attempt_dir.mkdir(parents=True)
         if config is not None:
-            self.redactor = Redactor.of(config.model_dump(mode="json"))
+            self.redactor = Redactor.of(as_data(config))
             self._write(_describe(config, plugins), self.attempt_dir)
         kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= step]
         _replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
@@ -196,13 +197,12 @@ class RunFolder:
 
 def _describe(config: EngineConfig, plugins: PluginSet | None) -> dict[str, str]:
     """The describing files by name, not yet redacted."""
-    from engine_core.config import dump_toml
-
-    origins = getattr(config._source, "origins", {})
+    environment = describe_environment(config, plugins)
+    where = {key: origin for key, _, origin in origins(config)}
     return {
         "config.resolved.toml": dump_toml(config),
-        "config.origin.json": json.dumps({key: str(origins[key]) for key in sorted(origins)}, indent=2),
-        "env.json": json.dumps(describe_environment(config, plugins), indent=2, ensure_ascii=False),
+        "config.origin.json": json.dumps(where, indent=2, ensure_ascii=False),
+        "env.json": json.dumps(environment, indent=2, ensure_ascii=False),
     }
 
 
@@ -357,7 +357,7 @@ class TrackerHub:
     def __init__(
         self, run: RunFolder, config: EngineConfig, plugins: PluginSet, queue_size: int = 256
     ) -> None:
-        plain = run.redactor.tree(config.model_dump(mode="json"))
+        plain = run.redactor.tree(as_data(config))
         self._file = run.metrics_file.open("a", encoding="utf-8")
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:

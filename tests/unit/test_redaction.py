@@ -1,0 +1,45 @@
+"""What counts as a secret, and that it is replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_core.redaction import Redactor
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "token", "GOOGLE_CREDENTIALS"],
+)
+def test_the_values_of_secret_variables_are_replaced(name):
+    assert Redactor.of(env={name: "abc123xyz"})("see https://abc123xyz@host") == "see https://[redacted]@host"
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "HOME"])
+def test_the_values_of_others_are_not(name):
+    assert Redactor.of(env={name: "abc123xyz"})("abc123xyz") == "abc123xyz"
+
+
+def test_short_values_are_not_looked_for():
+    assert Redactor.of(env={"A_KEY": "on"})("monotone") == "monotone"
+
+
+def test_secret_keys_of_a_config_are_found_at_any_depth():
+    config = {"a": [{"api_key": "deep-secret"}], "rollout": {"stop_token_ids": ["not-a-secret"]}}
+    assert Redactor.of(config, env={})("deep-secret not-a-secret") == "[redacted] not-a-secret"
+
+
+def test_the_longer_of_two_secrets_goes_first():
+    assert Redactor(["abcdef", "abcdef-ghi"])("x abcdef-ghi y") == "x [redacted] y"
+
+
+def test_a_secret_is_found_as_json_writes_it():
+    import json
+
+    secret = 'pass"word\\1'
+    assert json.loads(Redactor([secret])(json.dumps({"a": secret}))) == {"a": "[redacted]"}
+
+
+def test_a_tree_keeps_its_shape():
+    tree = {"a": ["secret-1", 2, None], "secret-1": True}
+    assert Redactor(["secret-1"]).tree(tree) == {"a": ["[redacted]", 2, None], "[redacted]": True}
