@@ -29,7 +29,7 @@ class ModelConfig(Table):
     """``[model]``: which model every role starts from."""
 
     path: str = ""
-    """Folder in the layout of ``save_pretrained``, or a hub name. Relative to the TOML's folder when it exists there."""
+    """Folder in the layout of ``save_pretrained``, or a hub name. Relative to the folder of the TOML that names it when it exists there."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; default: `path`."""
     override: dict[str, Any] = {}
@@ -202,7 +202,7 @@ class DataConfig(Table):
     """``[data]``: where prompts come from."""
 
     train: str | list[str] = []
-    """Files: JSONL, Parquet or CSV. Relative to the TOML's folder."""
+    """Files: JSONL, Parquet or CSV. Relative to the folder of the TOML that names them; from the command line, to the working directory."""
     validation: str | list[str] = []
     """Held-out files, for `[eval]`."""
     format: Literal["auto", "prompt", "messages", "sharegpt", "trl", "verl"] = "auto"
@@ -335,3 +335,11 @@ class EngineConfig(Table):
     """The trainer's own table (``[sft]``), filled in by the loader."""
 
     _source: Any = PrivateAttr(default=None)  # the RawConfig it was made from: origins of every key
+
+    @property
+    def unread(self) -> list[str]:
+        """Tables that are present and that this run does not read, with the reason."""
+        return list(self._source.unread) if self._source is not None else []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineConfig) and dict(self) == dict(other)  # wherever the values came from

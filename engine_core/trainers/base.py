@@ -236,7 +236,7 @@ class TrainingRun(abc.ABC):
         for message in machine.check_start(self.folder.path):
             log.warning("%s", message)
         for unread in self.config.unread:
-            log.info("[%s] is not read by this run.", unread)
+            log.info("Not read: %s", unread)
         log.info("Plugins: %s", json.dumps(self.plugins.versions()))
         self.setup()
         if checkpoint is not None:

@@ -27,7 +27,7 @@ class Problem:
     answer: int
 
 
-def draw(rng: random.Random, largest: int = 20) -> Problem:
+def draw(rng: random.Random, largest: int = 9) -> Problem:
     """One problem; every number and every partial result lies between 0 and ``2 * largest``."""
     name, other = rng.sample(list(NAMES), 2)
     thing = rng.choice(THINGS)
