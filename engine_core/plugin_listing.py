@@ -56,7 +56,9 @@ def list_plugins(check: bool = False) -> list[PluginInfo]:
             for problems in pool.map(_import_elsewhere, by_module.values()):
                 found |= problems
     return [
-        PluginInfo(offer.name, offer.kind, offer.distribution.name, offer.distribution.version, offer.module, problem)
+        PluginInfo(
+            offer.name, offer.kind, offer.distribution.name, offer.distribution.version, offer.module, problem
+        )
         for offer, problem in found.items()
     ]
 
@@ -82,12 +84,16 @@ def _import_elsewhere(offers: Sequence[Offer]) -> dict[Offer, str | None]:
     command = [sys.executable, "-P", "-c", _CHILD, *targets]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        child = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHECK_SECONDS)
+        child = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=CHECK_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return dict.fromkeys(offers, f"its import took more than {CHECK_SECONDS:.0f} s")
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
-        return dict.fromkeys(offers, f"its import ended the process with exit code {child.returncode}: {last}")
+        return dict.fromkeys(
+            offers, f"its import ended the process with exit code {child.returncode}: {last}"
+        )
     problems = json.loads(child.stdout.splitlines()[-1])
     return {offer: problems[target] for offer, target in zip(offers, targets, strict=True)}
 

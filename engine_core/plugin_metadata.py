@@ -91,7 +91,7 @@ def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
                 if entry.group.startswith("engine.")
             ],
         )
-    return tuple(chain.from_iterable(offers.values()))
+    return tuple(chain.from_iterable(offers[name] for name in sorted(offers)))
 
 
 def split(name: str) -> tuple[str | None, str]:
@@ -142,7 +142,7 @@ def _version_problem(distribution: Distribution) -> str | None:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
-            return f"its metadata has the malformed requirement {line!r}; reinstall it"
+            return f"has the malformed requirement {line!r} in its metadata; reinstall it"
         if canonicalize_name(requirement.name) != CORE:
             continue
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})

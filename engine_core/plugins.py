@@ -132,7 +132,9 @@ class PluginSet:
     def spec(self, kind: str, name: str) -> Spec:
         """The spec behind a name that this run uses."""
         if (kind, name) not in self.chosen:
-            raise PluginError(f"{NOUNS[kind].capitalize()} '{name}' is not loaded: nothing in the run file names it.")
+            raise PluginError(
+                f"{NOUNS[kind].capitalize()} '{name}' is not loaded: nothing in the run file names it."
+            )
         return self.chosen[kind, name][0]
 
     def resolve(self, kind: str, name: str) -> Any:
@@ -169,7 +171,9 @@ class PluginSet:
                 self._caller("engine_on_event", [plugin])(event=event, step=step, data=dict(data))
             except Exception:
                 self.observer_failures += 1
-                log.exception("%s failed as an observer of '%s', step %d; training goes on", plugin.label, event, step)
+                log.exception(
+                    "%s failed as an observer of '%s', step %d; training goes on", plugin.label, event, step
+                )
 
     def versions(self) -> dict[str, str]:
         """Version of the core and of each distribution in use; of a one-file plugin, its hash."""
@@ -254,7 +258,9 @@ class _Loader:
 
     def _ambiguous(self, kind: str, name: str, sources: Sequence[str]) -> None:
         choices = " or ".join(f"'{source.split(' ')[0]}:{split(name)[1]}'" for source in sources)
-        message = f"{NOUNS[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}. Write {choices}."
+        message = (
+            f"{NOUNS[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}. Write {choices}."
+        )
         self.problems.append((kind, name, message))
 
     def _register(self, plugin: Plugin, named: bool) -> None:
@@ -306,10 +312,14 @@ class _Loader:
         candidates += [
             plugin
             for plugin in self.plugin_set.named
-            if short in plugin.tables.get(kind, {}) and distribution in (None, plugin.source) and plugin not in candidates
+            if short in plugin.tables.get(kind, {})
+            and distribution in (None, plugin.source)
+            and plugin not in candidates
         ]
         if len(candidates) > 1:
-            self._ambiguous(kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates if plugin])
+            self._ambiguous(
+                kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates if plugin]
+            )
         elif not candidates:
             also = {other for plugin in self.plugin_set.named for other in plugin.tables.get(kind, {})}
             self.problems.append((kind, name, unknown_name(kind, name, also)))
@@ -339,7 +349,9 @@ def _check_table(label: str, kind: str, table: Any) -> None:
         if not isinstance(spec, expected):
             raise PluginError(f"{label}: {wanted}, but '{name}' is {_shown(spec)}.")
         if not (isinstance(spec.config, type) and issubclass(spec.config, BaseModel)):
-            raise PluginError(f"{label}: 'config' of '{name}' must be a pydantic model class, got {_shown(spec.config)}.")
+            raise PluginError(
+                f"{label}: 'config' of '{name}' must be a pydantic model class, got {_shown(spec.config)}."
+            )
         if not callable(spec.load) and not (isinstance(spec.load, str) and all(spec.load.partition(":"))):
             raise PluginError(
                 f"{label}: 'load' of '{name}' must be 'module:attribute' or the object itself, got {_shown(spec.load)}."
@@ -364,7 +376,9 @@ def _check_engine(label: str, spec: Any, found: Any) -> None:
             match = nearest(capability, capabilities)
             hint = f" Did you mean '{match}'?" if match else ""
             known = ", ".join(sorted(capabilities))
-            raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint} Known: {known}.")
+            raise PluginError(
+                f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint} Known: {known}."
+            )
         method = capabilities[capability]
         owner = next(base for base in found.__mro__ if method in vars(base))
         if owner.__module__ == CONTRACT_MODULE:

@@ -1,0 +1,1 @@
+"""A plugin for engine-core-rl; the hooks are in ``plugin.py``."""

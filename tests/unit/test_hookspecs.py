@@ -1,0 +1,68 @@
+import inspect
+
+import pytest
+
+from engine_core import hookspecs
+from engine_core.specs import TABLE_SPECS
+
+FROZEN = {
+    "engine_build_model": ["role", "model_config", "options"],
+    "engine_wrap_policy": ["role", "module", "options"],
+    "engine_shard_model": ["role", "module", "units", "options"],
+    "engine_build_optimizer": ["role", "module", "optim_config", "options"],
+    "engine_train_engines": [],
+    "engine_rollout_engines": [],
+    "engine_rewards": [],
+    "engine_advantages": [],
+    "engine_losses": [],
+    "engine_stages": [],
+    "engine_trackers": [],
+    "engine_trainers": [],
+    "engine_runtimes": [],
+    "engine_on_event": ["event", "step", "data"],
+}
+STEP_HOOKS = ["engine_build_model", "engine_wrap_policy", "engine_shard_model", "engine_build_optimizer"]
+
+
+def hook(name: str):
+    return getattr(hookspecs, name)
+
+
+def test_signatures_only_ever_grow():
+    """An argument or a hook may be added here in a minor version; a change or removal is a major one."""
+    actual = {
+        name: list(inspect.signature(function).parameters)
+        for name, function in vars(hookspecs).items()
+        if hasattr(function, "engine_spec")
+    }
+
+    assert actual == FROZEN
+
+
+def test_the_step_hooks_stop_at_the_first_answer_and_no_other_does():
+    assert [name for name in FROZEN if hook(name).engine_spec["firstresult"]] == STEP_HOOKS
+
+
+def test_every_table_has_its_hook():
+    tables = set(FROZEN) - set(STEP_HOOKS) - {"engine_on_event"}
+
+    assert tables == {f"engine_{kind}" for kind in TABLE_SPECS}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_every_hook_is_documented_in_four_parts(name: str):
+    doc = inspect.getdoc(hook(name))
+    assert doc is not None
+
+    assert doc.partition("\n")[0].endswith(".")  # what it decides, in one line
+    for argument in FROZEN[name]:
+        assert f":param {argument}:" in doc
+    if name != "engine_on_event":
+        assert ":returns:" in doc
+    if name in STEP_HOOKS:
+        assert "Stops at the first answer. Default: " in doc
+    else:
+        assert "Collects" in doc
+    called = doc[doc.index("Called ") :]
+    assert "ollective" in called
+    assert "rank" in called or "process" in called or "controller" in called

@@ -1,0 +1,88 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine_core
+from engine_core.plugin_metadata import NOUNS, installed, module_exists, our_plugins, split
+from engine_core.specs import TABLE_SPECS
+
+
+def test_every_table_and_the_plugins_group_have_a_noun():
+    assert set(NOUNS) == {*TABLE_SPECS, "plugins"}
+
+
+def test_a_distribution_found_twice_on_the_path_counts_once_and_the_first_wins(
+    install, tmp_path, monkeypatch
+):
+    site = install("acme", {"rewards": {"new": "mod"}}, version="2.0")
+    second = tmp_path / "second"
+    (second / "acme-1.0.dist-info").mkdir(parents=True)
+    (second / "acme-1.0.dist-info" / "METADATA").write_text("Name: Acme\nVersion: 1.0\n")
+    (second / "acme-1.0.dist-info" / "entry_points.txt").write_text("[engine.rewards]\nold = mod\n")
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path, str(second)])
+
+    acme = [offer for offer in installed() if offer.distribution.name == "acme"]
+
+    assert [(offer.name, offer.distribution.version) for offer in acme] == [("new", "2.0")]
+
+
+def test_metadata_that_is_missing_does_not_hide_the_others(install):
+    site = install("acme", {"rewards": {"x": "mod"}})
+    (site / "acme-1.0.dist-info" / "METADATA").unlink()
+
+    assert [(offer.name, offer.distribution.name) for offer in installed() if offer.module == "mod"] == [
+        ("x", "unknown")
+    ]
+    assert any(offer.name == "torch" for offer in installed())
+
+
+def test_other_groups_of_entry_points_are_not_ours(install):
+    site = install("acme", {"rewards": {"x": "mod"}})
+    entry_points = site / "acme-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text(entry_points.read_text() + "[console_scripts]\nacme = mod:main\n")
+
+    assert [offer.kind for offer in installed() if offer.distribution.name == "acme"] == ["rewards"]
+
+
+@pytest.mark.parametrize(
+    ("written", "parts"),
+    [("math", (None, "math")), ("acme:math", ("acme", "math")), ("plug.py:math", ("plug.py", "math"))],
+)
+def test_a_name_may_carry_its_distribution(written, parts):
+    assert split(written) == parts
+
+
+def test_a_module_is_found_without_importing_the_packages_above_it(install):
+    install("acme", {}, {"acme_pkg.inner.plugin": "raise RuntimeError", "acme_single": ""})
+
+    assert module_exists("acme_pkg.inner.plugin")
+    assert module_exists("acme_single")
+    assert not module_exists("acme_pkg.inner.other")
+    assert not module_exists("acme_pkg.nowhere.plugin")
+    assert not module_exists("acme_single.plugin")
+    assert not module_exists("acme_nowhere.plugin")
+    assert not any(name.startswith("acme_") for name in sys.modules)
+
+
+def test_install_hints_are_for_names_of_known_kinds_and_our_distributions_only():
+    assert {kind for kind, _ in our_plugins()} <= set(TABLE_SPECS)
+    assert all(distribution.startswith("engine-plugin-") for distribution in our_plugins().values())
+    assert our_plugins()["rollout_engines", "vllm"] == "engine-plugin-vllm-rollout"
+
+
+def test_the_plugins_in_this_tree_offer_what_their_install_hints_say():
+    """Each folder of plugins/ that is there: its entry points are those of known_plugins.json."""
+    import tomllib
+
+    root = Path(engine_core.__file__).parent
+    hints = json.loads((root / "known_plugins.json").read_text())
+    for file in sorted(root.parent.glob("plugins/[a-z]*/pyproject.toml")):
+        project = tomllib.loads(file.read_text())["project"]
+        offered = {
+            group.removeprefix("engine."): sorted(names)
+            for group, names in project["entry-points"].items()
+            if group.removeprefix("engine.") in TABLE_SPECS
+        }
+        assert hints[project["name"]] == offered, file

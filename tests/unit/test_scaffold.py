@@ -1,0 +1,129 @@
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import engine_core
+from engine_core.config import EngineConfig
+from engine_core.errors import ConfigError
+from engine_core.scaffold import new_plugin, new_run
+
+ROOT = Path(engine_core.__file__).parents[1]
+TEMPLATE = ROOT / "engine_core" / "templates"
+
+
+def pip(*arguments: str) -> None:
+    quiet = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, *quiet], check=True, capture_output=True, text=True
+    )
+
+
+def test_a_new_plugin_installs_is_listed_loads_by_name_and_passes_its_own_tests(tmp_path):
+    plugin = new_plugin("brief-answers", tmp_path)
+    pip("install", "--target", str(tmp_path / "site"), str(plugin))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    code = (
+        "from engine_core.plugins import PluginSet, list_plugins;"
+        "info, = [i for i in list_plugins() if i.name == 'brief_answers'];"
+        "print(info.distribution, info.kind, info.healthy);"
+        "print(PluginSet.load({'rewards': ['brief_answers']}).resolve('rewards', 'brief_answers')(['a b', 'a b c'], 2))"
+    )
+
+    used = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(plugin)],
+        env=environment,
+        cwd=plugin,
+        capture_output=True,
+        text=True,
+    )
+
+    assert used.stdout.splitlines() == ["engine-plugin-brief-answers rewards True", "[1.0, 0.0]"]
+    assert "2 passed" in tested.stdout, tested.stdout
+
+
+def test_nothing_of_the_template_is_left_in_a_new_plugin(tmp_path):
+    plugin = new_plugin("template_reward_x", tmp_path)  # a name that holds a word of the template
+
+    files = sorted(str(file.relative_to(plugin)) for file in plugin.rglob("*") if file.is_file())
+    text = "".join(file.read_text() for file in plugin.rglob("*") if file.is_file())
+
+    assert files == [
+        "README.md",
+        "pyproject.toml",
+        "src/engine_plugin_template_reward_x/__init__.py",
+        "src/engine_plugin_template_reward_x/plugin.py",
+        "tests/test_plugin.py",
+    ]
+    assert "template_reward_x" in text
+    assert not {
+        word for word in ("engine-plugin-template\n", 'template_reward"', "TemplateOptions") if word in text
+    }
+
+
+@pytest.mark.parametrize("name", ["", "Big", "1st", "a b", "../up", "class", "ends_", "x/y"])
+def test_a_name_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(ConfigError, match="must be lower-case letters, digits, '_' or '-'"):
+        new_plugin(name, tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_plugin_is_never_overwritten(tmp_path):
+    file = new_plugin("mine", tmp_path) / "README.md"
+    file.write_text("my notes")
+
+    with pytest.raises(
+        ConfigError, match=r"Not written, because it exists: .*README.md.* Choose another name or folder"
+    ):
+        new_plugin("mine", tmp_path)
+
+    assert file.read_text() == "my notes"
+
+
+def test_a_new_run_file_has_known_keys_only_and_its_data(tmp_path):
+    file = new_run(tmp_path / "first")
+    data = tomllib.loads(file.read_text())
+
+    config = EngineConfig.model_validate(data)
+
+    assert config.reward[0].name == "numeric"
+    rows = (file.parent / config.data.train).read_text().splitlines()
+    assert len(rows) == config.data.prompts_per_step
+    with pytest.raises(ConfigError, match=r"Not written, because it exists: .*run.toml"):
+        new_run(tmp_path / "first")
+
+
+def test_the_plugin_template_is_the_folder_in_plugins():
+    assert (ROOT / "plugins" / "_template").resolve() == TEMPLATE / "plugin"
+
+
+def test_the_wheel_carries_the_templates_and_the_install_hints(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for entry in (
+        "engine_core",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ):  # a copy: pip leaves a build folder behind
+        subprocess.run(["cp", "-r", str(ROOT / entry), str(source)], check=True)
+    pip("wheel", "--wheel-dir", str(tmp_path), str(source))
+
+    (wheel,) = tmp_path.glob("*.whl")
+    carried = set(zipfile.ZipFile(wheel).namelist())
+
+    templates = {
+        f"engine_core/templates/{file.relative_to(TEMPLATE)}"
+        for file in TEMPLATE.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert len(templates) >= 7
+    assert templates | {"engine_core/known_plugins.json", "engine_core/py.typed"} <= carried
