@@ -1,5 +1,6 @@
-"""TOML to typed config: the models of every table."""
+"""TOML to typed config: the models of every table, and what reads, checks and writes them."""
 
+from engine_core.config.dump import dump_toml, origins
 from engine_core.config.models import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -19,6 +20,7 @@ from engine_core.config.models import (
     StageConfig,
     TrackingConfig,
 )
+from engine_core.config.schedule import changes, config_at
 
 __all__ = [
     "AlgorithmConfig",
@@ -38,4 +40,8 @@ __all__ = [
     "RuntimeConfig",
     "StageConfig",
     "TrackingConfig",
+    "changes",
+    "config_at",
+    "dump_toml",
+    "origins",
 ]

@@ -1,0 +1,200 @@
+"""From a run file to a config and its plugins: read, load what is named, validate, test the inputs.
+
+Nothing here imports torch, transformers or datasets, so that ``engine validate`` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.choices import places, prepared, used_names
+from engine_core.config.dump import as_data
+from engine_core.config.inputs import data_problems, files_of, model_problems
+from engine_core.config.read import RawConfig, key_text, read_config
+from engine_core.config.validate import validate
+from engine_core.errors import ConfigError, PluginError
+from engine_core.plugin_metadata import our_plugins
+from engine_core.plugins import PluginProblems, PluginSet, known_names
+
+if TYPE_CHECKING:
+    from engine_core.config.models import EngineConfig
+    from engine_core.specs import Spec
+
+
+def load_config(
+    *files: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    allow_code: bool = False,
+) -> EngineConfig:
+    """Read, merge and validate run files; the plugins that they name are loaded for their tables.
+
+    Args:
+        files: TOML files, a later one over an earlier one. A mapping among them counts as
+            ``overrides``: ``load_config("run.toml", {"actor.optim.lr": 1e-6})``.
+        overrides: keys with dots and their values, or ``["actor.optim.lr=1e-6"]``.
+        allow_code: plugin files and extended files outside the run file's folder are accepted.
+
+    Returns:
+        The config. What may be missing because a live object stands for it is tested by
+        ``check_complete``, what is on the disk by ``check_inputs``.
+
+    Raises:
+        ConfigError: every problem, with file and line.
+        PluginError: something that the run names cannot be had; nothing else was wrong.
+    """
+    raw = read_config(
+        [file for file in files if not isinstance(file, Mapping)],
+        [
+            *(f for f in files if isinstance(f, Mapping)),
+            *([overrides] if isinstance(overrides, Mapping) else overrides or ()),
+        ],
+        allow_code=allow_code,
+    )
+    try:
+        plugins = _load(raw)
+    except PluginProblems as error:
+        lines = [f"{_where(raw, kind, name)}{message}" for kind, name, message in error.problems]
+        try:  # everything else can be judged all the same
+            validate(
+                raw, _specs_without(raw, {(kind, name) for kind, name, _ in error.problems}), _known(None)
+            )
+        except ConfigError as config_error:
+            raise ConfigError([*config_error.problems, *lines]) from None
+        raise PluginError("\n".join(lines)) from error
+    context = {"folder": raw.folder, "allow_code": allow_code}
+    config = validate(raw, plugins.spec, _known(plugins), context)
+    _resolve_paths(config, raw)
+    return config
+
+
+def plugins_for(config: EngineConfig) -> PluginSet:
+    """The plugins that a config names, loaded in this process."""
+    return _load(_source(config))
+
+
+def check_complete(
+    config: EngineConfig, live: Collection[str] = (), plugins: PluginSet | None = None
+) -> None:
+    """What a run needs and no file said.
+
+    Args:
+        config: from ``load_config``.
+        live: which of ``model``, ``tokenizer``, ``data``, ``rewards`` are objects of the program.
+        plugins: those of the config, where they are loaded already.
+
+    Raises:
+        ConfigError: every missing thing.
+    """
+    spec: Any = (plugins or plugins_for(config)).spec("trainers", config.trainer)
+    missing = []
+    if not config.model.path and "model" not in live and "model" in spec.sections:
+        missing.append(
+            "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
+        )
+    if "data" in spec.required and not files_of(config.data.train) and "data" not in live:
+        missing.append("data.train: missing. Expected a JSONL, Parquet or CSV file in [data].")
+    if "reward" in spec.required and not config.reward and "rewards" not in live:
+        missing.append(
+            f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name."
+        )
+    evaluates = config.eval.every_steps or config.eval.at_start or config.eval.at_end
+    if "eval" in spec.sections and evaluates and not files_of(config.data.validation):
+        missing.append(
+            "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
+        )
+    if missing:
+        files = _source(config).files
+        raise ConfigError([f"{files[-1]}: {line}" if files else line for line in missing])
+
+
+def check_inputs(config: EngineConfig) -> list[str]:
+    """Problems of the folders and files that a config names, as far as they can be seen without torch."""
+    return [*model_problems(config), *data_problems(config.data)]
+
+
+def _source(config: EngineConfig) -> RawConfig:
+    """What the config holds now, with the files and permissions that it was read with."""
+    source = config._source or RawConfig({})
+    return RawConfig(as_data(config), source.origins, source.files, source.allow_code)
+
+
+def _load(raw: RawConfig, without: Collection[tuple[str, str]] = ()) -> PluginSet:
+    """The trainer first: it says which sections of the file are read."""
+    entries = raw.data.get("plugins")
+    modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
+    modules = [entry for entry in modules if ("plugins", entry) not in without]
+
+    def load(sections: Collection[str] | None) -> PluginSet:
+        names = used_names(raw.data, sections)
+        kept = {kind: {name for name in names[kind] if (kind, name) not in without} for kind in names}
+        return PluginSet.load(kept, modules, raw.folder, raw.allow_code)
+
+    first = load(()).chosen
+    sections = [
+        getattr(spec, "sections", None) for (kind, _), (spec, _) in first.items() if kind == "trainers"
+    ]
+    return load(sections[0] if sections else None)
+
+
+def _specs_without(raw: RawConfig, failed: Collection[tuple[str, str]]) -> Callable[[str, str], Spec | None]:
+    """Specs of what can be loaded; None for the rest."""
+    try:
+        chosen = _load(raw, failed).chosen
+    except PluginProblems:  # told already, under another name
+        chosen = {}
+    return lambda kind, name: chosen[kind, name][0] if (kind, name) in chosen else None
+
+
+def _known(plugins: PluginSet | None) -> Any:
+    """Kind -> names whose tables may stand in a file: installed, of one-file plugins, or published by us."""
+
+    def known(kind: str) -> Collection[str]:
+        local = {
+            name for plugin in (plugins.named if plugins else ()) for name in plugin.tables.get(kind, {})
+        }
+        return {*known_names(kind), *local, *(name for our_kind, name in our_plugins() if our_kind == kind)}
+
+    return known
+
+
+def _where(raw: RawConfig, kind: str, name: str) -> str:
+    """``run.toml:14: rollout.backend: `` for the key that chose a name; empty where it is a default."""
+    for place in places(prepared(raw.data)):
+        for chosen in place.chosen:
+            if (chosen.kind, chosen.name) == (kind, name):
+                path = (*place.path, chosen.key)
+                origin = raw.origins.get(key_text(path))
+                return f"{origin}: {key_text(path)}: " if origin else ""
+    origin = raw.origins.get("plugins") if kind == "plugins" else None
+    return f"{origin}: plugins: " if origin else ""
+
+
+def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
+    """Paths of a file are relative to that file's folder, others to the working directory.
+
+    A model's path stays as it is where nothing lies there: it may be a hub name.
+    """
+    for key, holder, field in _model_paths(config):
+        text = getattr(holder, field)
+        if text and (path := _absolute(raw, key, text)).exists():
+            setattr(holder, field, str(path))
+    for field in ("train", "validation"):
+        value = getattr(config.data, field)
+        files = [str(_absolute(raw, f"data.{field}", file)) for file in files_of(value)]
+        setattr(config.data, field, files[0] if isinstance(value, str) and files else files)
+
+
+def _model_paths(config: EngineConfig) -> Iterator[tuple[str, Any, str]]:
+    yield "model.path", config.model, "path"
+    yield "model.tokenizer", config.model, "tokenizer"
+    yield "actor.path", config.actor, "path"
+    if config.ref is not None:
+        yield "ref.path", config.ref, "path"
+
+
+def _absolute(raw: RawConfig, key: str, text: str) -> Path:
+    origin = raw.origins.get(key)
+    folder = Path(origin.file).resolve().parent if origin and origin.file else Path.cwd()
+    return (folder / Path(text).expanduser()).absolute()

@@ -1,0 +1,128 @@
+"""What must hold between keys of a config, beyond the type of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from engine_core.config.schedule import boundaries, config_at, schedule_problems
+from engine_core.config.wording import Problem
+from engine_core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from engine_core.config.models import EngineConfig
+
+
+def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
+    """Every problem between keys.
+
+    Args:
+        config: with ``options`` filled in where they were valid.
+        sections: top-level tables that the trainer reads; others are not judged.
+    """
+    problems = [*_duplicates(config), *_placement(config), *_values(config)]
+    scheduled = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
+    problems += scheduled
+    steps = [1] if scheduled else boundaries(config)
+    for step in steps:
+        now = config_at(config, step) if not scheduled else config
+        when = f" from step {step} on ([schedule])" if step > 1 else ""
+        problems += [
+            Problem(p.path, f"{when.lstrip()}: {p.text}" if when else p.text)
+            for p in _each_step(now, sections)
+        ]
+    if "algorithm" in sections and not scheduled:
+        problems += _decided_at_start(config)
+    return problems
+
+
+def _duplicates(config: EngineConfig) -> Iterator[Problem]:
+    chosen = {
+        "reward": [reward.name for reward in config.reward],
+        "stage": [stage.name for stage in config.stage],
+        "tracking.trackers": config.tracking.trackers,
+    }
+    for key, names in chosen.items():
+        for name, count in Counter(names).items():
+            if count > 1:
+                table = key.partition(".")[0]
+                path = (table, name) if key == table else ("tracking", "trackers")
+                yield Problem(path, f"'{name}' stands {count} times; each name may stand once. Remove one.")
+
+
+def _placement(config: EngineConfig) -> Iterator[Problem]:
+    placement = config.placement
+    for role in ("actor", "ref", "rollout"):
+        pool = getattr(placement, role)
+        if pool is not None and pool not in placement.pools:
+            yield Problem(
+                ("placement", role),
+                f"got '{pool}', which is no pool of placement.pools.{did_you_mean(pool, placement.pools)}",
+            )
+        elif pool is None and len(placement.pools) > 1 and role != "ref":
+            names = ", ".join(placement.pools)
+            yield Problem(
+                ("placement", role), f"missing. With several pools ({names}) each role names its own."
+            )
+
+
+def _values(config: EngineConfig) -> Iterator[Problem]:
+    for reward in config.reward:
+        if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
+            yield Problem(
+                ("reward", reward.name, "clip"),
+                f"got {list(reward.clip)}, expected [low, high] with low below high.",
+            )
+    optim = config.actor.optim
+    if optim.decay_steps and optim.warmup_steps >= optim.decay_steps:
+        yield Problem(
+            ("actor", "optim", "decay_steps"),
+            f"got {optim.decay_steps}, expected more than warmup_steps ({optim.warmup_steps}), which it includes; or 0.",
+        )
+
+
+def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
+    if "rollout" in sections and config.rollout.temperature == 0:
+        yield Problem(
+            ("rollout", "temperature"),
+            "got 0, expected more: a greedy sampler gives a prompt the same response every time, and nothing is "
+            "learned from it. For greedy evaluation set eval.temperature = 0.",
+        )
+    if "algorithm" not in sections:
+        return
+    mini, prompts = config.algorithm.mini_batch_prompts, config.data.prompts_per_step
+    if mini and prompts % mini:
+        fits = [size for size in range(1, prompts + 1) if prompts % size == 0]
+        nearest = min(fits, key=lambda size: (abs(size - mini), size))
+        yield Problem(
+            ("algorithm", "mini_batch_prompts"),
+            f"got {mini}, expected a divisor of data.prompts_per_step ({prompts}), such as {nearest}; 0 takes all.",
+        )
+
+
+def _decided_at_start(config: EngineConfig) -> Iterator[Problem]:
+    """What the first step's values decide for the whole run: which models and columns there are."""
+    first = config_at(config, 1)
+    for step in boundaries(config)[1:]:
+        now = config_at(config, step)
+        for key in ("kl_coef", "entropy_coef"):
+            if getattr(now.algorithm, key) and not getattr(first.algorithm, key):
+                yield Problem(
+                    ("schedule", f"algorithm.{key}"),
+                    f"rises from 0 in step {step}. Expected a value above 0 from the start (a tiny one will do): "
+                    "the first step decides which models are built and what is computed.",
+                )
+        if updates(now) > 1 and updates(first) == 1:
+            key = "algorithm.epochs" if now.algorithm.epochs > 1 else "algorithm.mini_batch_prompts"
+            yield Problem(
+                ("schedule", key),
+                f"makes several updates of a batch from step {step} on, but one before. Expected several from the "
+                "start: the first step decides whether the log-probs before the update are kept.",
+            )
+
+
+def updates(config: EngineConfig) -> int:
+    """Optimizer steps for the rollouts of one step."""
+    mini = config.algorithm.mini_batch_prompts or config.data.prompts_per_step
+    return config.algorithm.epochs * -(-config.data.prompts_per_step // mini)

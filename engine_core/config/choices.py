@@ -1,0 +1,145 @@
+"""Where a run file chooses something by name, and where the chosen one's options stand.
+
+The rule is the same everywhere: beside the choice, in the table of its bare name
+(``backend = "torch"`` and ``[actor.torch]``; ``"dist:torch"`` has the same table).
+"""
+
+from __future__ import annotations
+
+import copy
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine_core.config.models import EngineConfig
+
+# section -> its choices: (key, kind of name, field of the model that takes the options)
+CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
+    "": (("trainer", "trainers", "options"),),
+    "actor": (("backend", "train_engines", "options"),),
+    "ref": (("backend", "train_engines", "options"),),
+    "rollout": (("backend", "rollout_engines", "options"),),
+    "reward": (("name", "rewards", "options"),),
+    "stage": (("name", "stages", "options"),),
+    "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
+    "tracking": (("trackers", "trackers", "options"),),
+    "runtime": (("backend", "runtimes", "options"),),
+}
+
+LIKE_ACTOR = ("backend", "max_tokens_per_rank")
+"""Keys that ``[ref]`` takes from ``[actor]`` where it has none of its own."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One name that a run chose."""
+
+    key: str  # that chose it
+    kind: str
+    name: str  # as written, perhaps "dist:name"
+    field: str  # of the section's model
+
+    @property
+    def table(self) -> str:
+        """The name of its option table."""
+        return bare(self.name)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One table in which something is chosen."""
+
+    section: str  # top-level key, "" for the top itself
+    path: tuple[str, ...]  # ("reward", "math")
+    table: dict[str, Any]
+    chosen: tuple[Chosen, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of names whose option tables may stand here."""
+        return tuple(kind for _, kind, _ in CHOICES[self.section])
+
+
+def bare(name: str) -> str:
+    """``"dist:name"`` without its distribution."""
+    return name.rpartition(":")[2]
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model in ``M``, ``M | None`` or ``list[M]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for arg in typing.get_args(annotation) if (model := model_in(arg))), None)
+
+
+def model_of(section: str) -> type[BaseModel]:
+    """The model of a top-level section."""
+    model = model_in(EngineConfig.model_fields[section].annotation) if section else EngineConfig
+    assert model is not None
+    return model
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """Keys that a file may set: not those that the loader fills in."""
+    return [name for name, info in model.model_fields.items() if not info.exclude]
+
+
+def prepared(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which ``[ref]`` has what it takes from ``[actor]`` and ``[schedule]`` is flat."""
+    tree = copy.deepcopy(dict(data))
+    ref, actor = tree.get("ref"), tree.get("actor")
+    if isinstance(ref, dict) and isinstance(actor, dict):
+        for key in LIKE_ACTOR:
+            if key in actor:
+                ref.setdefault(key, actor[key])
+    if isinstance(tree.get("schedule"), dict):
+        tree["schedule"] = dict(_flat(tree["schedule"]))
+    return tree
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def places(data: dict[str, Any]) -> Iterator[Place]:
+    """Every table of ``data`` in which something is chosen; a table that is no table is left out."""
+    for section in CHOICES:
+        node = data if not section else data.get(section, None if section == "ref" else {})
+        if isinstance(node, list):
+            for number, element in enumerate(node):
+                if isinstance(element, dict):
+                    name = element.get("name")
+                    yield _place(section, (section, name if isinstance(name, str) else str(number)), element)
+        elif isinstance(node, dict):
+            yield _place(section, (section,) if section else (), node)
+
+
+def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Place:
+    chosen = []
+    for key, kind, field in CHOICES[section]:
+        value = table.get(key, model_of(section).model_fields[key].default)
+        names = value if isinstance(value, list) else [value]
+        chosen += [Chosen(key, kind, name, field) for name in names if isinstance(name, str)]
+    return Place(section, path, table, tuple(chosen))
+
+
+def used_names(data: Mapping[str, Any], sections: Collection[str] | None = None) -> dict[str, set[str]]:
+    """The names that a run uses, by kind.
+
+    Args:
+        data: ``RawConfig.data``.
+        sections: top-level tables that the trainer reads; default: all.
+    """
+    names: dict[str, set[str]] = {}
+    for place in places(prepared(data)):
+        if sections is None or place.section in ("", *sections):
+            for chosen in place.chosen:
+                names.setdefault(chosen.kind, set()).add(chosen.name)
+    return names

@@ -1,0 +1,105 @@
+"""A config as TOML, and where each of its values came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from engine_core.config.choices import CHOICES, bare
+from engine_core.config.read import Path_, key_text
+from engine_core.redaction import REDACTED, secrets_in
+
+if TYPE_CHECKING:
+    from engine_core.config.models import EngineConfig
+
+
+def as_data(config: EngineConfig) -> dict[str, Any]:
+    """Plain values as a TOML holds them: option tables under their names, keys without a value left out."""
+    data = _plain(config)
+    for section, choices in CHOICES.items():
+        holder = getattr(config, section) if section else config
+        holders = holder if isinstance(holder, list) else [holder]
+        tables = data[section] if isinstance(holder, list) else [data.get(section) if section else data]
+        for model, table in zip(holders, tables, strict=True):
+            if model is not None:
+                for key, kind, field in choices:
+                    _mount(table, kind, getattr(model, key), getattr(model, field))
+    return data
+
+
+def _mount(table: dict[str, Any], kind: str, name: Any, options: Any) -> None:
+    by_name = options if kind == "trackers" else {name: options}
+    for each, model in by_name.items():
+        if isinstance(model, BaseModel) and type(model).model_fields:
+            table[bare(each)] = {**table.get(bare(each), {}), **_plain(model)}
+
+
+def _plain(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude_none=True)
+
+
+def dump_toml(config: EngineConfig) -> str:
+    """The resolved config: every key with its value, read back as an equal config.
+
+    Relative paths were resolved when it was loaded, so the text means the same from any folder.
+    """
+    return "\n".join(_table_lines(as_data(config), ())).lstrip("\n") + "\n"
+
+
+def _table_lines(table: Mapping[str, Any], path: Path_) -> Iterator[str]:
+    def is_tables(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
+
+    below = {key: value for key, value in table.items() if isinstance(value, dict) or is_tables(value)}
+    for key, value in table.items():
+        if key not in below:
+            yield f"{key_text((key,))} = {_value(value)}"
+    for key, value in below.items():
+        inner = (*path, key)
+        for entry in [value] if isinstance(value, dict) else value:
+            header = f"[{key_text(inner)}]" if isinstance(value, dict) else f"[[{key_text(inner)}]]"
+            yield from ("", header)
+            yield from _table_lines(entry, inner)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(_value(entry) for entry in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key_text((key,))} = {_value(entry)}' for key, entry in value.items())}}}"
+    return repr(value)  # int; float: "1e-06", "inf" and "nan" are TOML
+
+
+def origins(config: EngineConfig) -> list[tuple[str, Any, str]]:
+    """Key, value and where it was set (``default`` where it was not), in the order of the tables.
+
+    Values of keys that are named like a secret are replaced.
+    """
+    source = config._source
+    known = source.origins if source else {}
+    return [
+        (
+            key_text(path),
+            REDACTED if any(secrets_in({path[-1]: value})) else value,
+            str(known.get(key_text(path), "default")),
+        )
+        for path, value in _leaves(as_data(config), ())
+    ]
+
+
+def _leaves(node: Any, path: Path_) -> Iterator[tuple[Path_, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(node, list) and node and all(isinstance(entry, dict) for entry in node):
+        for number, entry in enumerate(node):
+            yield from _leaves(entry, (*path, entry.get("name", str(number))))
+    else:
+        yield path, node

@@ -1,0 +1,348 @@
+"""TOML files, environment and overrides become one tree that knows where each key came from.
+
+Precedence, later wins: defaults < ``extends`` < the file < later files < environment < ``--set``.
+Tables merge deeply; arrays are replaced, but arrays whose tables all have a ``name`` merge by name.
+A path names an element of such an array by that name: ``reward.math.weight``.
+
+    extends = ["base.toml"]              # relative to this file, below the given file's folder
+    ENGINE__ACTOR__OPTIM__LR=1e-6        # environment: any case, lowered
+    --set actor.optim.lr=1e-6            # values are TOML; what is not TOML is a text
+
+Left out on purpose: interpolation. A file means what it says, whoever reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine_core.config.lines import MAX_DEPTH, KeyPath, key_lines
+from engine_core.errors import ConfigError, did_you_mean
+
+MAX_BYTES = 1_000_000
+MAX_FILES = 64  # reads, repeated ones included: files that extend each other can multiply
+ENV_PREFIX = "ENGINE__"
+
+Path_ = tuple[str, ...]
+Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_KEY_PART = re.compile(r"""("(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)(\.|$)""")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a key was set: in a file at a line, by an environment variable, or by an override."""
+
+    file: str | None = None
+    line: int | None = None
+    env: str | None = None
+    override: str | None = None
+
+    def __str__(self) -> str:
+        if self.env:
+            return f"environment {self.env}"
+        if self.override:
+            return f"--set {self.override}"
+        return f"{self.file}:{self.line}" if self.line else str(self.file)
+
+
+@dataclass
+class RawConfig:
+    """The merged tree, not yet validated.
+
+    Example: after ``[[reward]] name = "math"`` on line 3, ``data["reward"][0]["name"] == "math"`` and
+    ``str(origins["reward.math.name"]) == "run.toml:3"``.
+    """
+
+    data: dict[str, Any]
+    origins: dict[str, Origin] = field(default_factory=dict)  # by key as `key_text` writes it
+    files: list[Path] = field(default_factory=list)  # those that were named, not those that they extend
+    allow_code: bool = False
+    unread: list[str] = field(default_factory=list)  # tables that are present and that the run does not read
+
+    @property
+    def folder(self) -> Path:
+        """Of the first file; the working directory without one."""
+        return self.files[0].resolve().parent if self.files else Path.cwd()
+
+    def origin(self, path: Sequence[str]) -> Origin | None:
+        """Where ``path``, or else the table around it, was set; None: a default."""
+        for count in range(len(path), 0, -1):
+            if found := self.origins.get(key_text(path[:count])):
+                return found
+        return None
+
+
+def key_text(path: Sequence[str]) -> str:
+    """A path as TOML writes it: ``schedule."rollout.temperature"``."""
+    return ".".join(part if _BARE_KEY.fullmatch(part) else f'"{part}"' for part in path)
+
+
+def read_config(
+    files: Sequence[str | Path],
+    overrides: Overrides = (),
+    env: Mapping[str, str] | None = None,
+    allow_code: bool = False,
+) -> RawConfig:
+    """Read and merge ``files``, the environment and overrides.
+
+    Args:
+        files: TOML files; a later one wins over an earlier one.
+        overrides: ``["actor.optim.lr=1e-6"]`` or ``{"actor.optim.lr": 1e-6}``, or several of both.
+        env: default: this process's environment.
+        allow_code: files outside the named files' folders may be extended.
+
+    Raises:
+        ConfigError: a file that cannot be read, is no TOML, is over a limit, extends in a circle or
+            leaves its folder; an override that fits nowhere.
+    """
+    tree = _Tree([Path(file) for file in files], allow_code)
+    for file in tree.files:
+        tree.merge_file(file, str(file), ())
+    environment = os.environ if env is None else env
+    for variable in sorted(environment):
+        if variable.upper().startswith(ENV_PREFIX):
+            path = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
+            tree.assign(path, _parse_value(environment[variable]), Origin(env=variable))
+    for path, value in _override_items(overrides):
+        tree.assign(path, value, Origin(override=key_text(path)))
+    origins = {key_text(path): origin for path, origin in tree.origins.items() if tree.holds(path)}
+    return RawConfig(tree.data, origins, tree.files, allow_code)
+
+
+class _Tree:
+    """Data and origins while they are merged."""
+
+    def __init__(self, files: list[Path], allow_code: bool) -> None:
+        self.data: dict[str, Any] = {}
+        self.origins: dict[Path_, Origin] = {}
+        self.files = files
+        self.roots = [file.absolute().parent.resolve() for file in files]
+        self.allow_code = allow_code
+        self.reads = 0
+
+    def merge_file(self, file: Path, shown: str, chain: tuple[Path, ...]) -> None:
+        """Merge a file over the tree, those that it extends first."""
+        resolved = file.resolve()
+        if resolved in chain:
+            circle = " -> ".join(link.name for link in (*chain[chain.index(resolved) :], resolved))
+            raise ConfigError(
+                f"{shown}: files extend each other in a circle: {circle}. Remove one `extends`."
+            )
+        self.reads += 1
+        if self.reads > MAX_FILES:
+            raise ConfigError(
+                f"{shown}: more than {MAX_FILES} files are extended. Merge some of them into one."
+            )
+        data, lines = _read_toml(file, shown)
+        where = f"{shown}:{lines.get(('extends',), 1)}"
+        for base in _as_extends(data.pop("extends", []), where):
+            path = file.parent / base
+            self.check_inside(path, base, where)
+            self.merge_file(path, os.path.normpath(path), (*chain, resolved))
+        _merge_tables(self.data, data)
+        for key, line in lines.items():
+            if key[0] != "extends":
+                self.origins[_named(data, key)] = Origin(file=shown, line=line)
+
+    def check_inside(self, path: Path, base: str, where: str) -> None:
+        if self.allow_code or any(path.resolve().is_relative_to(root) for root in self.roots):
+            return
+        folders = ", ".join(sorted({str(root) for root in self.roots}))
+        raise ConfigError(
+            f"{where}: extends '{base}', which is outside {folders}. Only files in or below that folder may be "
+            "extended; move the file there, name it on the command line before this one, or pass --allow-code."
+        )
+
+    def assign(self, path: Path_, value: Any, origin: Origin) -> None:
+        """Set one key; a table merges, everything else replaces."""
+        if not all(path):
+            raise ConfigError(f"{origin}: the key has an empty part. Expected one like actor.optim.lr.")
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"{origin}: a key of more than {MAX_DEPTH} parts. Nothing in a run needs that.")
+        node: Any = self.data
+        for count, part in enumerate(path[:-1], 1):
+            node = _enter(node, part, path[:count], origin)
+        if isinstance(value, dict) and (isinstance(node, list) or isinstance(node.get(path[-1]), dict)):
+            _merge_tables(_enter(node, path[-1], path, origin), value)
+        elif isinstance(node, list):
+            raise ConfigError(f"{origin}: {key_text(path)} is a table. Name one of its keys.")
+        else:
+            node[path[-1]] = copy.deepcopy(value)
+        for inner in _paths(value):
+            self.origins[(*path, *inner)] = origin
+
+    def holds(self, path: Path_) -> bool:
+        """Whether the key still exists after all merges."""
+        node: Any = self.data
+        for part in path:
+            node = _elements(node) if isinstance(node, list) else node
+            if not isinstance(node, dict) or part not in node:
+                return False
+            node = node[part]
+        return True
+
+
+def _enter(node: Any, part: str, path: Path_, origin: Origin) -> Any:
+    """The table ``part`` of a table, made where it is missing; or the element of that name of an array."""
+    inner = _elements(node).get(part) if isinstance(node, list) else node.setdefault(part, {})
+    if inner is None:
+        names = did_you_mean(part, _elements(node))
+        raise ConfigError(f"{origin}: {key_text(path[:-1])} has no entry named '{part}'.{names}")
+    if not isinstance(inner, dict) and not _is_named(inner):
+        raise ConfigError(f"{origin}: {key_text(path)} is {inner!r}, not a table.")
+    return inner
+
+
+def _as_extends(value: Any, where: str) -> list[str]:
+    files = [value] if isinstance(value, str) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ConfigError(
+            f'{where}: extends: got {value!r}, expected a list of files: extends = ["base.toml"].'
+        )
+    return files
+
+
+def _read_toml(file: Path, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    text = _read_text(file, shown)
+    lines = key_lines(text, shown)
+    try:
+        return tomllib.loads(text), lines
+    except (ValueError, RecursionError) as error:
+        match = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
+        line = match[1] if match and match[1] else text.count("\n") + 1
+        column = f":{match[2]}" if match and match[2] else ""
+        what = str(error)[: match.start()] if match else str(error)
+        raise ConfigError(f"{shown}:{line}{column}: this is no TOML: {what}.") from None
+
+
+def _read_text(file: Path, shown: str) -> str:
+    if not file.is_file():
+        names = [p.name for p in file.parent.glob("*.toml")] if file.parent.is_dir() else []
+        raise ConfigError(f"{shown}: there is no such file.{did_you_mean(file.name, names) if names else ''}")
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}.") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{shown}: larger than {MAX_BYTES // 1_000_000} MB. Is it a run file? Data belongs under [data]."
+        )
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{shown}:{line}: not UTF-8 (byte 0x{content[error.start]:02x}). Save it as UTF-8."
+        ) from None
+
+
+def _override_items(overrides: Overrides) -> Iterator[tuple[Path_, Any]]:
+    for text in [overrides] if isinstance(overrides, Mapping) else overrides:
+        if isinstance(text, Mapping):
+            yield from ((split_key(key), value) for key, value in text.items())
+            continue
+        key, equals, value = text.partition("=")
+        while equals and key.count('"') % 2:  # the sign was inside a quoted key
+            more, equals, value = value.partition("=")
+            key = f"{key}={more}"
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {text}: expected KEY=VALUE, like --set actor.optim.lr=1e-6.")
+        yield split_key(key.strip()), _parse_value(value)
+
+
+def split_key(key: str) -> Path_:
+    """``schedule."rollout.temperature"`` -> ``("schedule", "rollout.temperature")``.
+
+    Raises:
+        ConfigError: an empty part or an open quote.
+    """
+    parts: list[str] = []
+    at = 0
+    while at < len(key):
+        match = _KEY_PART.match(key, at)
+        if match is None:
+            break
+        parts.append(match[1].strip().strip("\"'"))
+        at = match.end()
+    if at < len(key) or not parts or key.endswith("."):
+        raise ConfigError(f"--set {key}: this is no key. Expected one like actor.optim.lr.")
+    return tuple(parts)
+
+
+def _parse_value(text: str) -> Any:
+    """TOML where it is TOML, else the text itself; dates stay texts."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    dates = (datetime.date, datetime.time)
+    return text if len(parsed) != 1 or isinstance(parsed["value"], dates) else parsed["value"]
+
+
+def _is_named(value: Any) -> bool:
+    """An array of tables that all have a name."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(element, dict) and isinstance(element.get("name"), str) for element in value)
+    )
+
+
+def _elements(array: Any) -> dict[str, Any]:
+    """Elements of an array by their names; none where they have no names."""
+    return {element["name"]: element for element in array} if _is_named(array) else {}
+
+
+def _merge_tables(into: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        old = into.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge_tables(old, value)
+        elif _is_named(old) and _is_named(value):
+            into[key] = _merge_by_name(old, value)
+        else:
+            into[key] = copy.deepcopy(value)
+
+
+def _merge_by_name(old: Any, new: Any) -> list[dict[str, Any]]:
+    """Old elements in their order, then new ones; two of one name in one file stay two and are refused later."""
+    merged, known = list(old), _elements(old)
+    for element in new:
+        if element["name"] in known:
+            _merge_tables(known[element["name"]], element)
+        else:
+            merged.append(copy.deepcopy(element))
+    return merged
+
+
+def _named(data: Any, path: KeyPath) -> Path_:
+    """A path of the scanner with the numbers of named elements replaced by their names."""
+    named: list[str] = []
+    node = data
+    for part in path:
+        is_element = isinstance(part, int)
+        node = node[part]
+        named.append(
+            node["name"]
+            if is_element and isinstance(node, dict) and isinstance(node.get("name"), str)
+            else str(part)
+        )
+    return tuple(named)
+
+
+def _paths(value: Any) -> Iterator[Path_]:
+    """The path of ``value`` and of every key below it."""
+    yield ()
+    for key, inner in (value if isinstance(value, dict) else _elements(value)).items():
+        for path in _paths(inner):
+            yield (key, *path)

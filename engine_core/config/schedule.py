@@ -1,0 +1,175 @@
+"""Settings that change by step, from ``[schedule]``.
+
+    [schedule]
+    "rollout.temperature" = [[0, 1.0], [100, 0.7]]      # 1.0 from the start, 0.7 from step 100 on
+
+Steps count from 1; an entry at 0 or 1 holds from the start. Before its first entry a setting has
+its ordinary value. Left out on purpose: interpolation between entries, and settings that a running
+engine cannot change (names, shapes, paths).
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from engine_core.config.choices import bare, keys_of
+from engine_core.errors import ConfigError, did_you_mean
+
+if typing.TYPE_CHECKING:
+    from engine_core.config.models import EngineConfig
+
+FIXED_SETTINGS = (
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.max_response_tokens",
+    "actor.optim.lr",
+    "actor.max_tokens_per_rank",
+)
+"""Besides every number and switch of ``[algorithm]`` and its option tables."""
+
+Path_ = tuple[str, ...]
+
+
+def config_at(config: EngineConfig, step: int) -> EngineConfig:
+    """The config as it is during ``step`` (from 1); ``config`` itself where nothing is scheduled."""
+    for key in config.schedule:
+        value = _scheduled(config, key, step)
+        if value is not None:
+            config = with_setting(config, key, value)
+    return config
+
+
+def changes(config: EngineConfig, step: int) -> dict[str, Any]:
+    """Settings that have another value in ``step`` than in the step before; in step 1, than in the file."""
+    changed = {}
+    now, before = config_at(config, step), config_at(config, step - 1) if step > 1 else config
+    for key in config.schedule:
+        value = setting(now, key)
+        if value != setting(before, key):
+            changed[key] = value
+    return changed
+
+
+def boundaries(config: EngineConfig) -> list[int]:
+    """The first step and every step in which a scheduled setting may change."""
+    return sorted({1} | {max(1, start) for entries in config.schedule.values() for start, _ in entries})
+
+
+def settings(config: EngineConfig) -> dict[str, type]:
+    """Every key that can be scheduled, with its type: bool, int or float."""
+    found = {}
+    for key in (*FIXED_SETTINGS, *_algorithm_keys(config)):
+        model, field = _holder(config, key)
+        kind = _number(type(model).model_fields[field].annotation)
+        if kind is not None:
+            found[key] = kind
+    return found
+
+
+def setting(config: EngineConfig, key: str) -> Any:
+    """The value of a key that can be scheduled."""
+    model, field = _holder(config, key)
+    return getattr(model, field)
+
+
+def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineConfig:
+    """A copy with one setting changed; everything else is shared with ``config``.
+
+    Raises:
+        ConfigError: the value is none for this setting.
+    """
+    model, field = _holder(config, key)
+    kind = _number(type(model).model_fields[field].annotation)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if (
+        kind is None
+        or isinstance(value, bool) != (kind is bool)
+        or (kind is int and isinstance(value, float))
+    ):
+        words: dict[type | None, str] = {
+            bool: "true or false",
+            int: "a whole number",
+            float: "a number",
+            None: "nothing",
+        }
+        raise ConfigError(f"got {str(value).lower()}, expected {words[kind]}.")
+    try:
+        return _replaced(config, _path(config, key), value)
+    except ValidationError as error:
+        expected = " and ".join(e["msg"].removeprefix("Input should be ") for e in error.errors())
+        raise ConfigError(f"got {value}, expected a value {expected}.") from None
+
+
+def schedule_problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Key and message of every entry that cannot be followed."""
+    known = settings(config)
+    for key, entries in config.schedule.items():
+        if key not in known:
+            yield key, f"this cannot change during a run.{did_you_mean(key, known)}"
+            continue
+        starts = [start for start, _ in entries]
+        if not entries or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+            yield key, f"got the steps {starts}, expected at least one entry [step, value], steps increasing."
+        for start, value in entries:
+            try:
+                with_setting(config, key, value)
+            except ConfigError as error:
+                yield key, f"from step {start} on: {error}"
+
+
+def _scheduled(config: EngineConfig, key: str, step: int) -> float | bool | None:
+    held = [value for start, value in config.schedule[key] if start <= max(step, 1)]
+    return held[-1] if held else None
+
+
+def _algorithm_keys(config: EngineConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    yield from (f"algorithm.{key}" for key in keys_of(type(algorithm)))
+    yield from (f"algorithm.correction.{key}" for key in keys_of(type(algorithm.correction)))
+    tables = ((algorithm.advantage, algorithm.advantage_options), (algorithm.loss, algorithm.loss_options))
+    for name, options in tables:
+        if options is not None:
+            yield from (f"algorithm.{bare(name)}.{key}" for key in type(options).model_fields)
+
+
+def _path(config: EngineConfig, key: str) -> Path_:
+    """Field names from the config to the setting; the name of an option table becomes its field."""
+    *parents, field = key.split(".")
+    if len(parents) == 2 and parents[0] == "algorithm" and parents[1] != "correction":
+        options = config.algorithm.advantage_options
+        mine = parents[1] == bare(config.algorithm.advantage) and options is not None
+        first = mine and field in type(options).model_fields
+        parents[1] = "advantage_options" if first else "loss_options"
+    return (*parents, field)
+
+
+def _holder(config: EngineConfig, key: str) -> tuple[BaseModel, str]:
+    *parents, field = _path(config, key)
+    model: Any = config
+    for name in parents:
+        model = getattr(model, name)
+    return model, field
+
+
+def _replaced(model: Any, path: Path_, value: Any) -> Any:
+    name, *rest = path
+    if not rest:
+        return type(model).model_validate({**dict(model), name: value})
+    return model.model_copy(update={name: _replaced(getattr(model, name), tuple(rest), value)})
+
+
+def _number(annotation: Any) -> type | None:
+    """bool, int or float where the annotation is one of them, also annotated or optional."""
+    if annotation in (bool, int, float):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return next((kind for arg in typing.get_args(annotation) if (kind := _number(arg))), None)
+    return None

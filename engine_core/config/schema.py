@@ -1,0 +1,108 @@
+"""JSON schema of a run file, for editors: the core's tables with every installed plugin's mounted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.choices import CHOICES, model_in
+from engine_core.config.models import EngineConfig
+from engine_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from engine_core.specs import Spec
+
+Schema = dict[str, Any]
+
+
+def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
+    """The schema of a whole run file.
+
+    Args:
+        specs: kind -> name -> spec, of everything whose tables are to be known.
+    """
+    schema = EngineConfig.model_json_schema()
+    definitions = schema["$defs"]
+    models: dict[str, type[BaseModel]] = {"EngineConfig": EngineConfig}
+    for info in EngineConfig.model_fields.values():
+        if model := model_in(info.annotation):
+            models[model.__name__] = model
+    for name, model in models.items():
+        table = schema if name == "EngineConfig" else definitions[name]
+        for key, info in model.model_fields.items():
+            if info.exclude:
+                del table["properties"][key]
+    done = set()
+    for section, choices in CHOICES.items():
+        model = model_in(EngineConfig.model_fields[section].annotation) if section else EngineConfig
+        if model is None or model in done:  # actor and ref are one model
+            continue
+        done.add(model)
+        table = definitions[model.__name__] if section else schema
+        for key, kind, _ in choices:
+            _mount(table, key, specs.get(kind, {}), definitions)
+    schema["properties"]["extends"] = {
+        "description": "Files that this one builds on, relative to it.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "Run file of engine",
+    }
+
+
+def _mount(table: Schema, key: str, specs: Mapping[str, Spec], definitions: Schema) -> None:
+    """Offer the names under ``key`` and add the option table of each."""
+    names = {"anyOf": [{"enum": sorted(specs)}, {"type": "string", "pattern": ":"}]}  # "dist:name"
+    chooser = table["properties"][key]
+    if chooser.get("type") == "array":
+        chooser["items"] = names
+    else:
+        chooser.pop("type", None)
+        chooser.update(names)
+    for name, spec in specs.items():
+        if name in table["properties"] and "$ref" not in table["properties"][name]:
+            continue  # a name like a core key has no table
+        prefix = f"{spec.kind}.{name}."
+        options = spec.config.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
+        for inner, definition in options.pop("$defs", {}).items():
+            definitions[prefix + inner] = definition
+        reference = f"{prefix}{spec.config.__name__}"
+        if present := table["properties"].get(name):  # an advantage and a loss of one name share a table
+            other = definitions[present["$ref"].removeprefix("#/$defs/")]
+            options["properties"] = {**other.get("properties", {}), **options.get("properties", {})}
+        definitions[reference] = options
+        table["properties"][name] = {"$ref": f"#/$defs/{reference}"}
+
+
+def schema_at(schema: Schema, path: str) -> Schema:
+    """The part of ``json_schema`` for one table: ``actor.torch``, ``reward.format``.
+
+    Raises:
+        ConfigError: there is no such table.
+    """
+    node, at = schema, ""
+    for part in filter(None, path.split(".")):
+        properties = _table(node, schema).get("properties", {})
+        if part not in properties:
+            where = f"[{at}]" if at else "A run file"
+            raise ConfigError(f"{where} has no table or key '{part}'.{did_you_mean(part, properties)}")
+        node, at = properties[part], f"{at}.{part}".lstrip(".")
+    return {**copy.deepcopy(_table(node, schema)), "$defs": schema["$defs"]}
+
+
+def _table(node: Schema, schema: Schema) -> Schema:
+    """The table behind a reference, an optional one or an array of them."""
+    while True:
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
+        elif "properties" not in node and "anyOf" in node:
+            node = next((option for option in node["anyOf"] if "$ref" in option), {})
+        elif "items" in node and "$ref" in node["items"]:
+            node = node["items"]
+        else:
+            return node
