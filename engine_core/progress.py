@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
+    from rich.live import Live
 
 PHASES = ("generate", "reward", "annotate", "train", "sync", "eval", "checkpoint")
 COLORS = ("cyan", "yellow", "blue", "green", "magenta", "white", "red")
@@ -51,6 +52,7 @@ class Progress:
         self, total_steps: int, done: int = 0, title: str = "", stream: TextIO | None = None
     ) -> None:
         from rich.console import Console
+        from rich.live import Live
 
         self.total, self.current, self.title = total_steps, done, title
         self.metrics: Mapping[str, float] = {}
@@ -60,8 +62,10 @@ class Progress:
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._stream = stream or sys.stderr
         self._console = Console(file=self._stream)
-        live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = _Display(self, self._console) if live else None
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=4, redirect_stdout=False)
+            self._live.start()
 
     def phase(self, name: str) -> None:
         """Say what is going on now."""
@@ -94,7 +98,7 @@ class Progress:
         """Leave the last state on the screen. May be called again."""
         self._now = "finished" if self.current >= self.total else f"stopped after step {self.current}"
         if self._live is not None:
-            self._live.close()
+            self._live.stop()
             self._live = None
 
     def __enter__(self) -> Progress:
@@ -132,19 +136,6 @@ class Progress:
         for row in (bar, shown, phase_bar(self.metrics, self._now, self._console.no_color)):
             rows.add_row(row)
         return rows
-
-
-class _Display:
-    """rich's live region: repainted four times a second, log lines are printed above it."""
-
-    def __init__(self, progress: Progress, console: Console) -> None:
-        from rich.live import Live
-
-        self._live = Live(progress, console=console, refresh_per_second=4, redirect_stdout=False)
-        self._live.start()
-
-    def close(self) -> None:
-        self._live.stop()
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

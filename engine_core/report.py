@@ -108,7 +108,7 @@ def _headline(metrics: Metrics, extra: Mapping[str, Any]) -> list[tuple[str, str
     for label, name, form in (
         ("reward", "reward/mean", "{:.3f}"),
         ("loss", "actor/loss", "{:.4f}"),
-        ("sampler/trainer gap (KL)", "mismatch/kl", "{:.1e}"),
+        ("sampler gap (KL)", "mismatch/kl", "{:.1e}"),
         ("response length", "response_length/mean", "{:.1f}"),
         ("tokens/s generated", "throughput/generated_tokens_per_second", "{:,.0f}"),
     ):
@@ -203,7 +203,7 @@ def _figure(runs: Mapping[str, Metrics]) -> Figure:
 def _panels(runs: Mapping[str, Metrics]) -> list[Callable[[Axes], None] | None]:
     return [
         _lines(runs, "Reward", {"reward/mean": "training reward", "eval/accuracy": "held-out accuracy"}),
-        _lines(runs, "Loss", {"actor/loss": "loss"}),
+        _lines(runs, "Loss", {"actor/loss": "training", "eval/nll": "held out"}),
         _lines(runs, "KL", {"mismatch/kl": "sampler to trainer", "actor/kl": "to reference"}, log=True),
         _lines(
             runs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import PluginError
@@ -54,7 +55,7 @@ class Wandb(Tracker):
             entity=self.options.entity,
             mode=self.options.mode,
             name=run.path.name,
-            id=_run_id(run.path / "wandb_id.txt", wandb.util.generate_id),
+            id=_run_id(run.path / "wandb_id.txt"),
             resume="allow",
             dir=str(run.path),
             config=dict(config),
@@ -67,8 +68,8 @@ class Wandb(Tracker):
         self._run.finish()
 
 
-def _run_id(file: Path, generate: Any) -> str:
+def _run_id(file: Path) -> str:
     """The id under which W&B knows the run: a new one, or that of the first attempt."""
     if not file.exists():
-        file.write_text(generate())
-    return file.read_text().strip()
+        file.write_text(secrets.token_hex(8))
+    return file.read_text()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -162,13 +163,17 @@ class RunFolder:
         self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._lock_file.seek(0)
             holder = self._lock_file.read().strip() or "an unknown process"
             self.close()
             raise EnvironmentProblem(
                 f"Run {self.path} is in use by {holder}. Wait for it to end or stop it; a run has one process at a time."
             ) from error
+        except OSError as error:  # a network file system without locks
+            logger.warning(
+                "Cannot lock %s (%s): see to it that one process at a time works there.", self.path, error
+            )
         self._lock_file.truncate(0)
         self._lock_file.write(f"process {os.getpid()} on {platform.node()}")
         self._lock_file.flush()
@@ -362,8 +367,9 @@ class TrackerHub:
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
             tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
-            begin = _begin(tracker, run, plain)
-            self._feeders.append(_Feeder(name, tracker, begin, queue_size))
+            self._feeders.append(
+                _Feeder(name, tracker, functools.partial(tracker.start, run, plain), queue_size)
+            )
         for feeder in self._feeders:
             feeder.start()
 
@@ -410,10 +416,6 @@ class TrackerHub:
                 logger.warning(
                     "Tracker '%s' has not closed after %.0f s and is left behind.", feeder.label, timeout
                 )
-
-
-def _begin(tracker: Tracker, run: RunFolder, config: Mapping[str, Any]) -> Callable[[], None]:
-    return lambda: tracker.start(run, config)
 
 
 def _number(name: str, value: Any) -> float:

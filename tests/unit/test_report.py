@@ -92,7 +92,7 @@ def test_the_numbers_at_the_top_are_first_and_last(tmp_path):
     assert tiles["held-out accuracy"] == "0.50"
     assert "0.30 before" in text
     assert tiles["reward"] == "0.395"  # mean of the last two of 21: (0.39 + 0.40) / 2
-    assert tiles["sampler/trainer gap (KL)"] == "1.0e-06"
+    assert tiles["sampler gap (KL)"] == "1.0e-06"
     assert "15.8 s" in text  # 21 * 0.75
 
 
