@@ -1,0 +1,64 @@
+"""From arguments to a config, a trainer, a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.assemble import check_inputs, load_config, plugins_for
+from engine_core.checkpoint import Checkpoints
+from engine_core.checkpoint import problems as checkpoint_problems
+from engine_core.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.config import EngineConfig
+    from engine_core.tracking import RunFolder
+
+
+def read(
+    files: Sequence[str],
+    more: Sequence[str] | None = None,
+    sets: Sequence[str] | None = None,
+    steps: int | None = None,
+    allow_code: bool = False,
+) -> EngineConfig:
+    """The validated config of these arguments; ``steps`` stands for ``--set run.steps=N``."""
+    overrides = [*(sets or ()), *([] if steps is None else [f"run.steps={steps}"])]
+    return load_config(*files, *(more or ()), overrides=overrides, allow_code=allow_code)
+
+
+def read_run(
+    folder: RunFolder, sets: list[str] | None, allow_code: bool, steps: int | None = None
+) -> EngineConfig:
+    """The config that a run was started with, and changes to it."""
+    return read([str(folder.path / "config.resolved.toml")], sets=sets, steps=steps, allow_code=allow_code)
+
+
+def checkpoint_of(folder: RunFolder, step: int | None) -> Path:
+    """The verified checkpoint of ``step``; default: the newest one that verifies."""
+    checkpoints = Checkpoints(folder.checkpoints)
+    if step is None:
+        return checkpoints.latest()
+    path, known = checkpoints.path(step), checkpoints.steps()
+    if step not in known:
+        listed = ", ".join(map(str, known)) or "none"
+        raise DataError(
+            f"--step {step}: {folder.path.name} has no checkpoint of that step. It has: {listed}."
+        )
+    if found := checkpoint_problems(path):
+        raise DataError(
+            f"--step {step}: checkpoint {path} is not usable: {found[0]}. Choose another of {known}."
+        )
+    return path
+
+
+def trainer_of(config: EngineConfig) -> Any:
+    """The trainer that the config names; what is missing on the disk is told now, all at once.
+
+    Nothing is built before its ``setup`` or ``train``.
+    """
+    if problems := check_inputs(config):
+        raise DataError("\n".join(problems))
+    return plugins_for(config).resolve("trainers", config.trainer)(config)

@@ -1,0 +1,98 @@
+"""Commands that use a model without training it: generate, eval, export."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine_core.cli.loading import checkpoint_of, read, read_run, trainer_of
+from engine_core.cli.options import AllowCode, File, Json, Run, Sets
+from engine_core.cli.output import print_metrics
+from engine_core.errors import ConfigError
+from engine_core.tracking import RunFolder, write_rollouts
+
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="The checkpoint of this step; default: the newest.")
+]
+
+
+def generate(
+    file: File,
+    out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Where the rollouts go.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", metavar="FILE", help="Prompts instead of data.train; may be repeated."),
+    ] = None,
+    sets: Sets = None,
+    allow_code: AllowCode = False,
+) -> None:
+    """Sample responses to the prompts of the data, score them with the rewards, and write them.
+
+    The file is what offline training reads; 'group_size' responses are sampled for each prompt.
+    """
+    if out.suffix != ".parquet":
+        raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")
+    refuse_to_overwrite(out)
+    replaced = [f"data.train={json.dumps([str(path.absolute()) for path in prompts])}"] if prompts else []
+    config = read([file], sets=[*(sets or ()), *replaced], allow_code=allow_code)
+    with closing(trainer_of(config)) as trainer:
+        if not hasattr(trainer, "generate"):
+            raise ConfigError(
+                f"trainer = '{config.trainer}' samples nothing. Use a file whose trainer has a [rollout] table."
+            )
+        trainer.setup()
+        rollouts = trainer.generate(trainer.source.all())
+        print(write_rollouts(out, 0, rollouts))
+
+
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|RUN", help="Run file, or a run: its newest checkpoint.")
+    ],
+    step: Step = None,
+    sets: Sets = None,
+    allow_code: AllowCode = False,
+    as_json: Json = False,
+) -> None:
+    """Score a model on the validation files, as [eval] says."""
+    if target.endswith(".toml") or Path(target).is_file():
+        if step is not None:
+            raise ConfigError(
+                f"--step: '{target}' is a run file, and only a run has checkpoints. Name a run folder."
+            )
+        config, checkpoint = read([target], sets=sets, allow_code=allow_code), None
+    else:
+        folder = RunFolder.open(target)
+        checkpoint = checkpoint_of(folder, step)
+        config = read_run(folder, sets, allow_code)
+    with closing(trainer_of(config)) as trainer:
+        if checkpoint is not None:
+            trainer.load_checkpoint(checkpoint)
+        print_metrics(trainer.evaluate(), as_json)
+
+
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    step: Step = None,
+    sets: Sets = None,
+    allow_code: AllowCode = False,
+) -> None:
+    """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer."""
+    refuse_to_overwrite(out)
+    folder = RunFolder.open(run)
+    checkpoint = checkpoint_of(folder, step)
+    with closing(trainer_of(read_run(folder, sets, allow_code))) as trainer:
+        trainer.load_checkpoint(checkpoint)
+        trainer.export(out)
+    print(out)
+
+
+def refuse_to_overwrite(out: Path) -> None:
+    """An error where ``out`` is there already, unless it is an empty folder."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"OUT '{out}' exists already, and nothing is overwritten. Choose another name.")

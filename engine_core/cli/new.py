@@ -1,0 +1,33 @@
+"""``engine new``: a plugin or a run file to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine_core.scaffold import new_plugin, new_run
+
+
+def plugin(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Lower-case letters, digits, '_' and '-': my_reward.")
+    ],
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where its own folder is put.")
+    ] = Path(),
+) -> None:
+    """Write a complete plugin with a reward, its tests and its packaging; prints its folder."""
+    path = new_plugin(name, folder)
+    print(f"{path}\nInstall it: pip install -e {path}")
+
+
+def run(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where run.toml and its data are put.")
+    ] = Path(),
+) -> None:
+    """Write a run file to start from, with a few rows of data; prints its path."""
+    path = new_run(folder)
+    print(f"{path}\nCheck it: engine validate {path}")

@@ -1,0 +1,28 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="Run file (TOML).")]
+Files = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE...", help="Run files (TOML); a later one wins over an earlier one."),
+]
+More = Annotated[
+    list[str] | None,
+    typer.Option("-c", "--config", metavar="FILE", help="One more file on top; may be repeated."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set one key: --set actor.optim.lr=1e-6; may be repeated."
+    ),
+]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Let the run file name Python files outside of its own folder.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name below runs/, or 'latest'.")]

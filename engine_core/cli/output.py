@@ -1,0 +1,42 @@
+"""Results on stdout: aligned columns for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLORS = {"ok": "32", "warning": "33", "problem": "31"}
+
+
+def print_json(value: Any) -> None:
+    """One JSON document; what JSON has not (a path, a date) as text."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> None:
+    """Left-aligned columns, two spaces apart; nothing for no rows."""
+    if not rows:
+        return
+    lines = [header, *rows] if header else list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(_colored(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
+    """Metrics by name."""
+    if as_json:
+        print_json(dict(metrics))
+    else:
+        print_table([(name, f"{value:.6g}") for name, value in sorted(metrics.items())])
+
+
+def _colored(cell: str, width: int) -> str:
+    """The cell at its width; a status word has its colour on a terminal that wants colours."""
+    padded = cell.ljust(width)
+    if cell not in COLORS or os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        return padded
+    return f"\x1b[{COLORS[cell]}m{padded}\x1b[0m"

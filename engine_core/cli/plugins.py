@@ -1,0 +1,42 @@
+"""``engine plugins``: what is installed, healthy or not and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from engine_core.cli.options import Json
+from engine_core.cli.output import print_table
+from engine_core.errors import PluginError
+from engine_core.plugin_listing import as_json, list_plugins
+
+
+def plugins(
+    as_json_: Json = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Import each plugin in a process of its own; exit code 3 if one fails."),
+    ] = False,
+) -> int:
+    """List the installed plugins: name, kind, distribution, version, healthy or why not.
+
+    Reads metadata only; nothing of a plugin is imported without --check.
+    """
+    found = list_plugins(check=check)
+    if as_json_:
+        print(as_json(found))
+    else:
+        rows = [
+            (
+                info.name,
+                info.kind,
+                info.distribution,
+                info.version,
+                "ok" if info.healthy else f"problem: {info.problem}",
+            )
+            for info in found
+        ]
+        print_table(rows, header=("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE"))
+    broken = [info for info in found if not info.healthy]
+    return PluginError.exit_code if check and broken else 0
