@@ -179,7 +179,8 @@ def _cuda(
     if groups > 1:  # torch 2.11 has no enable_gqa here
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     reach = (-1 if window is None else window - 1, 0)  # tokens seen to the left and to the right
-    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=reach)[None]
+    out: Any = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=reach)
+    return out[None]
 
 
 def _plan(boundaries: list[int], device: torch.device) -> Plan:

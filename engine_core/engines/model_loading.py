@@ -114,7 +114,8 @@ def _overridden(config: PretrainedConfig, override: Mapping[str, Any]) -> Pretra
     try:
         return type(config).from_dict(values)
     except Exception as error:  # the config classes validate with several exception types
-        raise ConfigError(f"model.override is refused by {type(config).__name__}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.override is refused by {type(config).__name__}: {reason}") from error
 
 
 def _merged(values: dict[str, Any], changes: Mapping[str, Any], key: str) -> dict[str, Any]:

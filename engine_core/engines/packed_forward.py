@@ -83,7 +83,8 @@ class PackedForward:
         zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
         found = {"log_probs": zeros.index_put((targets,), log_probs)}
         if entropies is not None:
-            found["entropy"] = zeros.index_put((targets,), entropies)
+            whole = zeros.index_put((targets,), entropies)
+            found["entropy"] = whole if "entropy" in grad else whole.detach()
         return found
 
     def _logits_of(self, rows: Tensor) -> Tensor:

@@ -6,25 +6,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config
+
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.types import Batch
-from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    initializer_range=0.2,  # logits far from uniform, so that a mistake shows
-    pad_token_id=0,
-)
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # logits far from uniform, so that a mistake shows
+    "pad_token_id": 0,
+}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**SHAPE),

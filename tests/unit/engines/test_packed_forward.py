@@ -1,0 +1,85 @@
+"""Which models may be packed and taken apart, and what happens to the others."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import MambaConfig, NanoChatConfig
+
+from engine_core.engines.packed_forward import PackedForward
+from engine_core.types import LossCall
+
+
+def test_a_head_with_unknown_scaling_falls_back_to_the_models_own_logits(make_engine, batch, caplog):
+    engine = make_engine("llama")
+    expected = make_engine("llama").infer(batch, ["log_probs"])["log_probs"]
+    own = type(engine.module).forward
+
+    def doubled(self, *args, **kwargs):
+        output = own(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    engine.module.forward = doubled.__get__(engine.module)
+    with caplog.at_level(logging.WARNING, "engine"):
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert "has a head that its config does not describe: full logits" in caplog.text
+    assert engine.forward.packs
+    halved = batch.with_columns({})
+    halved.temperature = 0.5
+    torch.testing.assert_close(found, make_engine("llama").infer(halved, ["log_probs"])["log_probs"])
+    assert not torch.allclose(found, expected)
+
+
+def test_a_config_key_that_speaks_of_logits_and_is_not_known_gives_full_logits():
+    config = NanoChatConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    config.final_logit_multiplier = 3.0
+    module = torch.nn.Module()
+    module.config, module.get_output_embeddings = config, lambda: torch.nn.Linear(2, 3)
+    assert PackedForward(module, torch.device("cpu"), torch.float32, 8).head is None
+
+
+def test_a_model_that_mixes_packed_sequences_gets_one_at_a_time(make_engine, batch, caplog):
+    engine = make_engine("llama")
+    right = engine.infer(batch, ["log_probs"])["log_probs"]
+    engine.forward = PackedForward(engine.module, engine.device, torch.float32, 64)
+    decoder = engine.module.get_decoder()
+    own = decoder.forward
+    decoder.forward = lambda input_ids, position_ids, use_cache, **_: own(
+        input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=use_cache
+    )
+    with caplog.at_level(logging.WARNING, "engine"):
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert "LlamaForCausalLM mixes packed sequences: one sequence at a time, which is slower" in caplog.text
+    torch.testing.assert_close(found, right)
+
+
+def test_a_recurrent_model_is_never_packed(make_engine, batch, tmp_path):
+    MambaConfig(
+        vocab_size=97,
+        hidden_size=16,
+        state_size=4,
+        num_hidden_layers=2,
+        initializer_range=0.2,
+        pad_token_id=0,
+    ).save_pretrained(tmp_path / "mamba")
+    engine = make_engine(model={"path": str(tmp_path / "mamba"), "attention": "eager"})
+    assert not engine.forward.packs
+    whole = engine.infer(batch, ["log_probs"])["log_probs"]
+    for index, start in enumerate(batch.offsets[:-1].tolist()):
+        alone = batch.select([index])
+        found = engine.infer(alone, ["log_probs"])["log_probs"]
+        torch.testing.assert_close(found, whole[start : start + len(found)])
+    assert engine.forward_backward(batch, LossCall("nll")).loss > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_transformers_own_attention_gives_the_same_log_probs(make_engine, batch, attention):
+    found = make_engine(model={"attention": attention}).infer(batch, ["log_probs"])["log_probs"]
+    torch.testing.assert_close(
+        found, make_engine().infer(batch, ["log_probs"])["log_probs"], rtol=1e-5, atol=1e-5
+    )
