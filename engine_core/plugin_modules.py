@@ -46,29 +46,27 @@ def import_offer(offer: Offer) -> ModuleType:
     """
     if problem := offer_problem(offer):
         raise PluginError(f"{offer} {problem}")
-    try:
-        return importlib.import_module(offer.module)
-    except (Exception, SystemExit) as exc:
-        raise _import_error(str(offer), offer.module, offer.module.partition(".")[0], exc) from exc
+    return _import(str(offer), offer.module)
 
 
 def import_load(label: str, load: str) -> Any:
     """The class or function behind a spec's ``"module:attribute"``."""
     module, _, attribute = load.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except (Exception, SystemExit) as exc:
-        raise _import_error(label, module, module.partition(".")[0], exc) from exc
+    found = _import(label, module)
     if not hasattr(found, attribute):
-        raise PluginError(f"{label}: '{load}' has no '{attribute}'.{did_you_mean(attribute, _public(found))}")
+        known = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+        raise PluginError(f"{label}: '{load}' has no '{attribute}'.{did_you_mean(attribute, known)}")
     return getattr(found, attribute)
 
 
-def _public(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+def _import(label: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as exc:
+        raise _import_error(label, module, exc) from exc
 
 
-def _import_error(label: str, module: str, package: str, exc: BaseException) -> EngineError:
+def _import_error(label: str, module: str, exc: BaseException) -> EngineError:
     if isinstance(exc, EngineError):  # it says itself what is wrong with the machine or the plugin
         exc.add_note(f"{label} raised this while it was imported.")
         return exc
@@ -76,7 +74,7 @@ def _import_error(label: str, module: str, package: str, exc: BaseException) -> 
         return PluginError(
             f"{label} is absent: its metadata is installed, its module '{module}' is not. Reinstall the distribution."
         )
-    return PluginError(f"{label} is broken, it does not import: {describe(exc, package)}")
+    return PluginError(f"{label} is broken, it does not import: {describe(exc, module.partition('.')[0])}")
 
 
 def describe(exc: BaseException, package: str | None = None, code: CodeType | None = None) -> str:
@@ -152,7 +150,7 @@ def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
         del sys.modules[name]
         if not isinstance(exc, (Exception, SystemExit)):
             raise
-        raise _import_error(label, name, name, exc) from exc
+        raise _import_error(label, name, exc) from exc
 
 
 def hook_problems(manager: pluggy.PluginManager, module: ModuleType, label: str) -> Iterator[str]:

@@ -25,34 +25,17 @@ from pydantic import BaseModel
 
 import engine_core
 from engine_core import hookspecs
-from engine_core.errors import EngineError, PluginError, nearest
+from engine_core.errors import EngineError, PluginError, did_you_mean
 from engine_core.plugin_listing import PluginInfo, list_plugins
 from engine_core.plugin_metadata import CORE, NOUNS, Offer, find, installed, known_names, split, unknown_name
 from engine_core.plugin_modules import describe, hook_problems, import_file, import_load, import_offer
 from engine_core.specs import TABLE_SPECS, Spec
 
-__all__ = [
-    "ROLLOUT_CAPABILITIES",
-    "TRAIN_CAPABILITIES",
-    "PluginInfo",
-    "PluginProblems",
-    "PluginSet",
-    "known_names",
-    "list_plugins",
-]
+__all__ = ["CAPABILITIES", "PluginInfo", "PluginProblems", "PluginSet", "known_names", "list_plugins"]
 
-TRAIN_CAPABILITIES: Mapping[str, str] = {
-    "generation_module": "generation_module",
-    "set_lr": "set_lr",
-    "sleep": "sleep",
-}
+TRAIN_CAPABILITIES = {"generation_module": "generation_module", "set_lr": "set_lr", "sleep": "sleep"}
 """What a train engine may declare, and the method that its class must then bring itself."""
-
-ROLLOUT_CAPABILITIES: Mapping[str, str] = {
-    "share_module": "share_module",
-    "pause": "pause",
-    "sleep": "sleep",
-}
+ROLLOUT_CAPABILITIES = {"share_module": "share_module", "pause": "pause", "sleep": "sleep"}
 """The same for rollout engines."""
 
 CAPABILITIES = {"train_engines": TRAIN_CAPABILITIES, "rollout_engines": ROLLOUT_CAPABILITIES}
@@ -133,7 +116,7 @@ class PluginSet:
         """The spec behind a name that this run uses."""
         if (kind, name) not in self.chosen:
             raise PluginError(
-                f"{NOUNS[kind].capitalize()} '{name}' is not loaded: nothing in the run file names it."
+                f"{NOUNS[kind].capitalize()} '{name}' is not loaded: the run file does not name it."
             )
         return self.chosen[kind, name][0]
 
@@ -172,7 +155,7 @@ class PluginSet:
             except Exception:
                 self.observer_failures += 1
                 log.exception(
-                    "%s failed as an observer of '%s', step %d; training goes on", plugin.label, event, step
+                    "%s failed to observe '%s' of step %d; training goes on", plugin.label, event, step
                 )
 
     def versions(self) -> dict[str, str]:
@@ -258,10 +241,8 @@ class _Loader:
 
     def _ambiguous(self, kind: str, name: str, sources: Sequence[str]) -> None:
         choices = " or ".join(f"'{source.split(' ')[0]}:{split(name)[1]}'" for source in sources)
-        message = (
-            f"{NOUNS[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}. Write {choices}."
-        )
-        self.problems.append((kind, name, message))
+        offered = f"{NOUNS[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}"
+        self.problems.append((kind, name, f"{offered}. Write {choices}."))
 
     def _register(self, plugin: Plugin, named: bool) -> None:
         """Check the hooks, register, collect and check the tables."""
@@ -308,23 +289,18 @@ class _Loader:
         offers = list(find(kind, name))
         if len(offers) > 1 or any(self.imported[offer.module] is None for offer in offers):
             return  # told already
-        candidates = [self.imported[offer.module] for offer in offers]
+        candidates = [plugin for offer in offers if (plugin := self.imported[offer.module])]
+        named = [plugin for plugin in self.plugin_set.named if plugin not in candidates]
         candidates += [
-            plugin
-            for plugin in self.plugin_set.named
-            if short in plugin.tables.get(kind, {})
-            and distribution in (None, plugin.source)
-            and plugin not in candidates
+            p for p in named if short in p.tables.get(kind, {}) and distribution in (None, p.source)
         ]
         if len(candidates) > 1:
-            self._ambiguous(
-                kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates if plugin]
-            )
+            self._ambiguous(kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates])
         elif not candidates:
-            also = {other for plugin in self.plugin_set.named for other in plugin.tables.get(kind, {})}
+            also = {other for plugin in named for other in plugin.tables.get(kind, {})}
             self.problems.append((kind, name, unknown_name(kind, name, also)))
-        elif (plugin := candidates[0]) and short in plugin.tables.get(kind, {}):
-            self.plugin_set.chosen[kind, name] = plugin.tables[kind][short], plugin
+        elif spec := candidates[0].tables.get(kind, {}).get(short):  # else: its table failed, told already
+            self.plugin_set.chosen[kind, name] = spec, candidates[0]
 
 
 def _plugin(offer: Offer, module: ModuleType) -> Plugin:
@@ -349,13 +325,11 @@ def _check_table(label: str, kind: str, table: Any) -> None:
         if not isinstance(spec, expected):
             raise PluginError(f"{label}: {wanted}, but '{name}' is {_shown(spec)}.")
         if not (isinstance(spec.config, type) and issubclass(spec.config, BaseModel)):
-            raise PluginError(
-                f"{label}: 'config' of '{name}' must be a pydantic model class, got {_shown(spec.config)}."
-            )
+            got = f"must be a pydantic model class, got {_shown(spec.config)}"
+            raise PluginError(f"{label}: 'config' of '{name}' {got}.")
         if not callable(spec.load) and not (isinstance(spec.load, str) and all(spec.load.partition(":"))):
-            raise PluginError(
-                f"{label}: 'load' of '{name}' must be 'module:attribute' or the object itself, got {_shown(spec.load)}."
-            )
+            got = f"must be 'module:attribute' or the object itself, got {_shown(spec.load)}"
+            raise PluginError(f"{label}: 'load' of '{name}' {got}.")
 
 
 def _shown(value: Any) -> str:
@@ -373,12 +347,8 @@ def _check_engine(label: str, spec: Any, found: Any) -> None:
         raise PluginError(f"{label}: {found.__name__} does not implement {', '.join(missing)} of {contract}.")
     for capability in sorted(spec.capabilities):
         if capability not in capabilities:
-            match = nearest(capability, capabilities)
-            hint = f" Did you mean '{match}'?" if match else ""
-            known = ", ".join(sorted(capabilities))
-            raise PluginError(
-                f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint} Known: {known}."
-            )
+            known = did_you_mean(capability, capabilities)
+            raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{known}")
         method = capabilities[capability]
         owner = next(base for base in found.__mro__ if method in vars(base))
         if owner.__module__ == CONTRACT_MODULE:

@@ -76,11 +76,7 @@ def _copy(template: str, target: Path, words: dict[str, str]) -> Path:
 
 def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
     for entry in folder.iterdir():
-        if (
-            entry.name.startswith(("__pycache__", "."))
-            or entry.name.endswith(".egg-info")
-            or entry.name == "build"
-        ):
+        if re.fullmatch(r"\..*|__pycache__|build|.*\.egg-info", entry.name):
             continue  # left by an installation of the template itself
         if entry.is_dir():
             yield from _files(entry, f"{above}{entry.name}/")

@@ -92,7 +92,7 @@ def test_a_name_that_the_run_does_not_use_is_not_loaded(install):
     plugins = PluginSet.load({"advantages": {"grpo"}})
 
     with pytest.raises(
-        PluginError, match="Train engine 'torch' is not loaded: nothing in the run file names it"
+        PluginError, match="Train engine 'torch' is not loaded: the run file does not name it"
     ):
         plugins.spec("train_engines", "torch")
 
@@ -720,9 +720,7 @@ def test_a_failing_observer_is_logged_and_counted_and_the_others_hear(install, c
         == [("step_finished", 3, {"metrics": 1.0})]
     )
     assert data == {"metrics": 1.0}
-    assert (
-        "Plugin 'failing' (dist-failing 1.0) failed as an observer of 'step_finished', step 3" in caplog.text
-    )
+    assert "Plugin 'failing' (dist-failing 1.0) failed to observe 'step_finished' of step 3" in caplog.text
     assert "OSError: disk full" in caplog.text
 
 
