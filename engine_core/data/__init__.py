@@ -1,0 +1,34 @@
+"""Data: files of rows to tokenised prompts and examples, in an order that can be stopped and resumed.
+
+::
+
+    rows.py       JSONL, JSON, Parquet, CSV -> row number i as a dict, and where it stands in its file
+    layouts.py    a dict of any known layout -> Row (text or messages, response, other columns)
+    render.py     Row -> token ids: chat template, over-long rows, which tokens are learned
+    source.py     PromptSource, SFTSource: seeded order, skips, position
+    workers.py    the same rows tokenised ahead by other processes
+    tokenizer.py  loading a tokenizer and checking that it fits the model
+
+Left out: streaming from a hub (download the files first), mixing by weight, packing (the engines do it).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_core.data.render import Example
+    from engine_core.data.source import PromptSource, SFTSource
+    from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
+
+__all__ = ["Example", "PromptSource", "SFTSource", "check_tokenizer", "load_tokenizer", "tokenizer_hash"]
+
+_MODULES = {"Example": "render", "PromptSource": "source", "SFTSource": "source"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'tokenizer')}"), name)

@@ -1,0 +1,187 @@
+"""One row of any known layout as a `Row`: what to render, what to learn, and the other columns.
+
+======== =========================================== =========================================
+layout   columns                                     origin
+======== =========================================== =========================================
+prompt   prompt (text or messages), response, answer the plain one
+trl      prompt (text or messages), completion       TRL's prompt-completion and prompt-only
+verl     prompt (messages), reward_model.ground_truth verl; the ground truth becomes ``answer``
+messages messages                                    conversations with role and content
+sharegpt conversations                               conversations with from and value
+======== =========================================== =========================================
+
+A conversation that is to be *sampled* ends before its last assistant turn, which becomes the column
+``response``; one that is to be *learned* is taken whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine_core.data.rows import BadRow
+from engine_core.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from engine_core.config.models import ColumnsConfig
+
+Message = dict[str, Any]
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """``Row("2+2=", columns={"answer": "4"})`` or ``Row([{"role": "user", "content": "2+2="}])``."""
+
+    prompt: str | list[Message]
+    response: str | list[Message] | None = None  # learned after `prompt`; None: learn the turns of `prompt`
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def detect(row: Mapping[str, Any], columns: ColumnsConfig) -> str:
+    """The layout of ``row`` by the names of its columns; raises `BadRow` when it is none."""
+    if "reward_model" in row and columns.prompt in row:
+        return "verl"
+    for name, layout in ((columns.messages, "messages"), ("conversations", "sharegpt")):
+        if row.get(name) is not None:
+            turn = row[name][0] if isinstance(row[name], list) and row[name] else None
+            return "sharegpt" if isinstance(turn, dict) and "from" in turn else layout
+    if columns.prompt in row:
+        return "trl" if "completion" in row else "prompt"
+    raise BadRow(
+        f"no column '{columns.prompt}' ([data.columns] prompt), '{columns.messages}' (messages) "
+        f"or 'conversations'.{did_you_mean(columns.prompt, row)}"
+    )
+
+
+def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: bool) -> Row:
+    """Read ``row`` as ``layout``.
+
+    Args:
+        row: the columns as the file has them.
+        layout: a name of the table above.
+        columns: names of the columns.
+        learn: True for supervised learning, which needs a response.
+
+    Raises:
+        BadRow: a column is missing or of the wrong type.
+    """
+    if layout in ("messages", "sharegpt"):
+        name = columns.messages
+        if layout == "sharegpt" and name not in row:
+            name = "conversations"
+        turns = _messages(_column(row, name, "messages"), name)
+        if layout == "sharegpt" and isinstance(row.get("system"), str):
+            turns = with_system(turns, row["system"])
+        result = _conversation(turns, learn)
+    else:
+        name = columns.prompt
+        result = Row(_text_or_messages(_column(row, name, "prompt"), name, layout == "verl"))
+        if learn:
+            response = columns.response
+            if layout == "trl" and "response" not in columns.model_fields_set:
+                response = "completion"
+            result.response = _text_or_messages(_column(row, response, "response"), response)
+    others = {key: _plain(value) for key, value in row.items() if key != name}
+    result.columns = {**result.columns, **others}
+    _add_answer(result.columns, row, layout, columns)
+    return result
+
+
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """``messages`` with ``system`` in front where no system message is."""
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _conversation(messages: list[Message], learn: bool) -> Row:
+    if learn:
+        return Row(messages)
+    if messages[-1]["role"] != "assistant":
+        return Row(messages)
+    if len(messages) == 1:
+        raise BadRow("the conversation has no turn before the assistant's")
+    return Row(messages[:-1], columns={"response": messages[-1].get("content")})
+
+
+def _add_answer(result: dict[str, Any], row: Mapping[str, Any], layout: str, columns: ColumnsConfig) -> None:
+    if columns.answer in row:
+        result["answer"] = _plain(row[columns.answer])
+    elif layout == "verl":
+        model = row["reward_model"]
+        if not isinstance(model, Mapping) or "ground_truth" not in model:
+            raise BadRow(f"column 'reward_model' must hold a ground_truth, got {_shown(model)}")
+        result["answer"] = _plain(model["ground_truth"])
+    elif "answer" in columns.model_fields_set:
+        _column(row, columns.answer, "answer")
+
+
+def _column(row: Mapping[str, Any], name: str, key: str) -> Any:
+    if name not in row:
+        raise BadRow(f"no column '{name}' ([data.columns] {key}).{did_you_mean(name, row)}")
+    return row[name]
+
+
+def _text_or_messages(value: Any, name: str, only_messages: bool = False) -> str | list[Message]:
+    if isinstance(value, str) and not only_messages:
+        return value
+    if isinstance(value, str | list) and value:
+        return _messages(value, name)
+    raise BadRow(f"column '{name}' must be text or a list of messages, got {_shown(value)}")
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if isinstance(value, str):  # CSV has no lists
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(f"column '{name}' must be a list of messages, got text that is no JSON") from error
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"column '{name}' must be a list of messages, got {_shown(value)}")
+    return [_message(turn, f"{name}[{i}]") for i, turn in enumerate(value)]
+
+
+def _message(turn: Any, name: str) -> Message:
+    if isinstance(turn, dict) and "from" in turn:
+        role = turn["from"]
+        known = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+        turn = {"role": known, "content": turn.get("value")}
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise BadRow(f"{name} must be a message with role and content, got {_shown(turn)}")
+    content = turn.get("content")
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        content = "".join(str(part.get("text")) for part in content)
+    if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
+        raise BadRow(f"{name}: content must be text, got {_shown(content)}")
+    # Parquet gives every message every key that any message has; absent ones are None.
+    kept = {key: _plain(item) for key, item in turn.items() if item is not None}
+    return {**kept, "content": content or ""}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as text, numbers, lists and dicts, which any process and any file can carry."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:40]}{'...' if len(text) > 40 else ''} ({type(value).__name__})"

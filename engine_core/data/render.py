@@ -1,0 +1,255 @@
+"""`Row` -> token ids: the chat template, over-long rows, and which tokens are learned.
+
+Text without a template is tokenised with the special tokens that the tokenizer adds by itself; text out of
+a template without, because the template writes its own.
+
+``truncate_left`` never cuts through a template: it leaves out the oldest exchanges of a conversation
+while more than one is left, then the beginning of the oldest message that is left, and renders again. A
+system message stays. What is still too long then is skipped and counted as over-long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine_core.data.layouts import Message, Row, with_system
+from engine_core.data.rows import BadRow
+from engine_core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine_core.config.models import DataConfig
+
+GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(slots=True)
+class Example:
+    """One sequence to learn: ``Example("train:3", [5, 9, 7, 1], [False, False, True, True])``."""
+
+    id: str
+    token_ids: list[int]
+    loss_mask: list[bool]  # True on the tokens to learn
+
+
+@dataclass(slots=True)
+class Rendered:
+    """A row as the model sees it."""
+
+    text: str
+    token_ids: list[int]
+    loss_mask: list[bool]
+    messages: list[Message] | None = None
+
+
+class OverLong(Exception):
+    """A row longer than its limit that is not to be, or cannot be, cut. ``length`` is in tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        super().__init__(f"{length} tokens")
+
+
+class Renderer:
+    """Renders rows for one tokenizer and one ``[data]`` table.
+
+    Args:
+        tokenizer: with a chat template where rows are conversations.
+        config: ``[data]``.
+        learn: True renders whole sequences with a loss mask, False prompts to sample from.
+        train_on_prompt: learn every token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        learn: bool = False,
+        train_on_prompt: bool = False,
+    ) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self.learn, self.train_on_prompt = learn, train_on_prompt
+
+    def fit(self, row: Row, limit: int) -> tuple[Rendered, bool]:
+        """Render ``row`` in at most ``limit`` tokens, and whether it had to be cut.
+
+        Raises:
+            BadRow: the row cannot be rendered.
+            OverLong: it is longer and ``over_long`` is not ``truncate_left``, or cutting did not help.
+        """
+        row = self._prepare(row)
+        rendered = self._render(row)
+        length = len(rendered.token_ids)
+        for _ in range(64):  # each round is shorter; re-tokenised text may not be by as much as was cut
+            if len(rendered.token_ids) <= limit:
+                return rendered, len(rendered.token_ids) < length
+            if self.config.over_long != "truncate_left":
+                break
+            shorter = self._cut(row, len(rendered.token_ids) - limit)
+            if shorter is None:
+                break
+            row, rendered = shorter, self._render(shorter)
+        raise OverLong(length)
+
+    def _prepare(self, row: Row) -> Row:
+        """``row`` with its system message, as a conversation where the template is to be used."""
+        use = self.config.chat_template
+        if use is None:
+            use = isinstance(row.prompt, list)
+        if use and not self.tokenizer.chat_template:
+            raise DataError(
+                "The tokenizer has no chat template, and the rows are conversations (or [data] "
+                "chat_template is true). Use the tokenizer of an instruct model, or rows of plain text."
+            )
+        if use:
+            turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+            return replace(row, prompt=with_system(turns, self.config.system))
+        if isinstance(row.prompt, list):
+            raise DataError("[data] chat_template is false, but a row is a conversation. Remove the key.")
+        if self.config.system is not None:
+            raise DataError(
+                "[data] system needs a chat template, and rows of plain text are rendered without one. "
+                "Set chat_template = true in [data], or write the text into the rows."
+            )
+        return row
+
+    def _render(self, row: Row) -> Rendered:
+        if not self.learn:
+            return self._prompt(row.prompt)
+        if isinstance(row.prompt, list):
+            rendered = self._conversation(row.prompt, row.response)
+        else:
+            rendered = self._continuation(row.prompt, row.response)
+        if self.train_on_prompt:
+            rendered.loss_mask = [True] * len(rendered.token_ids)
+        elif not any(rendered.loss_mask):
+            raise BadRow("nothing to learn: no token is the assistant's")
+        return rendered
+
+    def _prompt(self, prompt: str | list[Message]) -> Rendered:
+        if isinstance(prompt, str):
+            text, ids, messages = prompt, self._text_ids(prompt), None
+        else:
+            # A conversation that ends in the assistant's turn is sampled on from there.
+            goes_on = prompt[-1]["role"] == "assistant"
+            text = self._template(prompt, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+            ids, messages = self._ids(text), prompt
+        if not ids:
+            raise BadRow("the prompt is empty (0 tokens)")
+        return Rendered(text, ids, [False] * len(ids), messages)
+
+    def _continuation(self, prompt: str, response: Any) -> Rendered:
+        """Plain text: prompt, response, end of sequence."""
+        if not isinstance(response, str):
+            raise BadRow("the prompt is text, so the response must be text")
+        if not response:
+            raise BadRow("the response is empty")
+        before = self._text_ids(prompt)
+        learned = [*self._ids(response), self._end_id()]
+        mask = [False] * len(before) + [True] * len(learned)
+        return Rendered(prompt + response, before + learned, mask)
+
+    def _conversation(self, prompt: list[Message], response: Any) -> Rendered:
+        """Assistant turns: those of ``response``, or those of ``prompt`` when there is none."""
+        if isinstance(response, str):
+            response = [{"role": "assistant", "content": response}]
+        messages, first = [*prompt, *(response or [])], len(prompt) if response is not None else 0
+        if first == 0 and GENERATION.search(str(self.tokenizer.chat_template)):
+            encoded: Any = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
+            return Rendered(self._template(messages), ids, mask, messages)
+        text = self._template(messages)
+        spans = self._assistant_spans(messages, text, first)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = _inside(encoded["offset_mapping"], spans)
+        return Rendered(text, list(encoded["input_ids"]), mask, messages)
+
+    def _assistant_spans(self, messages: list[Message], text: str, first: int) -> list[tuple[int, int]]:
+        """Character ranges of ``text`` that the assistant would write, its end token included.
+
+        Found by rendering ever longer parts of the conversation, which works only if each part's text
+        begins with that of the part before.
+        """
+        if not self.tokenizer.is_fast:
+            raise DataError("Learning conversations needs a fast tokenizer (it must know character offsets).")
+        spans = []
+        for i in range(first, len(messages)):
+            if messages[i]["role"] != "assistant":
+                continue
+            before = self._template(messages[:i], add_generation_prompt=True) if i else ""
+            until = self._template(messages[: i + 1])
+            if not (until.startswith(before) and text.startswith(until)):
+                raise BadRow(
+                    f"the chat template renders message {i} differently once others follow, so the "
+                    "assistant's tokens cannot be told apart. Use a template with {% generation %} marks"
+                )
+            end = until.rfind(self.tokenizer.eos_token or "\0", len(before))
+            spans.append((len(before), len(until) if end < 0 else end + len(self.tokenizer.eos_token)))
+        return spans
+
+    def _cut(self, row: Row, excess: int) -> Row | None:
+        """``row`` without its oldest exchange, or about ``excess`` tokens of its oldest text; None: it cannot."""
+        if isinstance(row.prompt, str):
+            text = self._without_first(row.prompt, excess)
+            return replace(row, prompt=text) if text else None
+        turns = row.prompt
+        start = 1 if turns[0]["role"] in ("system", "developer") else 0
+        later = [i for i in range(start + 1, len(turns)) if turns[i]["role"] == "user"]
+        if later:
+            return replace(row, prompt=[*turns[:start], *turns[later[0] :]])
+        if start >= len(turns) or turns[start]["role"] != "user":
+            return None
+        content = self._without_first(turns[start]["content"], excess)
+        if not content:
+            return None
+        return replace(
+            row, prompt=[*turns[:start], {**turns[start], "content": content}, *turns[start + 1 :]]
+        )
+
+    def _without_first(self, text: str, count: int) -> str:
+        if not self.tokenizer.is_fast:
+            return str(self.tokenizer.decode(self._ids(text)[count:]))
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
+        return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
+
+    def _template(self, messages: list[Message], **options: bool) -> str:
+        from jinja2 import TemplateError
+
+        render: Callable[..., Any] = self.tokenizer.apply_chat_template  # in transformers' sandbox
+        try:
+            return str(render(messages, tokenize=False, **options))
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRow(f"the chat template refuses it ({error})") from error
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text_ids(self, text: str) -> list[int]:
+        """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
+        ids = list(self.tokenizer(text)["input_ids"])
+        bare = self._ids(text)
+        return ids[:-1] if len(ids) > len(bare) and ids[-1] == self.tokenizer.eos_token_id else ids
+
+    def _end_id(self) -> int:
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
+        return int(end)
+
+
+def _inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
+    """Which tokens lie wholly within a span. Both lists are in the order of the text."""
+    mask, remaining = [], list(reversed(spans))
+    for start, end in offsets:
+        while remaining and start >= remaining[-1][1]:
+            remaining.pop()
+        mask.append(bool(remaining) and start >= remaining[-1][0] and end <= remaining[-1][1] and end > start)
+    return mask

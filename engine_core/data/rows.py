@@ -1,0 +1,262 @@
+"""Rows by number: ``Rows(files).row(17)`` and ``.where(17)`` ("train.jsonl:18").
+
+Parquet and CSV are read by the datasets library into memory-mapped Arrow files. JSONL is read line by
+line at known offsets: a library reader refuses a whole file for one bad line and fits all rows into one
+schema, while here a bad line is one bad row with a name, and rows may have different columns.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine_core.errors import DataError
+
+MAX_ROW_BYTES = 8 * 2**20  # one line of JSONL, one value of Parquet; more is a broken file, not a prompt
+
+
+class BadRow(Exception):
+    """A row that cannot be used; the message is the reason, without the place."""
+
+
+class RowFile(Protocol):
+    """One file, or a list in memory."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+    def row(self, index: int) -> dict[str, Any]:
+        """Row ``index``; raises `BadRow`."""
+
+    def where(self, index: int) -> str:
+        """Where a person finds the row."""
+
+
+class MemoryRows:
+    """Rows that a program holds: a list of dicts, or a ``datasets.Dataset``."""
+
+    def __init__(self, rows: Sequence[Any], name: str = "rows in memory", unit: str = "row") -> None:
+        self.rows, self.name, self.unit = rows, name, unit
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return _mapping(self.rows[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, {self.unit} {index}"
+
+
+class JsonLines:
+    """One JSON object a line, found by its offset; blank lines are no rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.starts, self.lines = array("Q"), array("Q")
+        offset, line, fresh = 0, 1, True
+        with path.open("rb") as file:
+            while piece := file.readline(MAX_ROW_BYTES):  # bounded: a file may be one endless line
+                if fresh and piece.strip():
+                    self.starts.append(offset)
+                    self.lines.append(line)
+                offset += len(piece)
+                fresh = piece.endswith(b"\n")
+                line += fresh
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def row(self, index: int) -> dict[str, Any]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.starts[index])
+                line = file.readline(MAX_ROW_BYTES + 1)
+        except OSError as error:
+            raise DataError(f"[data] '{self.path}' cannot be read any more: {error.strerror}.") from error
+        if len(line) > MAX_ROW_BYTES:
+            raise BadRow(f"the line is longer than {MAX_ROW_BYTES:,} bytes")
+        try:
+            return _mapping(json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8")))
+        except UnicodeDecodeError as error:
+            byte = line[error.start]
+            raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {error.start + 1})") from error
+        except json.JSONDecodeError as error:
+            raise BadRow(f"not valid JSON ({error.msg} at column {error.colno})") from error
+        except RecursionError as error:
+            raise BadRow("JSON nested too deeply") from error
+        except ValueError as error:  # a number of too many digits
+            raise BadRow(f"not valid JSON ({error})") from error
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self.lines[index]}"
+
+
+class ArrowRows:
+    """A Parquet or CSV file, memory-mapped by the datasets library."""
+
+    def __init__(self, path: Path, cache: str) -> None:
+        self.name = path.name
+        self.lines: array[int] | None = None
+        header: list[str] = []
+        if path.suffix == ".csv":
+            header, self.lines = _csv_layout(path)
+        self.table = _load_table(path, cache, header) if self.lines != array("Q") else []
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def row(self, index: int) -> dict[str, Any]:
+        row = _mapping(self.table[index])
+        for column, value in row.items():
+            if isinstance(value, str | bytes) and len(value) > MAX_ROW_BYTES:
+                raise BadRow(f"column '{column}' is longer than {MAX_ROW_BYTES:,} bytes")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self.lines[index]}" if self.lines else f"{self.name}, row {index}"
+
+
+class Rows:
+    """The rows of several files as one sequence, numbered from 0.
+
+    Args:
+        files: paths, or the rows themselves.
+        cache: folder of the Arrow files; default: ``$HF_DATASETS_CACHE`` where that is set, else a
+            temporary folder that goes with this object.
+
+    Raises:
+        DataError: a file is absent, empty, of an unknown kind or unreadable as a whole.
+    """
+
+    def __init__(self, files: Sequence[str] | MemoryRows, cache: str | None = None) -> None:
+        self.cache = cache or os.environ.get("HF_DATASETS_CACHE") or ""
+        if not self.cache:
+            self._folder = tempfile.TemporaryDirectory(prefix="engine-data-", ignore_cleanup_errors=True)
+            self.cache = self._folder.name
+        self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
+        self.files: list[RowFile] = (
+            [files] if isinstance(files, MemoryRows) else [open_file(path, self.cache) for path in self.paths]
+        )
+        self._ends = list(itertools.accumulate(len(file) for file in self.files))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Number of the file that holds row ``index``, and the row's number in it."""
+        file = bisect.bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row ``index``; raises `BadRow` where it cannot be read."""
+        file, local = self.locate(index)
+        return self.files[file].row(local)
+
+    def where(self, index: int) -> str:
+        """Where a person finds row ``index``: ``train.jsonl:18``."""
+        file, local = self.locate(index)
+        return self.files[file].where(local)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """Name, number of rows and SHA-256 of each file; rows in memory have no hash."""
+        prints: list[dict[str, Any]] = [{"file": file.name, "rows": len(file)} for file in self.files]
+        for entry, path in zip(prints, self.paths, strict=False):
+            with path.open("rb") as file:
+                entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        return prints
+
+
+def open_file(path: Path, cache: str) -> RowFile:
+    """The reader that the file's ending asks for; refuses a file without rows."""
+    if not path.is_file():
+        names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, names, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise DataError(f"[data] There is no file '{path}'.{hint}")
+    if path.suffix not in (".jsonl", ".json", ".parquet", ".csv"):
+        raise DataError(f"[data] '{path}' ends in '{path.suffix}'; known: .jsonl, .json, .parquet, .csv.")
+    if path.stat().st_size == 0:
+        raise DataError(f"[data] '{path}' is empty (0 bytes).")
+    file = _open_json(path) if path.suffix.startswith(".json") else ArrowRows(path, cache)
+    if len(file) == 0:
+        raise DataError(f"[data] '{path}' has 0 rows.")
+    return file
+
+
+def _open_json(path: Path) -> RowFile:
+    with path.open("rb") as file:
+        first = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if first != b"[":
+        return JsonLines(path)
+    try:
+        return MemoryRows(json.loads(path.read_text("utf-8-sig")), path.name, "item")
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"[data] '{path}' begins as a JSON list and is not one: {error}.") from error
+
+
+def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
+    """The header, and the line at which each row begins; refuses rows that do not fit the header.
+
+    The reader behind datasets would take the first column of longer rows for an index, silently.
+    """
+    header: list[str] = []
+    lines: array[int] = array("Q")
+    line = 1
+    # Undecodable bytes become lone surrogates, which encode() refuses: so the line is known.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            for row in reader:
+                "".join(row).encode()
+                if row and not header:
+                    header = row
+                elif row:
+                    lines.append(line)
+                    if len(row) != len(header):
+                        raise csv.Error(f"{len(row)} fields where the header has {len(header)}")
+                line = reader.line_num + 1
+        except UnicodeEncodeError as error:
+            raise DataError(f"[data] {path}:{line}: not valid UTF-8. Save the file as UTF-8.") from error
+        except csv.Error as error:
+            raise DataError(f"[data] {path}:{line}: not valid CSV ({error}).") from error
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise DataError(f"[data] '{path}' has more than one column '{twice[0]}'.")
+    return header, lines
+
+
+def _load_table(path: Path, cache: str, header: list[str]) -> Any:
+    import datasets
+    import pyarrow.parquet
+
+    shown = not datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
+    try:
+        if path.suffix == ".parquet":
+            if pyarrow.parquet.read_metadata(path).num_rows == 0:
+                return []  # the library takes it for a broken file
+            return datasets.Dataset.from_parquet(str(path), cache_dir=cache)
+        # Every value stays the text it is: "007" and "NA" are answers, not a number and a hole.
+        text = datasets.Features({name: datasets.Value("string") for name in header})
+        return datasets.Dataset.from_csv(str(path), features=text, cache_dir=cache, keep_default_na=False)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"[data] '{path}' cannot be read: {error.__cause__ or error}.") from error
+    finally:
+        if shown:
+            datasets.utils.enable_progress_bars()
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRow(f"a row must be an object of columns, got {type(value).__name__}")
+    return value

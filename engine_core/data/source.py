@@ -1,0 +1,401 @@
+"""PromptSource and SFTSource: prepared rows in a seeded order, with a position that survives a stop.
+
+The order is an endless row of epochs, each the permutation that (seed, epoch) give. The position counts
+rows of that order, usable or not, up to the last one handed out: it does not depend on what was prepared
+ahead, on the number of workers, or on which rows are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from engine_core.config.models import DataConfig
+from engine_core.data import layouts
+from engine_core.data.render import Example, OverLong, Renderer
+from engine_core.data.rows import BadRow, MemoryRows, Rows
+from engine_core.data.tokenizer import tokenizer_hash
+from engine_core.data.workers import WorkerPool
+from engine_core.errors import DataError, did_you_mean
+from engine_core.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine_core.trainers.options import SFTOptions
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item", Prompt, Example)
+Place = tuple[int, int, int]  # epoch, position, row
+Kind = Literal["ok", "cut", "bad", "over_long"]
+NAMED = 20  # skipped rows named in the log; the rest is counted
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one row: an item, or why there is none."""
+
+    kind: Kind
+    item: Any = None
+    problem: str = ""  # of "bad" and "over_long", with the row's place
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for a pipe."""
+        item = None if self.item is None else dataclasses.asdict(self.item)
+        return {"kind": self.kind, "item": item, "problem": self.problem}
+
+
+class Preparer:
+    """Row number -> `Outcome`; what a worker does, and the controller without workers.
+
+    Args:
+        rows: where rows come from.
+        tokenizer: the run's tokenizer.
+        config: ``[data]``.
+        split: first part of every id.
+        limit: longest sequence in tokens.
+        learn: True makes Examples, False Prompts.
+        train_on_prompt: Examples learn every token.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        split: str,
+        limit: int,
+        learn: bool = False,
+        train_on_prompt: bool = False,
+    ) -> None:
+        self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
+        self.limit, self.learn = limit, learn
+        self.renderer = Renderer(tokenizer, config, learn, train_on_prompt)
+        self._layouts: dict[int, str] = {}  # by file
+
+    def prepare(self, index: int) -> Outcome:
+        """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""
+        try:
+            raw = self.rows.row(index)
+            row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
+            rendered, was_cut = self.renderer.fit(row, self.limit)
+            name = f"{self.split}:{self._id(raw, index)}"
+        except BadRow as problem:
+            return Outcome("bad", problem=f"{self.rows.where(index)}: {problem}")
+        except OverLong as problem:
+            key = "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
+            return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {key} is {self.limit}")
+        kind: Kind = "cut" if was_cut else "ok"
+        if self.learn:
+            return Outcome(kind, Example(name, rendered.token_ids, rendered.loss_mask))
+        columns = row.columns if rendered.messages is None else {**row.columns, "messages": rendered.messages}
+        return Outcome(kind, Prompt(name, rendered.token_ids, rendered.text, columns))
+
+    def _layout(self, index: int) -> str:
+        """The layout of the row's file: that of its first readable row."""
+        if self.config.format != "auto":
+            return self.config.format
+        file, local = self.rows.locate(index)
+        first = index - local
+        for candidate in range(first, first + min(len(self.rows.files[file]), self.config.max_bad_rows + 1)):
+            if file not in self._layouts:
+                with contextlib.suppress(BadRow):  # counted when its own turn comes
+                    self._layouts[file] = layouts.detect(self.rows.row(candidate), self.config.columns)
+        return self._layouts.get(file) or layouts.detect(self.rows.row(index), self.config.columns)
+
+    def _id(self, raw: dict[str, Any], index: int) -> Any:
+        name = self.config.columns.id
+        if name is None:
+            return index
+        if raw.get(name) is None:
+            raise BadRow(f"no value in column '{name}' ([data.columns] id).{did_you_mean(name, raw)}")
+        return raw[name]
+
+    def setup(self) -> dict[str, Any]:
+        """What `from_setup` makes an equal preparer of, as plain values."""
+        return {
+            "files": [str(path.resolve()) for path in self.rows.paths],
+            "cache": self.rows.cache,
+            "config": self.config.model_dump(exclude_unset=True),
+            "tokenizer_hash": tokenizer_hash(self.tokenizer),
+            "plain": [self.split, self.limit, self.learn, self.renderer.train_on_prompt],
+        }
+
+    @classmethod
+    def from_setup(cls, setup: dict[str, Any]) -> Preparer:
+        """The preparer of a worker; ``setup["tokenizer"]`` is a folder."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
+        if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
+            raise DataError(
+                "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."
+            )
+        rows = Rows(setup["files"], setup["cache"])
+        return cls(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
+
+
+class Source(Generic[Item]):
+    """Items of one split in order; `PromptSource` and `SFTSource` say of which kind."""
+
+    def __init__(self, preparer: Preparer, seed: int, make: type[Item]) -> None:
+        self._preparer, self._rows, self._config = preparer, preparer.rows, preparer.config
+        self._seed, self._shuffle = seed, self._config.shuffle
+        self._make: type[Item] = make
+        self._epoch = self._position = 0
+        self._bad: set[int] = set()
+        self._skipped: set[int] = set()  # over-long rows seen by this process, to name each once
+        self._counts = {"bad_rows": 0, "over_long": 0, "truncated": 0}
+        self._usable: int | None = None
+        self._pool: WorkerPool | None = None
+        self._stream = self._outcomes()
+        self._fingerprint = self._rows.fingerprint()
+        # What no row can mend (a missing template, a wrong column) shows at once, before any work.
+        first = preparer.prepare(0)
+        if first.kind == "bad" and self._config.max_bad_rows == 0:
+            raise self._too_many(first.problem)
+
+    def __len__(self) -> int:
+        """Usable rows of an epoch. The first call prepares every row once, in the workers if there are any."""
+        if self._usable is None:
+            self._usable = sum(1 for _ in self._whole())
+        return self._usable
+
+    def take(self, n: int) -> list[Item]:
+        """The next ``n`` items; a new epoch begins where one ends.
+
+        Raises:
+            DataError: more than ``max_bad_rows`` rows are unusable, a row is over-long and that is an
+                error, or a whole epoch has no usable row. The position is after the row at fault.
+        """
+        items: list[Item] = []
+        unusable = 0
+        while len(items) < n:
+            epoch, position, index, outcome = next(self._stream)
+            self._epoch, self._position = epoch, position + 1
+            item = self._judge(index, outcome)
+            unusable = 0 if item else unusable + 1
+            if item:
+                items.append(item)
+            elif unusable >= len(self._rows):
+                raise DataError(
+                    f"[data] None of the {len(self._rows)} rows is usable. Last: {outcome.problem}."
+                )
+        return items
+
+    def all(self, limit: int | None = None) -> list[Item]:
+        """All usable items, or the first ``limit``, in the order of the files. The position stays."""
+        return list(itertools.islice(self._whole(), limit))
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Flat metrics: epochs passed, rows skipped and cut so far (each time one comes up counts)."""
+        counts = {f"data/{name}": float(count) for name, count in self._counts.items()}
+        epoch = self._epoch + self._position / len(self._rows)
+        return {
+            "data/epoch": epoch,
+            **counts,
+            "data/worker_restarts": float(self._pool.restarts if self._pool else 0),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last item handed out, as JSON."""
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "epoch": self._epoch,
+            "position": self._position,
+            "files": self._fingerprint,
+            "bad": sorted(self._bad),
+            "counts": dict(self._counts),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken, with its seed and order.
+
+        Raises:
+            DataError: the files have other numbers of rows, or ``state`` is none of ours; nothing changed.
+        """
+        try:
+            was = [int(file["rows"]) for file in state["files"]]
+            seed, shuffle = int(state["seed"]), bool(state["shuffle"])
+            place = int(state["epoch"]), int(state["position"])
+            bad, counts = (
+                {int(row) for row in state["bad"]},
+                {name: int(state["counts"][name]) for name in self._counts},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"The checkpoint's data position cannot be read: {error!r}.") from error
+        if (now := [len(file) for file in self._rows.files]) != was:
+            raise DataError(
+                f"The data changed since the checkpoint: its files had {was} rows, now {now}, so its position "
+                "means other rows. Bring the files back, or start a new run from the checkpoint's model."
+            )
+        if state["files"] != self._fingerprint:
+            logger.warning(
+                "The data files changed since the checkpoint, in content but not in number of rows."
+            )
+        if (seed, shuffle) != (self._seed, self._shuffle):
+            logger.warning(
+                "Data order: seed %s, shuffle %s of the checkpoint hold, not the run file's.", seed, shuffle
+            )
+        self._seed, self._shuffle, self._bad, self._counts = seed, shuffle, bad, counts
+        self._epoch, self._position = place
+        self._stream = self._outcomes()
+
+    def close(self) -> None:
+        """End the workers. The source can be used again, which starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+            self._stream = self._outcomes()
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._rows))
+        import numpy
+
+        order: list[int] = numpy.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).tolist()
+        return order
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """(epoch, position, row) from the present position on, without end."""
+        position = self._position
+        for epoch in itertools.count(self._epoch):
+            order = self._order(epoch)
+            for place in range(position, len(order)):
+                yield epoch, place, order[place]
+            position = 0
+
+    def _outcomes(self) -> Iterator[tuple[int, int, int, Outcome]]:
+        for (epoch, position, index), outcome in self._prepared(self._places()):
+            yield epoch, position, index, outcome
+
+    def _whole(self) -> Iterator[Item]:
+        """Every usable item once, in the order of the files; interrupts what was prepared ahead."""
+        self._stream = self._outcomes()
+        places = ((0, index, index) for index in range(len(self._rows)))
+        for (_, _, index), outcome in self._prepared(places):
+            item = self._judge(index, outcome, count=False)
+            if item is not None:
+                yield item
+
+    def _prepared(self, places: Iterator[Place]) -> Iterator[tuple[Place, Outcome]]:
+        """``places`` with the outcome of each, prepared ahead where there are workers."""
+        if self._config.num_workers == 0 or not self._rows.paths:
+            for place in places:
+                yield place, self._preparer.prepare(place[2])
+            return
+        if self._pool is None:
+            setup, workers = self._preparer.setup(), self._config.num_workers
+            self._pool = WorkerPool(
+                setup, self._preparer.tokenizer, workers, self._config.prefetch_factor, self._rows.where
+            )
+        size = math.ceil(
+            self._config.prompts_per_step / self._config.num_workers
+        )  # one step is spread over all
+        sent: deque[list[Place]] = deque()
+
+        def chunks() -> Iterator[list[int]]:
+            while chunk := list(itertools.islice(places, size)):
+                sent.append(chunk)
+                yield [index for _, _, index in chunk]
+
+        for answers in self._pool.results(chunks()):
+            for place, answer in zip(sent.popleft(), answers, strict=True):
+                item = answer["item"] and self._make(**answer["item"])
+                yield place, Outcome(answer["kind"], item, answer["problem"])
+
+    def _judge(self, index: int, outcome: Outcome, count: bool = True) -> Item | None:
+        """The item, or None for a row to skip, which is counted and named."""
+        if outcome.kind == "ok":
+            return outcome.item
+        self._counts[{"bad": "bad_rows", "cut": "truncated"}.get(outcome.kind, "over_long")] += count
+        if outcome.kind == "cut":
+            return outcome.item
+        if outcome.kind == "bad":
+            self._bad.add(index)
+            if len(self._bad) > self._config.max_bad_rows:
+                raise self._too_many(outcome.problem)
+        elif self._config.over_long == "error":
+            raise DataError(
+                f"{outcome.problem}. Raise it, or set over_long to skip or truncate_left in [data]."
+            )
+        if index not in self._skipped:
+            self._skipped.add(index)
+            if len(self._skipped) <= NAMED:
+                logger.warning("Skipped a row: %s.", outcome.problem)
+            if len(self._skipped) == NAMED:
+                logger.warning("Further skipped rows are counted (data/bad_rows, data/over_long), not named.")
+        return None
+
+    def _too_many(self, problem: str) -> DataError:
+        return DataError(
+            f"{problem}. Unusable rows so far: {max(len(self._bad), 1)}; [data] max_bad_rows is "
+            f"{self._config.max_bad_rows}. Mend the row, or raise max_bad_rows to skip such rows."
+        )
+
+
+class PromptSource(Source[Prompt]):
+    """Prompts to sample from, of the files of ``[data]``.
+
+    Args:
+        config: ``[data]``.
+        tokenizer: the run's tokenizer.
+        seed: of the order.
+        split: ``train`` or ``validation``.
+        rows: rows as dicts in place of files; they are prepared without workers.
+
+    Raises:
+        DataError: no files, an unreadable file, or a first row that shows that none can be used.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        split: str = "train",
+        rows: Sequence[Any] | None = None,
+    ) -> None:
+        opened = _open(config, split, rows)
+        super().__init__(Preparer(opened, tokenizer, config, split, config.max_prompt_tokens), seed, Prompt)
+
+
+class SFTSource(Source[Example]):
+    """Sequences to learn, of the files of ``[data]``; arguments as `PromptSource`, with ``[sft]``."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        options: SFTOptions,
+        seed: int,
+        split: str = "train",
+        rows: Sequence[Any] | None = None,
+    ) -> None:
+        opened = _open(config, split, rows)
+        preparer = Preparer(
+            opened, tokenizer, config, split, options.max_tokens, True, options.train_on_prompt
+        )
+        super().__init__(preparer, seed, Example)
+
+
+def _open(config: DataConfig, split: str, rows: Sequence[Any] | None) -> Rows:
+    if rows is not None:
+        if len(rows) == 0:
+            raise DataError(f"The {split} data given from Python has 0 rows.")
+        return Rows(MemoryRows(rows))
+    files = config.train if split == "train" else config.validation
+    files = [files] if isinstance(files, str) else files
+    if not files:
+        raise DataError(f"[data] {split} names no file.")
+    return Rows(files)

@@ -1,0 +1,119 @@
+"""Loading a tokenizer, checking that it fits the model, and its hash for checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from engine_core.config.models import ModelConfig
+
+ROLES = ("bos", "eos", "pad")
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``[model]``: `tokenizer`, else `path`.
+
+    Raises:
+        DataError: there is none at that place, or it does not load.
+    """
+    name = model.tokenizer or model.path
+    key = "tokenizer" if model.tokenizer else "path"
+    local = Path(name).expanduser()
+    if not name:
+        raise DataError("[model] path is not set. Give a model folder or a hub name.")
+    # A hub name is one or two words; anything else is a folder, and is not asked for on the network.
+    if not local.exists() and (local.is_absolute() or name[0] in ".~" or name.count("/") > 1):
+        raise DataError(f"[model] {key}: there is no folder '{name}'.")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(local) if local.exists() else name, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"[model] {key}: no tokenizer loads from '{name}': {reason}") from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:
+    """Whether every id the tokenizer can give has a row in the model's embedding.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        hf_config: the config of the model.
+
+    Returns:
+        Remarks that are no errors: padding that is the end of sequence, ends that differ.
+
+    Raises:
+        DataError: all that does not fit, with the ids.
+    """
+    config: Any = hf_config.get_text_config()
+    size = int(config.vocab_size)
+    problems = []
+    vocabulary = tokenizer.get_vocab()
+    if beyond := sorted((i, token) for token, i in vocabulary.items() if i >= size):
+        first = ", ".join(f"{token!r} = {i}" for i, token in beyond[:3])
+        problems.append(
+            f"The tokenizer has ids up to {beyond[-1][0]}, but the model embeds ids 0 to {size - 1} "
+            f"(vocab_size {size}): {len(beyond)} tokens have no embedding, such as {first}."
+        )
+    for owner, source in (("tokenizer", tokenizer), ("model's config", config)):
+        problems += [
+            f"The {owner} has {role}_token_id {i}, outside the model's ids 0 to {size - 1}."
+            for role in ROLES
+            for i in _ids(getattr(source, f"{role}_token_id", None))
+            if not 0 <= i < size
+        ]
+    if tokenizer.eos_token_id is None:
+        problems.append("The tokenizer has no end-of-sequence token, so a response could never end.")
+    if problems:
+        problems.append(
+            "Use the tokenizer that belongs to the model ([model] tokenizer), or enlarge the model."
+        )
+        raise DataError("\n".join(problems))
+    return _remarks(tokenizer, _ids(getattr(config, "eos_token_id", None)))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of what decides token ids: vocabulary, merges, special tokens, chat template.
+
+    The same for a tokenizer and its saved and loaded copy; padding and truncation settings of the
+    last call do not count.
+    """
+    if tokenizer.is_fast:
+        backend: Any = tokenizer
+        model = json.loads(backend.backend_tokenizer.to_str())
+        model = {key: value for key, value in model.items() if key not in ("padding", "truncation")}
+    else:
+        model = tokenizer.get_vocab()
+    special = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}
+    state = json.dumps([model, special, tokenizer.chat_template], sort_keys=True)
+    return hashlib.sha256(state.encode()).hexdigest()
+
+
+def _remarks(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[str]:
+    end, remarks = tokenizer.eos_token_id, []
+    if tokenizer.pad_token_id == end:
+        remarks.append(
+            f"The padding token is the end of sequence ({tokenizer.eos_token!r} = {end}). "
+            "Masks tell them apart here, other tools may not."
+        )
+    if ends and end not in ends:
+        remarks.append(
+            f"The model's config ends sequences with {ends}, the tokenizer with {end} "
+            f"({tokenizer.eos_token!r}); responses end with the tokenizer's."
+        )
+    return remarks
+
+
+def _ids(value: Any) -> list[int]:
+    """A config's id field, which may be absent, one id or a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import pytest
+
+from engine_core.config.models import DataConfig
+from engine_core.data.layouts import Row
+from engine_core.data.render import OverLong, Renderer
+from engine_core.data.rows import BadRow
+from engine_core.errors import DataError
+
+USER = {"role": "user", "content": "What is 12 plus 7?"}
+ASSISTANT = {"role": "assistant", "content": "The answer is 19."}
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def learned(tokenizer, rendered) -> str:
+    """The text of the learned tokens, runs joined by '|'."""
+    runs, previous = [], False
+    for token, mask in zip(rendered.token_ids, rendered.loss_mask, strict=True):
+        if mask and not previous:
+            runs.append([])
+        if mask:
+            runs[-1].append(token)
+        previous = mask
+    return "|".join(tokenizer.decode(run) for run in runs)
+
+
+def test_text_is_rendered_as_it_is(tokenizer):
+    rendered, was_cut = Renderer(tokenizer, DataConfig()).fit(Row("What is 12 plus 7?"), 100)
+    assert rendered.text == "What is 12 plus 7?"
+    assert tokenizer.decode(rendered.token_ids) == rendered.text
+    assert (was_cut, rendered.messages) == (False, None)
+
+
+def test_a_conversation_is_rendered_with_the_template_and_asks_for_the_assistant(tokenizer):
+    rendered, _ = Renderer(tokenizer, DataConfig(system="Be brief")).fit(Row([USER]), 100)
+    assert rendered.text == (
+        "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWhat is 12 plus 7?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(rendered.token_ids) == rendered.text
+    assert rendered.messages == [{"role": "system", "content": "Be brief"}, USER]
+
+
+def test_a_prompt_that_ends_in_the_assistants_words_goes_on_from_them(tokenizer):
+    start = {"role": "assistant", "content": "The answer"}
+    rendered, _ = Renderer(tokenizer, DataConfig()).fit(Row([USER, start]), 100)
+    assert rendered.text.endswith("<|im_start|>assistant\nThe answer")
+
+
+def test_text_becomes_a_user_turn_where_the_template_is_asked_for(tokenizer):
+    rendered, _ = Renderer(tokenizer, DataConfig(chat_template=True)).fit(Row("hi"), 100)
+    assert rendered.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_special_tokens_come_from_the_tokenizer_or_the_template_never_both(make_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer("<|im_start|>{{ messages[0]['content'] }}")
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", start), ("<|im_end|>", end)]
+    )
+    config = DataConfig()
+    text = Renderer(tokenizer, config).fit(Row("one"), 100)[0].token_ids
+    chat = Renderer(tokenizer, config).fit(Row([{"role": "user", "content": "one"}]), 100)[0].token_ids
+    # The end that the tokenizer adds is left out: a prompt goes on.
+    assert text == chat == [start, *tokenizer.encode("one", add_special_tokens=False)]
+
+
+def test_conversations_without_a_template_are_refused(plain_tokenizer):
+    with pytest.raises(DataError, match="The tokenizer has no chat template, and the rows are conversations"):
+        Renderer(plain_tokenizer, DataConfig()).fit(Row([USER]), 100)
+
+
+def test_a_template_that_is_turned_off_cannot_render_conversations(tokenizer):
+    with pytest.raises(
+        DataError, match=r"chat_template is false, but a row is a conversation. Remove the key"
+    ):
+        Renderer(tokenizer, DataConfig(chat_template=False)).fit(Row([USER]), 100)
+
+
+def test_a_system_message_over_plain_text_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"system needs a chat template.*Set chat_template = true"):
+        Renderer(tokenizer, DataConfig(system="brief")).fit(Row("hi"), 100)
+
+
+def test_a_conversation_that_the_template_refuses_is_a_bad_row(make_tokenizer):
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadRow, match=r"the chat template refuses it \(roles must alternate\)"):
+        Renderer(tokenizer, DataConfig()).fit(Row([USER]), 100)
+
+
+def test_templates_run_in_the_sandbox(make_tokenizer):
+    tokenizer = make_tokenizer("{{ messages.__class__.__mro__ }}")
+    with pytest.raises(BadRow, match=r"the chat template refuses it .*unsafe"):
+        Renderer(tokenizer, DataConfig()).fit(Row([USER]), 100)
+
+
+def test_an_empty_prompt_is_a_bad_row(tokenizer):
+    with pytest.raises(BadRow, match=r"the prompt is empty \(0 tokens\)"):
+        Renderer(tokenizer, DataConfig()).fit(Row(""), 100)
+
+
+@pytest.mark.parametrize("policy", ["skip", "error"])
+def test_a_prompt_over_the_limit_is_not_cut_unless_asked(tokenizer, policy):
+    length = len(tokenizer.encode(USER["content"]))
+    renderer = Renderer(tokenizer, DataConfig(over_long=policy))
+    assert not renderer.fit(Row(USER["content"]), length)[1]
+    with pytest.raises(OverLong) as caught:
+        renderer.fit(Row(USER["content"]), length - 1)
+    assert caught.value.length == length
+
+
+def test_text_is_cut_from_its_beginning(tokenizer):
+    text = "one two three What is 12 plus 7?"
+    rendered, was_cut = Renderer(tokenizer, DataConfig(over_long="truncate_left")).fit(Row(text), 6)
+    assert was_cut
+    assert 0 < len(rendered.token_ids) <= 6
+    assert text.endswith(rendered.text)
+    assert tokenizer.decode(rendered.token_ids) == rendered.text
+
+
+def test_cutting_leaves_out_the_oldest_exchange_and_keeps_the_system_message(tokenizer):
+    config = DataConfig(over_long="truncate_left", system="Be brief")
+    turns = [{"role": "user", "content": "one two three"}, {"role": "assistant", "content": "four"}, USER]
+    whole = len(Renderer(tokenizer, config).fit(Row(turns), 1000)[0].token_ids)
+    rendered, was_cut = Renderer(tokenizer, config).fit(Row(turns), whole - 1)
+    assert was_cut
+    assert rendered.messages == [{"role": "system", "content": "Be brief"}, USER]
+    assert rendered.text.startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWhat is")
+
+
+def test_cutting_a_message_leaves_the_template_whole(tokenizer):
+    config = DataConfig(over_long="truncate_left")
+    whole = len(Renderer(tokenizer, config).fit(Row([USER]), 1000)[0].token_ids)
+    rendered, was_cut = Renderer(tokenizer, config).fit(Row([USER]), whole - 3)
+    content = rendered.messages[0]["content"]
+    assert was_cut
+    assert len(rendered.token_ids) <= whole - 3
+    assert content
+    assert USER["content"].endswith(content)
+    assert rendered.text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_alone_is_too_long_cannot_be_cut(tokenizer):
+    with pytest.raises(OverLong):
+        Renderer(tokenizer, DataConfig(over_long="truncate_left")).fit(Row([USER]), 5)
+
+
+def test_a_text_response_is_learned_with_its_end(tokenizer):
+    rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(Row("2+2=", "4"), 100)
+    prompt, response = tokenizer.encode("2+2="), tokenizer.encode("4")
+    assert rendered.token_ids == [*prompt, *response, tokenizer.eos_token_id]
+    assert rendered.loss_mask == [False] * len(prompt) + [True] * (len(response) + 1)
+
+
+def test_an_empty_response_is_a_bad_row(tokenizer):
+    with pytest.raises(BadRow, match="the response is empty"):
+        Renderer(tokenizer, DataConfig(), learn=True).fit(Row("2+2=", ""), 100)
+
+
+@pytest.mark.parametrize("template", [None, GENERATION])
+def test_only_the_assistants_turns_are_learned_with_their_end(make_tokenizer, tokenizer, template):
+    tokenizer = make_tokenizer(template) if template else tokenizer
+    turns = [USER, ASSISTANT, {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(Row(turns), 100)
+    assert learned(tokenizer, rendered) == "The answer is 19.<|im_end|>|two<|im_end|>"
+    assert tokenizer.decode(rendered.token_ids) == rendered.text
+
+
+def test_a_completion_is_learned_and_the_assistant_of_the_prompt_is_not(tokenizer):
+    prompt = [USER, ASSISTANT, {"role": "user", "content": "one"}]
+    row = Row(prompt, [{"role": "assistant", "content": "two"}])
+    rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(row, 100)
+    assert learned(tokenizer, rendered) == "two<|im_end|>"
+
+
+def test_the_prompt_is_learned_on_request(tokenizer):
+    renderer = Renderer(tokenizer, DataConfig(), learn=True, train_on_prompt=True)
+    rendered, _ = renderer.fit(Row([USER, ASSISTANT]), 100)
+    assert rendered.loss_mask == [True] * len(rendered.token_ids)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_learning(make_tokenizer):
+    tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(
+        BadRow, match=r"renders message 1 differently once others follow.*\{% generation %\} marks"
+    ):
+        Renderer(tokenizer, DataConfig(), learn=True).fit(Row([USER, ASSISTANT, USER]), 100)
+
+
+def test_a_conversation_without_the_assistant_teaches_nothing(tokenizer):
+    with pytest.raises(BadRow, match="nothing to learn: no token is the assistant's"):
+        Renderer(tokenizer, DataConfig(), learn=True).fit(Row([USER]), 100)
+
+
+def test_a_tokenizer_without_an_end_cannot_learn_responses(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token, so a response could never end"):
+        Renderer(tokenizer, DataConfig(), learn=True).fit(Row("a", "b"), 100)

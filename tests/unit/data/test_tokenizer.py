@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen3Config
+
+from engine_core.config.models import ModelConfig
+from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
+from engine_core.errors import DataError
+
+
+def test_a_tokenizer_loads_from_its_folder_or_the_models(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer.encode("12 plus 7")
+    assert load_tokenizer(ModelConfig(path=str(tmp_path))).encode("12 plus 7") == ids
+    assert load_tokenizer(ModelConfig(path="absent", tokenizer=str(tmp_path))).encode("12 plus 7") == ids
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ModelConfig(), r"\[model\] path is not set"),
+        (ModelConfig(path="./absent"), r"\[model\] path: there is no folder './absent'\."),
+        (
+            ModelConfig(path="x", tokenizer="/absent/tok"),
+            r"\[model\] tokenizer: there is no folder '/absent/tok'\.",
+        ),
+    ],
+)
+def test_an_absent_folder_is_named_without_asking_the_network(model, message):
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(model)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(DataError, match=f"no tokenizer loads from '{tmp_path}': "):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_tokenizer_that_fits_has_no_remarks(tokenizer):
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    assert check_tokenizer(tokenizer, Qwen3Config(vocab_size=len(tokenizer), **ids)) == []
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused_with_the_ids(tokenizer):
+    size = len(tokenizer) - 2
+    token = tokenizer.convert_ids_to_tokens(size)
+    with pytest.raises(DataError) as caught:
+        check_tokenizer(tokenizer, Qwen3Config(vocab_size=size, eos_token_id=2, pad_token_id=None))
+    assert (
+        f"ids up to {size + 1}, but the model embeds ids 0 to {size - 1} (vocab_size {size}): "
+        f"2 tokens have no embedding, such as {token!r} = {size}"
+    ) in str(caught.value)
+    assert "[model] tokenizer" in str(caught.value)
+
+
+def test_special_ids_outside_the_model_are_refused_by_name(tokenizer):
+    config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=[2, 9999], pad_token_id=-1)
+    with pytest.raises(DataError) as caught:
+        check_tokenizer(tokenizer, config)
+    assert (
+        f"The model's config has eos_token_id 9999, outside the model's ids 0 to {len(tokenizer) - 1}."
+        in str(caught.value)
+    )
+    assert "The model's config has pad_token_id -1" in str(caught.value)
+
+
+def test_a_tokenizer_without_an_end_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token, so a response could never end"):
+        check_tokenizer(tokenizer, Qwen3Config(vocab_size=len(tokenizer)))
+
+
+def test_padding_that_is_the_end_and_differing_ends_are_remarked(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    remarks = check_tokenizer(tokenizer, Qwen3Config(vocab_size=len(tokenizer), eos_token_id=[0, 1]))
+    assert [remark[:55] for remark in remarks] == [
+        "The padding token is the end of sequence ('<|im_end|>' ",
+        "The model's config ends sequences with [0, 1], the toke",
+    ]
+    assert "= 2)" in remarks[0]
+    assert "the tokenizer with 2 ('<|im_end|>')" in remarks[1]
+
+
+def test_the_hash_is_that_of_the_saved_copy(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_hash(load_tokenizer(ModelConfig(path=str(tmp_path)))) == tokenizer_hash(tokenizer)
+
+
+def test_the_hash_ignores_the_settings_of_the_last_call(make_tokenizer):
+    tokenizer = make_tokenizer()
+    before = tokenizer_hash(tokenizer)
+    tokenizer(["one two", "three"], padding=True, truncation=True, max_length=3)
+    assert tokenizer_hash(tokenizer) == before
+
+
+def test_the_hash_changes_with_vocabulary_template_and_special_tokens(make_tokenizer):
+    other_end = make_tokenizer()
+    other_end.eos_token = "<|im_start|>"
+    hashes = {
+        tokenizer_hash(tokenizer)
+        for tokenizer in (make_tokenizer(), make_tokenizer(size=300), make_tokenizer("{{ 1 }}"), other_end)
+    }
+    assert len(hashes) == 4
