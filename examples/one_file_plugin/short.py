@@ -1,5 +1,3 @@
-"""A plugin in one file: a reward with an option."""
-
 from engine_core import hookimpl
 from engine_core.specs import Options, Reward
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from problems import Problem, draw_many
 
 ROWS = {"sft": 3000, "train": 6000, "heldout": 400}
+SLIP = 0.6  # of the steps in the warm start's solutions count one too many
 
 
 def write_rows(path: Path, problems: list[Problem]) -> None:
@@ -28,11 +29,12 @@ def write_rows(path: Path, problems: list[Problem]) -> None:
 def make_data(folder: Path, seed: int = 0) -> list[Problem]:
     """The three files; no question stands in two of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    problems = draw_many(sum(ROWS.values()), seed)
-    start = 0
-    for name, count in ROWS.items():
-        write_rows(folder / f"{name}.jsonl", problems[start : start + count])
-        start += count
+    problems: list[Problem] = []
+    for number, (name, count) in enumerate(ROWS.items()):
+        known = frozenset(problem.question for problem in problems)
+        drawn = draw_many(count, 1000 * seed + number, known, SLIP if name == "sft" else 0.0)
+        write_rows(folder / f"{name}.jsonl", drawn)
+        problems += drawn
     return problems
 
 

@@ -27,31 +27,40 @@ class Problem:
     answer: int
 
 
-def draw(rng: random.Random, largest: int = 9) -> Problem:
-    """One problem; every number and every partial result lies between 0 and ``2 * largest``."""
+def draw(rng: random.Random, largest: int = 9, slip: float = 0.0) -> Problem:
+    """One problem with numbers up to ``largest`` and no negative results.
+
+    Args:
+        rng: where it comes from.
+        largest: largest number in the question.
+        slip: probability that a step of the worked solution counts one too many. ``answer`` is
+            right all the same.
+    """
     name, other = rng.sample(list(NAMES), 2)
     thing = rng.choice(THINGS)
-    start = total = rng.randint(1, largest)
+    start = total = counted = rng.randint(2, largest)
     clauses, working = [], []
     for _ in range(rng.choice((1, 2))):
         gain = total == 0 or (rng.random() < 0.5 and total < largest)
         n = rng.randint(1, largest) if gain else rng.randint(1, min(total, largest))
         result = total + n if gain else total - n
         clauses.append(rng.choice(GAINS if gain else LOSSES).format(n=n, other=other))
-        working.append(f"{total} {'+' if gain else '-'} {n} = {result}")
-        total = result
+        written = counted + n if gain else counted - n
+        written += rng.random() < slip
+        working.append(f"{counted} {'+' if gain else '-'} {n} = {written}")
+        total, counted = result, written
     question = (
         f"{name} has {start} {thing}. {NAMES[name]} {', then '.join(clauses)}. How many {thing} does {name} have now?"
     )
-    return Problem(question, f"{', '.join(working)}. Answer: {total}", total)
+    return Problem(question, f"{', '.join(working)}. Answer: {counted}", total)
 
 
-def draw_many(count: int, seed: int, exclude: frozenset[str] = frozenset()) -> list[Problem]:
+def draw_many(count: int, seed: int, exclude: frozenset[str] = frozenset(), slip: float = 0.0) -> list[Problem]:
     """``count`` different problems whose questions are not in ``exclude``."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < count:
-        problem = draw(rng)
+        problem = draw(rng, slip=slip)
         if problem.question not in exclude:
             found[problem.question] = problem
     return list(found.values())

@@ -1,0 +1,52 @@
+"""A small world for whole runs: word problems, their tokenizer, and a random model of 40,000 parameters."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "word_problems"
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """Folder with ``data/{train,heldout}.jsonl`` and ``model/``."""
+    sys.path.insert(0, str(EXAMPLE))
+    spec = importlib.util.spec_from_file_location("prepare", EXAMPLE / "prepare.py")
+    prepare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare)
+    sys.path.remove(str(EXAMPLE))
+    prepare.ROWS = {"sft": 64, "train": 64, "heldout": 8}
+    folder = tmp_path_factory.mktemp("world")
+    prepare.prepare(folder)
+    config = folder / "model" / "config.json"
+    small = json.loads(config.read_text()) | {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "head_dim": 8,
+    }
+    config.write_text(json.dumps(small))
+    return folder
+
+
+@pytest.fixture
+def grpo(world, tmp_path):
+    """Settings of a two-step GRPO run in ``tmp_path``, as ``load_config`` takes them."""
+    return {
+        "model.path": str(world / "model"),
+        "data.train": str(world / "data" / "train.jsonl"),
+        "data.validation": str(world / "data" / "heldout.jsonl"),
+        "data.prompts_per_step": 4,
+        "rollout.group_size": 4,
+        "rollout.max_response_tokens": 8,
+        "actor.optim.lr": 1e-3,
+        "run.dir": str(tmp_path / "runs"),
+        "run.name": "r",
+        "run.steps": 2,
+        "tracking.trackers": [],
+    }

@@ -1,0 +1,251 @@
+"""Whole GRPO runs on a tiny model: the loop, its metrics, its guards, resume, and the Python API."""
+
+import json
+
+import pytest
+import torch
+
+from engine_core import Trainer, load_config
+from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.rollout_files import read_rollouts
+
+RUN = """
+[[reward]]
+name = "length"
+[reward.length]
+max_tokens = 8
+buffer_tokens = 4
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def write(text=RUN, **files):
+        for name, content in files.items():
+            (tmp_path / f"{name}.py").write_text(content)
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def digits(completions):
+    """Share of characters that are digits: a reward with a spread for a random model."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def trainer(grpo, changes=None, **live):
+    live.setdefault("rewards", [digits])
+    return Trainer(load_config(overrides={**grpo, **(changes or {})}), **live)
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(lines):
+    dropped = ("time", "throughput", "memory", "sync/seconds")
+    return [{k: v for k, v in line.items() if not k.startswith(dropped)} for line in lines]
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.runtime.engines["actor"].named_weights()}
+
+
+@pytest.fixture
+def keep_engines(monkeypatch):
+    """Weights of the actor at the end of a run, by run folder name."""
+    kept = {}
+    close = Trainer.close
+
+    def closing(self):
+        if self.groups:
+            kept[self.folder.path.name if self.folder else ""] = weights(self)
+        close(self)
+
+    monkeypatch.setattr(Trainer, "close", closing)
+    return kept
+
+
+def test_two_steps_write_metrics_rollouts_and_a_checkpoint(grpo):
+    run = trainer(grpo)
+    run.train()
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == [1, 2]
+    wanted = {"reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "mismatch/mean_abs", "time/generate"}
+    assert wanted <= set(lines[0])
+    assert lines[0]["rollouts"] == 16
+    rollouts = read_rollouts(sorted(run.folder.rollouts_dir.glob("*.parquet"))[0])
+    assert [r.group_id for r in rollouts] == [i // 4 for i in range(16)]
+    assert (run.folder.checkpoints / "step_00000002" / "manifest.json").exists()
+
+
+def test_sampler_and_trainer_agree_before_the_first_update(grpo):
+    run = trainer(grpo)
+    run.train()
+    assert metrics_of(run)[0]["mismatch/max_abs"] < 1e-4
+    assert metrics_of(run)[1]["mismatch/max_abs"] < 1e-4  # and after it: the sampler has the new weights
+
+
+def test_the_ratio_of_an_unchanged_policy_is_exactly_one(grpo):
+    run = trainer(grpo, {"algorithm.mini_batch_prompts": 2, "actor.optim.lr": 0.0})
+    run.train()
+    assert metrics_of(run)[0]["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics_of(run)[0]["actor/approx_kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_the_same_seed_gives_the_same_run(grpo, keep_engines):
+    first, second = trainer(grpo), trainer(grpo, {"run.name": "again"})
+    first.train()
+    second.train()
+    assert without_time(metrics_of(first)) == without_time(metrics_of(second))
+    assert all(torch.equal(keep_engines["r"][n], keep_engines["again"][n]) for n in keep_engines["r"])
+
+
+def test_stop_and_resume_is_the_uninterrupted_run_bit_for_bit(grpo, keep_engines):
+    settings = {"run.steps": 4, "data.prompts_per_step": 6, "actor.optim.schedule": "cosine", "actor.optim.decay_steps": 4}
+    whole = trainer(grpo, settings | {"run.name": "whole"})
+    whole.train()
+    first = trainer(grpo, settings | {"run.steps": 2})
+    first.train()
+    second = trainer(grpo, settings)
+    second.train(resume=first.folder.path)
+    assert without_time(metrics_of(whole)) == without_time(metrics_of(second))
+    assert all(torch.equal(keep_engines["whole"][n], keep_engines["r"][n]) for n in keep_engines["whole"])
+
+
+def test_the_reference_is_the_starting_policy(grpo):
+    run = trainer(grpo, {"algorithm.kl_coef": 0.1})
+    run.train()
+    kl = [line["actor/kl"] for line in metrics_of(run)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-7)
+    assert kl[1] > 0
+
+
+def test_without_a_kl_no_reference_is_built(grpo):
+    run = trainer(grpo)
+    run.setup()
+    assert set(run.groups) == {"actor", "rollout"}
+    run.close()
+
+
+def test_a_kl_in_the_reward_lowers_the_reward_and_not_the_loss(grpo):
+    run = trainer(grpo, {"algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"})
+    run.train()
+    assert metrics_of(run)[0]["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_sampler_with_other_weights_ends_the_run_before_the_update(grpo, keep_engines):
+    run = trainer(grpo, {"rollout.max_log_prob_gap": 1e-9})
+    with pytest.raises(TrainingFailed, match=r"differ by .* \(rollout.max_log_prob_gap = 1e-09\).*left alone"):
+        run.train()
+    fresh = trainer(grpo, {"run.name": "fresh"})
+    fresh.setup()
+    assert all(torch.equal(tensor, keep_engines["r"][name]) for name, tensor in weights(fresh).items())
+    fresh.close()
+
+
+def test_gradients_that_stay_non_finite_end_the_run_with_the_weights_untouched(grpo, keep_engines, monkeypatch):
+    import engine_core.algorithms.losses as losses
+
+    original = losses.ppo_clip
+    monkeypatch.setattr(losses, "ppo_clip", lambda *a, **k: (original(*a, **k)[0] * float("nan"), {}))
+    run = trainer(grpo, {"run.steps": 5})
+    with pytest.raises(TrainingFailed, match="optimizer steps in a row .* not finite"):
+        run.train()
+    assert all(tensor.isfinite().all() for tensor in keep_engines["r"].values())
+
+
+def test_equal_rewards_give_finite_metrics_and_no_gradient(grpo):
+    run = trainer(grpo, rewards=[lambda completions: [1.0] * len(completions)])
+    run.train()
+    line = metrics_of(run)[0]
+    assert line["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
+    assert line["reward/zero_variance_groups"] == pytest.approx(1.0)
+    assert all(value == value for value in line.values() if isinstance(value, float))
+
+
+def test_a_step_whose_rewards_all_fail_updates_nothing(grpo):
+    def broken(completions):
+        raise RuntimeError("no")
+
+    run = trainer(grpo, {"run.steps": 1}, rewards=[broken])
+    with pytest.raises(TrainingFailed):
+        run.train()
+
+
+def test_a_schedule_changes_settings_by_step(grpo):
+    overrides = grpo | {"schedule": {"actor.optim.lr": [[0, 1e-3], [2, 1e-4]], "rollout.temperature": [[0, 1.0], [2, 0.5]]}}
+    run = Trainer(load_config(overrides=overrides), rewards=[digits])
+    run.train()
+    lines = metrics_of(run)
+    assert [line["actor/lr"] for line in lines] == [pytest.approx(1e-3), pytest.approx(1e-4)]
+    assert lines[1]["actor/entropy"] < lines[0]["actor/entropy"]  # of softmax(logits / temperature)
+    assert lines[1]["mismatch/max_abs"] < 1e-4  # both sides changed together
+
+
+def test_live_objects_stand_for_names(grpo, world):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(world / "model"))
+    rows = [{"prompt": f"Tom has {i} apples.", "answer": str(i)} for i in range(8)]
+    settings = {k: v for k, v in grpo.items() if not k.startswith(("model.", "data.train"))}
+    before = model.lm_head.weight.detach().clone()
+    run = Trainer(
+        load_config(overrides=settings),
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(world / "model"),
+        rewards=[digits],
+        data=rows,
+    )
+    run.train()
+    assert not torch.equal(before, model.lm_head.weight)
+
+
+def test_evaluation_scores_the_held_out_prompts_without_training(grpo):
+    run = trainer(grpo)
+    found = run.evaluate()
+    assert found["eval/prompts"] == 8
+    assert 0 <= found["eval/accuracy"] <= 1
+    assert run.evaluate() == found  # greedy
+    run.close()
+
+
+def test_a_run_without_a_reward_is_refused_before_anything_is_built(grpo):
+    with pytest.raises(ConfigError, match="reward"):
+        Trainer(load_config(overrides=grpo))
+
+
+def test_stages_filter_rollouts_and_an_empty_step_updates_nothing(grpo, run_file):
+    plugin = """
+from engine_core import hookimpl
+from engine_core.specs import Stage
+
+def none(rollouts, step):
+    return [], {"dropped": float(len(rollouts))}
+
+@hookimpl
+def engine_stages():
+    return {"none": Stage(load=none)}
+"""
+    path = run_file('plugins = ["drop.py"]\n[[stage]]\nname = "none"\n', drop=plugin)
+    run = Trainer(load_config(path, grpo), rewards=[digits])
+    run.train()
+    assert metrics_of(run)[0]["stage/none/dropped"] == 16
+    assert metrics_of(run)[0]["actor/empty_updates"] == 1
+
+
+def test_an_observer_that_fails_is_counted_and_does_not_stop_the_run(grpo, run_file):
+    plugin = """
+from engine_core import hookimpl
+
+@hookimpl
+def engine_on_event(event, step):
+    if event == "step_finished":
+        raise RuntimeError("dashboard down")
+"""
+    path = run_file('plugins = ["watch.py"]\n', watch=plugin)
+    run = Trainer(load_config(path, grpo), rewards=[digits])
+    run.train()
+    assert metrics_of(run)[1]["plugins/observer_failures"] == 1

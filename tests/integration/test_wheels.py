@@ -1,0 +1,103 @@
+"""Every distribution as a wheel, in a fresh environment without the source tree.
+
+The new environment sees the installed third-party packages of this one through a path file, since
+fetching torch again would prove nothing about us; of ours it has only the wheels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = [ROOT, *sorted(p.parent for p in ROOT.glob("plugins/[a-z]*/pyproject.toml"))]
+
+
+def run(*command, cwd, **env):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "ENGINE"))}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Folder with a wheel of each distribution."""
+    folder = tmp_path_factory.mktemp("wheels")
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
+    done = run(*build, *DISTRIBUTIONS, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh(wheels, tmp_path_factory):
+    """Folder of a virtual environment that holds our wheels and this environment's third-party packages."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", *wheels.glob("*.whl")]
+    done = run(*install, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).stdout.strip())
+    others = folder / "others"  # everything installed here but our own editable installs
+    others.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not entry.name.startswith(("engine_", "__editable__", "_engine")) and entry.suffix != ".pth":
+            (others / entry.name).symlink_to(entry)
+    (site / "others.pth").write_text(f"{others}\n")
+    return folder
+
+
+def test_every_wheel_is_typed_and_names_its_licence(wheels):
+    assert len(list(wheels.glob("*.whl"))) == len(DISTRIBUTIONS) >= 3
+    for wheel in wheels.glob("*.whl"):
+        names = zipfile.ZipFile(wheel).namelist()
+        metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
+        assert "License-Expression: Apache-2.0" in metadata, wheel.name
+        assert any(name.endswith("py.typed") for name in names), wheel.name
+
+
+def test_plugins_are_found_and_healthy(fresh):
+    done = run(fresh / "bin" / "engine", "plugins", "--check", "--json", cwd=fresh)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    listed = found["plugins"] if isinstance(found, dict) else found
+    names = {(entry["kind"], entry["name"]) for entry in listed}
+    assert {("train_engines", "torch"), ("rollout_engines", "hf"), ("rewards", "numeric")} <= names
+    assert all(entry["healthy"] for entry in listed), [entry for entry in listed if not entry["healthy"]]
+
+
+def test_a_run_is_validated_and_trained(fresh, world, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f"""
+[model]
+path = "{world / "model"}"
+[rollout]
+group_size = 4
+max_response_tokens = 8
+[[reward]]
+name = "numeric"
+[data]
+train = "{world / "data" / "train.jsonl"}"
+prompts_per_step = 4
+[run]
+steps = 2
+name = "wheels"
+"""
+    )
+    engine = fresh / "bin" / "engine"
+    checked = run(engine, "validate", file, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    trained = run(engine, "train", file, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert trained.returncode == 0, trained.stderr
+    assert len((tmp_path / "runs" / "wheels" / "metrics.jsonl").read_text().splitlines()) == 2
+    where = run(fresh / "bin" / "python", "-c", "import engine_core; print(engine_core.__file__)", cwd=tmp_path)
+    assert str(fresh) in where.stdout
