@@ -82,6 +82,8 @@ class PluginSet:
         self.plugins: list[Plugin] = []  # in the order of registration; asked from the last to the first
         self.named: list[Plugin] = []  # those of `plugins = [...]`
         self.observer_failures = 0
+        self.modules: Sequence[str] = ()  # as given to `load`, so that another process can do the same
+        self.root, self.allow_code = Path.cwd(), False
         self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}
 
     @classmethod
@@ -106,7 +108,9 @@ class PluginSet:
             PluginProblems: everything that is wrong, at once.
         """
         plugin_set = cls()
-        loader = _Loader(plugin_set, root or Path.cwd(), allow_code)
+        plugin_set.modules, plugin_set.root = tuple(modules), root or Path.cwd()
+        plugin_set.allow_code = allow_code
+        loader = _Loader(plugin_set, plugin_set.root, allow_code)
         loader.load(names, modules)
         if loader.problems:
             raise PluginProblems(loader.problems)

@@ -74,10 +74,15 @@ class Reward(Spec):
     """A reward function; it receives the arguments that it names (see ``engine_core.rewards``).
 
     Options of ``config`` reach the function as keyword arguments of the same names.
+
+    Args:
+        factory: ``load`` is no reward but makes one: it is called once in each worker with the
+            options, and with ``root`` (folder of the run file) and ``allow_code`` if it names them.
     """
 
     kind = "rewards"
     noun = "reward"
+    factory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

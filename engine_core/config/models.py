@@ -122,6 +122,8 @@ class RewardConfig(Table):
     """Time for one sample; after it the worker is killed and the sample follows `on_timeout`."""
     workers: NonNegativeInt = 1
     """Worker processes; 0 runs the function in the controller, where it cannot be killed."""
+    max_memory_gb: NonNegativeFloat = 0.0
+    """Address space of one worker, 10^9 bytes; more is a MemoryError in the function. 0: no limit."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
     """When the function raises, dies or returns nonsense: leave the sample out of the update, give it 0, or end the run."""
     on_timeout: Literal["drop", "zero", "fail"] = "drop"

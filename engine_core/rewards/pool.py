@@ -1,0 +1,238 @@
+"""The workers of one reward, and ``drive``, which keeps the workers of all rewards busy at once.
+
+A request holds several samples. When its worker dies or overstays, the sample it was at is failed, the
+others are sent again, and a new worker takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_core import errors
+from engine_core.errors import DataError, PluginError
+from engine_core.rewards.process import WorkerProcess, pump
+from engine_core.rewards.signatures import Outcome, Signature
+
+STARTUP_SECONDS = 120.0  # imports of the plugin
+GRACE_SECONDS = 1.0  # after the worker's own watchdog, which tells where the function was
+POLL_SECONDS = 0.25  # a death that no pipe tells is seen after this time
+SAMPLES_PER_REQUEST = 32
+SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
+
+logger = logging.getLogger("engine")
+
+OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, what happened
+
+
+@dataclass
+class Job:
+    """Samples of one request; the first ``done`` of them have their outcome."""
+
+    positions: Sequence[int]
+    done: int = 0
+
+
+class Worker(WorkerProcess):
+    """A process and what it is at."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        super().__init__(order)
+        self.ready = False
+        self.job: Job | None = None
+        self.since = time.monotonic()  # of the last sign of life while there is something to wait for
+
+
+class Pool:
+    """The workers of one reward.
+
+    Args:
+        name: the reward.
+        order: what a worker is told first: ``reward``, ``options``, ``modules``, ``root``,
+            ``allow_code``, ``path``, ``timeout``, ``max_memory_gb``.
+        size: number of workers.
+    """
+
+    def __init__(self, name: str, order: Mapping[str, Any], size: int) -> None:
+        self.name, self.order, self.size = name, order, size
+        self.timeout: float = order["timeout"]
+        self.workers: list[Worker] = []
+        self.signature: Signature | None = None
+        self.columns: Mapping[str, Sequence[Any]] = {}
+        self.queue: deque[Job] = deque()
+        self.outcomes: list[Outcome | None] = []
+        self.restarts = 0  # since the beginning
+
+    @property
+    def starting(self) -> bool:
+        return len(self.workers) < self.size or not all(worker.ready for worker in self.workers)
+
+    @property
+    def pending(self) -> bool:
+        return None in self.outcomes
+
+    def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
+        """Take up ``count`` samples; ``drive`` does them, ``outcomes`` then has one for each."""
+        assert self.signature is not None
+        self.columns, self.outcomes = columns, [None] * count
+        bounds = _bounds(self.signature, count, self.size)
+        self.queue = deque(Job(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False))
+
+    def tend(self, on_failure: OnFailure) -> None:
+        """Read answers, bury the dead and the late, replace them, hand out work."""
+        for worker in list(self.workers):
+            if dead := worker.dead:
+                worker.drain()
+            for message in worker.received():
+                self._answer(worker, message, on_failure)
+            waiting = worker.job is not None or not worker.ready
+            limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
+            if dead or (waiting and time.monotonic() - worker.since > limit):
+                self._bury(worker, on_failure)
+            elif worker.ready and worker.job is None and self.queue:
+                self._give(worker, self.queue.popleft())
+        while len(self.workers) < self.size:
+            self.workers.append(Worker(self.order))
+
+    def _give(self, worker: Worker, job: Job) -> None:
+        columns = {name: [values[i] for i in job.positions] for name, values in self.columns.items()}
+        try:
+            worker.send({"count": len(job.positions), "columns": columns})
+        except TypeError as exc:
+            raise DataError(
+                f"Reward '{self.name}' needs data that cannot be sent to its worker: {exc}. Keep text, numbers, "
+                "lists and tables in the rows, or set workers = 0."
+            ) from exc
+        worker.job, worker.since = job, time.monotonic()
+
+    def _answer(self, worker: Worker, message: dict[str, Any], on_failure: OnFailure) -> None:
+        worker.since = time.monotonic()
+        job = worker.job
+        if "refused" in message:
+            kind = getattr(errors, message["refused"], PluginError)
+            raise kind(message["message"])
+        if "ready" in message:
+            worker.ready = True
+            first, self.signature = self.signature is None, Signature(**message["ready"])
+            for line in message["notes"] if first else ():
+                logger.info("%s", line)
+        elif job and "done" in message:
+            worker.job = None
+        elif job and message["at"] is None:
+            self._blame(job, Outcome(**message["outcome"]), on_failure)
+        elif job:
+            job.done += 1
+            self._settle(job.positions[message["at"]], Outcome(**message["outcome"]), on_failure)
+
+    def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
+        waited = time.monotonic() - worker.since
+        worker.kill()
+        self.workers.remove(worker)
+        if not worker.ready:
+            raise PluginError(f"Reward '{self.name}' does not start: its worker {worker.last_words()}")
+        self.restarts += 1
+        if worker.job is None:
+            return
+        late = waited >= self.timeout
+        trace = worker.last_words()
+        message = f"no answer after {self.timeout:g} s" if late else f"its worker {trace.partition('. ')[0]}"
+        outcome = Outcome(failure="timeout" if late else "error", message=message, trace=trace)
+        self._blame(worker.job, outcome, on_failure)
+
+    def _blame(self, job: Job, outcome: Outcome, on_failure: OnFailure) -> None:
+        """Fail the sample that a request failed at; when that is not known, ask for each alone."""
+        assert self.signature is not None
+        left = list(job.positions[job.done :])
+        job.done = len(job.positions)
+        if not left:
+            return
+        if self.signature.streams:
+            failed, again = left[:1], [left[1:]] if left[1:] else []
+        elif self.signature.whole_batch or outcome.contract or len(left) == 1:
+            failed, again = left, []
+        else:
+            failed, again = [], [[position] for position in left]
+        self.queue.extendleft(Job(positions) for positions in reversed(again))
+        for position in failed:
+            self._settle(position, outcome, on_failure)
+
+    def _settle(self, position: int, outcome: Outcome, on_failure: OnFailure) -> None:
+        self.outcomes[position] = outcome
+        if outcome.failure:
+            on_failure(self.name, position, outcome)
+
+    def abandon(self) -> None:
+        """Drop what is not done; a worker that is at something is killed."""
+        self.queue.clear()
+        self.outcomes = []
+        for worker in [worker for worker in self.workers if worker.job]:
+            worker.kill()
+            self.workers.remove(worker)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers = []
+
+
+def start(pools: Sequence[Pool]) -> None:
+    """Start the workers that are missing, all at once, and wait until they are ready.
+
+    Raises:
+        EngineError: a reward does not load; the workers of all pools are ended.
+    """
+    try:
+        while any(pool.starting for pool in pools):
+            for pool in pools:
+                pool.tend(_unexpected)
+            pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+    except BaseException:
+        for pool in pools:
+            pool.close()
+        raise
+
+
+def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
+    """Work until every sample of every pool has its outcome.
+
+    Args:
+        pools: after ``begin``.
+        on_failure: told of each failed sample as it fails; what it raises ends the work, and the
+            workers are fit for the next.
+    """
+    try:
+        while any(pool.pending for pool in pools):
+            for pool in pools:
+                pool.tend(on_failure)
+            pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+    except BaseException:
+        for pool in pools:
+            pool.abandon()
+        raise
+
+
+def _unexpected(reward: str, position: int, outcome: Outcome) -> None:
+    raise AssertionError(f"no sample was given to '{reward}' at position {position}")
+
+
+def _bounds(signature: Signature, count: int, workers: int) -> list[int]:
+    """Where to cut ``count`` samples into requests.
+
+    In plural form a request of one sample would hide a function that returns one number for all, so
+    none is made where two samples are at hand.
+    """
+    if signature.whole_batch:
+        requests = 1
+    elif signature.streams:
+        requests = math.ceil(count / min(SAMPLES_PER_REQUEST, math.ceil(count / (2 * workers)) or 1))
+    elif signature.per_sample:
+        requests = math.ceil(count / min(SAMPLES_AT_ONCE, math.ceil(count / workers) or 1))
+    else:
+        requests = count // min(SAMPLES_PER_REQUEST, max(2, math.ceil(count / workers))) or 1
+    return [round(i * count / requests) for i in range(requests + 1)] if count else [0]

@@ -1,0 +1,336 @@
+"""From rollouts to rewards: run every ``[[reward]]``, apply its policies, sum by weight.
+
+``rollout.rewards`` holds what the functions gave; ``rollout.reward`` is the sum over the rewards that
+apply of ``weight * normalize(clip(value))``. A failed sample has None there (0 under ``zero``), and
+under ``drop`` its rollout is no longer ``valid``, unless the reward's weight is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.models import RewardConfig
+from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.rewards.pool import OnFailure, Pool, drive, start
+from engine_core.rewards.signatures import (
+    Outcome,
+    RewardFunction,
+    Signature,
+    arguments,
+    evaluate,
+    load_reward,
+)
+
+if TYPE_CHECKING:
+    from engine_core.plugins import PluginSet
+    from engine_core.types import Rollout
+
+METRIC_NAMES = frozenset(
+    {"mean", "std", "failures", "timeouts", "zero_variance_groups", "unrewarded", "kl_penalty"}
+)
+TRACES_LOGGED = 20  # different tracebacks of one reward; after that only counts
+
+logger = logging.getLogger("engine")
+
+
+class InProcess:
+    """A reward that runs in the controller: ``workers = 0``, or a Python function given to the trainer.
+
+    What it raises is a failed sample, as in a worker. It cannot be killed: one that hangs or crashes
+    the interpreter takes the run with it.
+    """
+
+    def __init__(self, reward: RewardFunction, timeout: float) -> None:
+        self.name, self.reward, self.timeout = reward.name, reward, timeout
+        self.signature: Signature | None = reward.signature
+        self.outcomes: list[Outcome | None] = []
+        self.restarts = 0
+
+    def run(self, columns: Mapping[str, Sequence[Any]], count: int, on_failure: OnFailure) -> None:
+        """Do all samples."""
+        own = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}
+        self.outcomes = [None] * count
+        for position, outcome in self._evaluate(own, count):
+            for failing in range(count) if position is None else (position,):
+                self.outcomes[failing] = outcome
+                if outcome.failure:
+                    on_failure(self.name, failing, outcome)
+
+    def _evaluate(
+        self, columns: Mapping[str, Sequence[Any]], count: int
+    ) -> Iterator[tuple[int | None, Outcome]]:
+        for position, outcome in evaluate(self.reward, columns, count, self.timeout, contextlib.nullcontext):
+            if position is not None or outcome.contract or self.reward.signature.whole_batch or count == 1:
+                yield position, outcome
+                continue
+            for alone in range(count):  # one call for each, to know which of them fails
+                row = {name: [values[alone]] for name, values in columns.items()}
+                for _, single in evaluate(self.reward, row, 1, self.timeout, contextlib.nullcontext):
+                    yield alone, single
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclasses.dataclass
+class RunningStd:
+    """Standard deviation of all values seen (Welford, https://doi.org/10.2307/1266577)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def update(self, values: Sequence[float]) -> None:
+        for value in values:
+            self.count += 1
+            delta = value - self.mean
+            self.mean += delta / self.count
+            self.squares += delta * (value - self.mean)
+
+    @property
+    def divisor(self) -> float:
+        """The deviation (n), or 1 while there is none."""
+        std = (self.squares / self.count) ** 0.5 if self.count else 0.0
+        return std if std > 1e-8 else 1.0
+
+
+class Scorer:
+    """One reward of a run: its settings, what runs it, what failed in the present step."""
+
+    def __init__(self, config: RewardConfig, runner: Pool | InProcess) -> None:
+        self.config, self.runner = config, runner
+        self.std = RunningStd()
+        self.failures = {"error": 0, "timeout": 0}
+        self.restarts = 0  # told in metrics so far
+        self.first_failure = ""
+        self.logged: set[str] = set()
+
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
+
+    def value(self, outcome: Outcome) -> float | None:
+        """What ``rollout.rewards`` shows."""
+        return 0.0 if self.policy(outcome) == "zero" else outcome.value
+
+    def policy(self, outcome: Outcome) -> str:
+        """``drop``, ``zero`` or ``fail`` for a failure, else an empty string."""
+        policies = {"error": self.config.on_error, "timeout": self.config.on_timeout}
+        return policies.get(outcome.failure, "")
+
+    def clipped(self, value: float) -> float:
+        low, high = self.config.clip or (value, value)
+        return min(max(value, low), high)
+
+    def note(self, outcome: Outcome, sample: str, step: int, count: int) -> None:
+        """Count a failure; raise where the settings say that the run ends."""
+        self.failures[outcome.failure] += 1
+        self.first_failure = self.first_failure or f"sample {sample}: {outcome.message}"
+        if outcome.message not in self.logged and len(self.logged) < TRACES_LOGGED:
+            self.logged.add(outcome.message)
+            text = f"{outcome.message}\n{outcome.trace}".strip()
+            logger.warning(
+                "Reward '%s' failed on sample %s in step %d: %s", self.config.name, sample, step, text
+            )
+        name, share = self.config.name, self.config.max_failure_share
+        if self.policy(outcome) == "fail":
+            key = "on_timeout" if outcome.failure == "timeout" else "on_error"
+            raise TrainingFailed(
+                f"Reward '{name}' failed in step {step} on sample {sample}: {outcome.message} "
+                f'The run ends because {key} = "fail". The weights were left alone.'
+            )
+        if self.failed > share * count:
+            raise TrainingFailed(
+                f"Reward '{name}' failed on {self.failed} of the {count} samples of step {step}, more than "
+                f"max_failure_share = {share:g} allows. First: {self.first_failure} The weights were left alone."
+            )
+
+
+class RewardRunner:
+    """All rewards of a run.
+
+    Args:
+        configs: the ``[[reward]]`` tables.
+        plugins: offers their functions; a worker loads its own copy by name.
+        tokenizer: decodes responses that came without text.
+        live: functions to run in the controller, weight 1, named by their ``__name__``.
+
+    Raises:
+        EngineError: two rewards of one name, or a reward that does not load. No process is left.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[RewardConfig],
+        plugins: PluginSet,
+        tokenizer: Any = None,
+        live: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.scorers = [Scorer(config, _runner(config, plugins)) for config in configs]
+        self.scorers += [_live(function) for function in live]
+        names = [scorer.config.name for scorer in self.scorers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"Reward '{name}' is given {names.count(name)} times. Each name may stand once."
+                )
+            if name in METRIC_NAMES:
+                raise ConfigError(
+                    f"Reward '{name}' has the name of the metric 'reward/{name}'. Choose another."
+                )
+        self.pools = [scorer.runner for scorer in self.scorers if isinstance(scorer.runner, Pool)]
+        start(self.pools)
+
+    def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
+        """Fill in ``rewards``, ``reward`` and ``valid`` of each rollout.
+
+        Args:
+            rollouts: any number; a rollout that is not valid is scored and stays so.
+            step: for messages.
+            training: False leaves the statistics of ``normalize`` as they are.
+
+        Returns:
+            Metrics ``reward/...``: ``mean`` and ``std`` over valid rollouts, ``NAME`` (mean of its raw
+            values where it applied), ``NAME/errors``, ``/timeouts``, ``/restarts``, their totals
+            ``failures`` and ``timeouts``, ``unrewarded`` (rollouts to which no reward applied, made
+            invalid), ``zero_variance_groups`` (share of groups whose valid rewards are all equal).
+
+        Raises:
+            TrainingFailed: a policy says so. The rollouts are as they were; the runner can be used again.
+            DataError: a reward needs a column that the data lacks.
+        """
+        for rollout in rollouts:
+            if not rollout.text and self.tokenizer is not None and rollout.response_length:
+                response = rollout.token_ids[rollout.prompt_length :]
+                rollout.text = self.tokenizer.decode(response, skip_special_tokens=True)
+        self._run(rollouts, step)
+        metrics = self._sum(rollouts, training)
+        return metrics | self._failures(step) | _statistics(rollouts)
+
+    def _run(self, rollouts: Sequence[Rollout], step: int) -> None:
+        """Every runner's ``outcomes`` for these rollouts; workers of all rewards work at once."""
+        scorers = {scorer.config.name: scorer for scorer in self.scorers}
+
+        def on_failure(reward: str, position: int, outcome: Outcome) -> None:
+            rollout = rollouts[position]
+            sample = f"{rollout.prompt.id} ({rollout.request_id})"
+            scorers[reward].note(outcome, sample, step, len(rollouts))
+
+        start(self.pools)
+        columns = {}
+        for scorer in self.scorers:
+            scorer.failures, scorer.first_failure = {"error": 0, "timeout": 0}, ""
+            assert scorer.runner.signature is not None
+            columns[scorer.config.name] = arguments(scorer.config.name, scorer.runner.signature, rollouts)
+        for pool in self.pools:
+            pool.begin(columns[pool.name], len(rollouts))
+        drive(self.pools, on_failure)
+        for scorer in self.scorers:
+            if isinstance(scorer.runner, InProcess):
+                scorer.runner.run(columns[scorer.config.name], len(rollouts), on_failure)
+
+    def _sum(self, rollouts: Sequence[Rollout], training: bool) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        totals: list[float] = [0.0] * len(rollouts)
+        applied, dropped = [False] * len(rollouts), [False] * len(rollouts)
+        for scorer in self.scorers:
+            config, outcomes = scorer.config, [o for o in scorer.runner.outcomes if o is not None]
+            values = [scorer.value(outcome) for outcome in outcomes]
+            known = [value for value in values if value is not None]
+            if config.normalize and training:
+                scorer.std.update([scorer.clipped(value) for value in known])
+            divisor = scorer.std.divisor if config.normalize else 1.0
+            for i, (outcome, value) in enumerate(zip(outcomes, values, strict=True)):
+                rollouts[i].rewards[config.name] = value
+                dropped[i] |= scorer.policy(outcome) == "drop" and config.weight != 0
+                if value is not None and config.weight != 0:
+                    applied[i] = True
+                    totals[i] += config.weight * scorer.clipped(value) / divisor
+            if known:
+                metrics[f"reward/{config.name}"] = statistics.fmean(known)
+        weighed = any(scorer.config.weight for scorer in self.scorers)
+        for i, rollout in enumerate(rollouts):
+            rollout.reward = totals[i]
+            rollout.valid = rollout.valid and not dropped[i] and (applied[i] or not weighed)
+        unrewarded = sum(not a and not d for a, d in zip(applied, dropped, strict=True)) if weighed else 0
+        return metrics | {"reward/unrewarded": float(unrewarded)}
+
+    def _failures(self, step: int) -> dict[str, float]:
+        metrics = {"reward/failures": 0.0, "reward/timeouts": 0.0}
+        for scorer in self.scorers:
+            name, failures = scorer.config.name, scorer.failures
+            restarts, scorer.restarts = scorer.runner.restarts - scorer.restarts, scorer.runner.restarts
+            metrics["reward/failures"] += scorer.failed
+            metrics["reward/timeouts"] += failures["timeout"]
+            metrics[f"reward/{name}/errors"] = float(failures["error"])
+            metrics[f"reward/{name}/timeouts"] = float(failures["timeout"])
+            metrics[f"reward/{name}/restarts"] = float(restarts)
+            if scorer.failed:
+                logger.warning(
+                    "Reward '%s' failed on %d of %d samples of step %d (%d errors, %d time-outs). First: %s",
+                    name, scorer.failed, len(scorer.runner.outcomes), step, failures["error"], failures["timeout"], scorer.first_failure,
+                )  # fmt: skip
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: plain values."""
+        return {s.config.name: dataclasses.asdict(s.std) for s in self.scorers if s.config.normalize}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``; a reward that it does not know starts anew."""
+        for scorer in self.scorers:
+            if scorer.config.name in state:
+                scorer.std = RunningStd(**state[scorer.config.name])
+
+    def close(self) -> None:
+        """End the workers; ``score`` would start new ones."""
+        for scorer in self.scorers:
+            scorer.runner.close()
+
+
+def _runner(config: RewardConfig, plugins: PluginSet) -> Pool | InProcess:
+    options = config.options.model_dump(mode="json") if config.options is not None else None
+    if config.workers == 0:
+        reward = load_reward(config.name, plugins, options, plugins.root, plugins.allow_code)
+        return InProcess(reward, config.timeout_seconds)
+    plugins.spec("rewards", config.name)  # refuses a name that the run did not load
+    order = {
+        "reward": config.name,
+        "options": options,
+        "modules": list(plugins.modules),
+        "root": str(plugins.root),
+        "allow_code": plugins.allow_code,
+        "path": [entry or "." for entry in sys.path],
+        "timeout": config.timeout_seconds,
+        "max_memory_gb": config.max_memory_gb,
+    }
+    return Pool(config.name, order, config.workers)
+
+
+def _live(function: Callable[..., Any]) -> Scorer:
+    plain = getattr(function, "func", function)  # functools.partial
+    name = getattr(plain, "__name__", type(plain).__name__)
+    config = RewardConfig(name=name, workers=0)
+    return Scorer(config, InProcess(RewardFunction(name, function, {}), config.timeout_seconds))
+
+
+def _statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rewards = [r.reward for r in rollouts if r.valid]
+    groups: dict[int, set[float]] = {r.group_id: set() for r in rollouts}
+    for rollout in rollouts:
+        if rollout.valid:
+            groups[rollout.group_id].add(rollout.reward)
+    flat = sum(len(values) < 2 for values in groups.values())
+    return {
+        "reward/mean": statistics.fmean(rewards) if rewards else 0.0,
+        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "reward/zero_variance_groups": flat / len(groups) if groups else 0.0,
+    }

@@ -1,0 +1,322 @@
+"""Which arguments a reward function takes, how it is called, and what it may return.
+
+The *form* follows from the names of the arguments:
+
+* plural (``completions``, ``prompts``, ...): called with lists, returns a list of that length;
+* singular (``completion``, ``prompt``, ``solution_str``, ...): called for each sample, returns a number;
+* neither: with lists.
+
+A function in plural form is called with a part of the step's samples, so that they spread over
+workers. One whose value for a sample depends on the others names ``group_ids``: it is called once
+with all samples, and fails for all of them.
+
+Texts are always strings, also for conversations: the response as decoded, the prompt as rendered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import ConfigError, DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from engine_core.plugins import PluginSet
+    from engine_core.types import Rollout
+
+OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
+    "completions": lambda r: r.text,
+    "prompts": lambda r: r.prompt.text,
+    "completion_ids": lambda r: r.token_ids[r.prompt_length :].tolist(),
+    "prompt_ids": lambda r: r.prompt.token_ids,
+    "token_ids": lambda r: r.token_ids.tolist(),  # prompt and response
+    "response_lengths": lambda r: r.response_length,  # tokens
+    "finish_reasons": lambda r: r.finish_reason,
+    "group_ids": lambda r: r.group_id,
+}
+"""What the engine offers besides the columns of the data, which may not take these names."""
+
+PLURAL = frozenset({"completions", "prompts", "response_lengths", "finish_reasons", "group_ids"})
+SINGULAR = {
+    "completion": "completions",
+    "solution_str": "completions",  # verl
+    "prompt": "prompts",
+    "response_length": "response_lengths",
+    "finish_reason": "finish_reasons",
+}
+COLUMN_ALIASES = {"ground_truth": "answer"}  # verl; used where the data has no column of that name
+TRL_NAMES = ("prompts", "completions", "completion_ids")  # what **columns receives besides the columns
+
+ASYNC_GRACE_SECONDS = 0.5  # the event loop tells which sample is late; only if it hangs, the guard acts
+TRACE_CHARACTERS = 3000
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the caller must know of a function; plain values, so that a worker can tell them."""
+
+    per_sample: bool
+    asynchronous: bool
+    whole_batch: bool  # names group_ids: one call with all samples
+    names: tuple[str, ...]  # arguments to fill, options left out
+    required: tuple[str, ...]  # those of them without a default
+    all_columns: bool  # has **kwargs
+
+    @property
+    def streams(self) -> bool:
+        """Whether samples are done one after another, so that a lost worker tells which one it was at."""
+        return self.per_sample and not self.asynchronous
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one sample got: a value (None: not applicable), or a failure."""
+
+    value: float | None = None
+    failure: str = ""  # "", "error", "timeout"
+    message: str = ""
+    trace: str = ""
+    contract: bool = False  # the function broke its contract for all samples of the call
+
+
+class BadResult(Exception):
+    """A function returned what is no reward; the message says what was expected."""
+
+
+class RewardFunction:
+    """A function with its options, ready to be called.
+
+    Args:
+        name: for messages.
+        function: anything callable by argument names, synchronous or not.
+        options: the arguments that its table fills.
+
+    Raises:
+        ConfigError: it cannot be called by names, or does not take one of the options.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self.name, self.function, self.options = name, function, dict(options)
+        self.signature = _inspect(name, function, self.options)
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Call it; it may change what it is given."""
+        return self.function(**arguments, **copy.deepcopy(self.options))
+
+
+def load_reward(
+    name: str, plugins: PluginSet, options: Mapping[str, Any] | None, root: Path, allow_code: bool
+) -> RewardFunction:
+    """A reward of loaded plugins, its options checked; imports the plugin's code.
+
+    Args:
+        name: as in ``[[reward]] name``.
+        plugins: the set that offers it.
+        options: its table; None: all defaults.
+        root: folder of the run file, which a factory may ask for.
+        allow_code: whether files outside of it may be run, which a factory may ask for.
+    """
+    spec, function = plugins.spec("rewards", name), plugins.resolve("rewards", name)
+    model = spec.config.model_validate(options or {})
+    values = {field: getattr(model, field) for field in type(model).model_fields}
+    if not getattr(spec, "factory", False):
+        return RewardFunction(name, function, values)
+    context = {"root": root, "allow_code": allow_code}
+    taken = inspect.signature(function).parameters
+    return RewardFunction(name, function(**values, **{k: v for k, v in context.items() if k in taken}), {})
+
+
+def _inspect(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Signature:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"Reward '{name}' is {function!r}, whose arguments cannot be read. Wrap it in a def."
+        ) from exc
+    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
+        raise ConfigError(
+            f"Reward '{name}' has the positional-only argument '{positional[0]}'; arguments are given by name."
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for option in options:
+        if not accepts_all and option not in {p.name for p in named}:
+            known = did_you_mean(option, [p.name for p in named])
+            raise ConfigError(
+                f"Reward '{name}' declares the option '{option}' but has no such argument.{known}"
+            )
+    taken = [p for p in named if p.name not in options]
+    singular = [p.name for p in taken if p.name in SINGULAR]
+    plural = [p.name for p in taken if p.name in PLURAL]
+    if singular and plural:
+        raise ConfigError(
+            f"Reward '{name}' names '{singular[0]}' (one sample a call) and '{plural[0]}' (lists). Name one form."
+        )
+    plain = inspect.unwrap(function)
+    return Signature(
+        per_sample=bool(singular),
+        asynchronous=inspect.iscoroutinefunction(plain)
+        or inspect.iscoroutinefunction(getattr(plain, "__call__", None)),  # noqa: B004
+        whole_batch="group_ids" in plural,
+        names=tuple(p.name for p in taken),
+        required=tuple(p.name for p in taken if p.default is p.empty),
+        all_columns=accepts_all,
+    )
+
+
+def arguments(name: str, signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """The values of the arguments that a function takes, each a list with one entry a rollout.
+
+    Raises:
+        DataError: an argument without default is neither offered nor a column of any rollout.
+    """
+    columns = dict.fromkeys(column for r in rollouts for column in r.prompt.columns)
+    wanted = dict.fromkeys(signature.names)
+    if signature.all_columns:
+        wanted |= columns | ({} if signature.per_sample else dict.fromkeys(TRL_NAMES))
+    values: dict[str, list[Any]] = {}
+    for argument in wanted:
+        offered = SINGULAR.get(argument, argument)
+        column = argument if argument in columns else COLUMN_ALIASES.get(argument, argument)
+        if offered in OFFERED:
+            values[argument] = [OFFERED[offered](r) for r in rollouts]
+        elif column in columns:
+            values[argument] = [r.prompt.columns.get(column) for r in rollouts]
+        elif argument in signature.required and rollouts:
+            known = did_you_mean(argument, [*columns, *OFFERED, *SINGULAR])
+            raise DataError(f"Reward '{name}' needs '{argument}', which is no column of the data.{known}")
+    return values
+
+
+def evaluate(
+    reward: RewardFunction,
+    columns: Mapping[str, Sequence[Any]],
+    count: int,
+    timeout: float,
+    guard: Callable[[float], AbstractContextManager[Any]],
+) -> Iterator[tuple[int | None, Outcome]]:
+    """Call a function on ``count`` samples.
+
+    Args:
+        reward: the function.
+        columns: argument values, each of ``count`` entries.
+        count: samples.
+        timeout: seconds for a call; of an asynchronous function in singular form, for a sample.
+        guard: entered around every call, with the seconds it may take.
+
+    Yields:
+        Position and outcome, as they come; position None: the outcome of the whole call.
+    """
+    signature = reward.signature
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
+    if signature.streams:
+        for position, row in enumerate(rows):
+            try:
+                with guard(timeout):
+                    outcome = Outcome(number(reward.name, reward.call(row)))
+            except (Exception, SystemExit) as exc:
+                outcome = failed(exc)
+            yield position, outcome
+        return
+    try:
+        with guard(timeout + ASYNC_GRACE_SECONDS if signature.per_sample else timeout):
+            if signature.per_sample:
+                results = asyncio.run(_gather(reward, rows, timeout))
+            else:
+                results = numbers_of(reward.name, _finish(reward.call(columns)), count)
+    except (Exception, SystemExit) as exc:
+        yield None, failed(exc)
+    else:
+        yield from enumerate(results)
+
+
+def _finish(result: Any) -> Any:
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+
+
+async def _gather(reward: RewardFunction, rows: Sequence[Mapping[str, Any]], timeout: float) -> list[Outcome]:
+    async def one(row: Mapping[str, Any]) -> Outcome:
+        try:
+            return Outcome(number(reward.name, await asyncio.wait_for(reward.call(row), timeout)))
+        except TimeoutError:
+            return Outcome(failure="timeout", message=f"no answer after {timeout:g} s")
+        except Exception as exc:
+            return failed(exc)
+
+    return list(await asyncio.gather(*(one(row) for row in rows)))
+
+
+def number(name: str, value: Any) -> float | None:
+    """One reward as a float; a scalar of NumPy or of torch on any device, a bool, verl's dict.
+
+    Raises:
+        BadResult: it is none, or not finite.
+    """
+    if isinstance(value, dict) and "score" in value:
+        value = value["score"]
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        raise BadResult(f"Reward '{name}' must give a number or None for each sample, got {_shown(value)}.")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise BadResult(f"Reward '{name}' must give a finite number for each sample, got {result}.")
+    return result
+
+
+def numbers_of(name: str, result: Any, count: int) -> list[Outcome]:
+    """The outcome of each sample of one call in plural form.
+
+    Raises:
+        BadResult: not a list, tuple, array or tensor of ``count`` entries. Nothing is broadcast.
+    """
+    wanted = f"Reward '{name}' must return a list of {count} numbers, one for each sample, got"
+    shape = getattr(result, "shape", None)
+    if shape is not None and hasattr(result, "tolist"):
+        if len(shape) != 1:
+            raise BadResult(f"{wanted} {type(result).__name__} of shape {tuple(shape)}.")
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        raise BadResult(f"{wanted} {_shown(result)}.")
+    if len(result) != count:
+        raise BadResult(f"{wanted} a {type(result).__name__} of length {len(result)}.")
+    return [_checked(name, value) for value in result]
+
+
+def _checked(name: str, value: Any) -> Outcome:
+    try:
+        return Outcome(number(name, value))
+    except BadResult as exc:
+        return failed(exc)
+
+
+def failed(exc: BaseException) -> Outcome:
+    """The failure that an exception is, with the traceback from the function's own frame on."""
+    if isinstance(exc, BadResult):
+        return Outcome(failure="error", message=str(exc), contract=True)
+    frame = exc.__traceback__
+    while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    trace = "".join(traceback.format_exception(type(exc), exc, frame))[-TRACE_CHARACTERS:]
+    return Outcome(failure="error", message=f"{type(exc).__name__}: {exc}"[:500], trace=trace)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60} ({type(value).__name__})"
