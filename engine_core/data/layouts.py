@@ -19,13 +19,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine_core.config.models import ColumnsConfig
 from engine_core.data.rows import BadRow
 from engine_core.errors import did_you_mean
-
-if TYPE_CHECKING:
-    from engine_core.config.models import ColumnsConfig
 
 Message = dict[str, Any]
 
@@ -91,7 +89,7 @@ def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: 
         result = Row(_text_or_messages(_column(row, name, "prompt"), name, layout == "verl"))
         if learn:
             response = columns.response
-            if layout == "trl" and "response" not in columns.model_fields_set:
+            if layout == "trl" and columns.response == ColumnsConfig().response:
                 response = "completion"
             result.response = _text_or_messages(_column(row, response, "response"), response)
     others = {key: _plain(value) for key, value in row.items() if key != name}
@@ -125,7 +123,7 @@ def _add_answer(result: dict[str, Any], row: Mapping[str, Any], layout: str, col
         if not isinstance(model, Mapping) or "ground_truth" not in model:
             raise BadRow(f"column 'reward_model' must hold a ground_truth, got {_shown(model)}")
         result["answer"] = _plain(model["ground_truth"])
-    elif "answer" in columns.model_fields_set:
+    elif columns.answer != ColumnsConfig().answer:  # a resolved config names the default too
         _column(row, columns.answer, "answer")
 
 

@@ -157,7 +157,7 @@ class TrainingRun(abc.ABC):
             return self._loop()
         except BaseException as error:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            if not isinstance(error, KeyboardInterrupt):
+            if self.folder is not None and not isinstance(error, KeyboardInterrupt):
                 log.error("Run failed in step %d: %s", self.step_done + 1, error)
             raise
         finally:
