@@ -12,11 +12,11 @@ import pytest
 from engine_core import machine
 
 MOUNTS = """\
-/dev/sda1 / ext4 rw 0 0
 server:/export /home nfs4 rw 0 0
 /dev/sdb1 /home/me/scratch xfs rw 0 0
 share /mnt/my\\040share cifs rw 0 0
 bucket /mnt/bucket fuse.gcsfuse rw 0 0
+/dev/sda1 / ext4 rw 0 0
 """
 
 

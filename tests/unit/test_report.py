@@ -76,6 +76,7 @@ def test_the_page_fetches_nothing_runs_nothing_and_shows_what_was_said(tmp_path)
     addresses.feed(text)
     assert addresses.found == []
     assert "@import" not in text
+    assert "<!DOCTYPE svg" not in text
     assert "url(http" not in text
     assert "first &lt;script&gt;alert(1)&lt;/script&gt;&amp;&lt;b&gt;" in text
     assert "asked &lt;script&gt;" in text

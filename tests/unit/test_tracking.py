@@ -195,6 +195,16 @@ def test_a_run_in_use_is_refused_with_its_holder(run):
     RunFolder.open(run.path, resume_step=0).close()
 
 
+def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run = RunFolder.create(config_in(tmp_path))
+    assert f"Cannot lock {run.path} ([Errno 37] No locks available)" in caplog.text
+    run.close()
+
+
 def test_secrets_are_in_no_file_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", CANARY)
     monkeypatch.setattr(sys, "argv", ["engine", "train", f"--set=x={CANARY}"])
