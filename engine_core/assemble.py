@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.choices import places, prepared, used_names
 from engine_core.config.dump import as_data
-from engine_core.config.inputs import data_problems, files_of, model_problems
+from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.validate import validate
 from engine_core.errors import ConfigError, PluginError
@@ -174,11 +174,12 @@ def _where(raw: RawConfig, kind: str, name: str) -> str:
 def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
     """Paths of a file are relative to that file's folder, others to the working directory.
 
-    A model's path stays as it is where nothing lies there: it may be a hub name.
+    ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
     for key, holder, field in _model_paths(config):
         text = getattr(holder, field)
-        if text and (path := _absolute(raw, key, text)).exists():
+        path = _absolute(raw, key, text or "")
+        if text and (path.parent.is_dir() or not HUB_NAME.fullmatch(text)):
             setattr(holder, field, str(path))
     for field in ("train", "validation"):
         value = getattr(config.data, field)

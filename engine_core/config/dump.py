@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from engine_core.config.choices import CHOICES, bare
-from engine_core.config.read import Path_, key_text
+from engine_core.config.read import Path_, key_text, quoted
 from engine_core.redaction import REDACTED, secrets_in
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return quoted(value)
     if isinstance(value, list):
         return f"[{', '.join(_value(entry) for entry in value)}]"
     if isinstance(value, dict):

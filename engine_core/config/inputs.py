@@ -19,7 +19,7 @@ from engine_core.errors import did_you_mean
 SCAN_BYTES = 8_000_000
 SHOWN = 5  # problems told of one file
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 Rows = Iterator[tuple[int, dict[str, Any] | str]]  # line, and the row or what is wrong with it
@@ -55,7 +55,7 @@ def _folder_problem(key: str, text: str, files: tuple[str, ...], expected: str) 
             yield f"{key}: '{text}' has no {' or '.join(files)}. Expected {expected}."
     elif path.exists():
         yield f"{key}: '{text}' is a file. Expected {expected}."
-    elif not _HUB_NAME.fullmatch(text) or path.parent.is_dir():
+    elif not HUB_NAME.fullmatch(text) or path.parent.is_dir():
         names = (
             [str(path.parent / other.name) for other in path.parent.iterdir()] if path.parent.is_dir() else []
         )
@@ -133,7 +133,8 @@ def _column_problem(row: dict[str, Any], data: DataConfig) -> str | None:
 
 def _jsonl(path: Path) -> Rows:
     for line, text in _lines(path):
-        if not text.strip():
+        text = text.strip()
+        if not text:
             continue
         try:
             row = json.loads(text)
@@ -144,7 +145,7 @@ def _jsonl(path: Path) -> Rows:
         except RecursionError:
             yield line, "no usable JSON: nested too deeply."
             continue
-        yield line, row if isinstance(row, dict) else f"expected an object {{...}}, got {text.strip()[:40]}."
+        yield line, row if isinstance(row, dict) else f"expected an object {{...}}, got {text[:40]}."
 
 
 def _csv(path: Path) -> Rows:

@@ -90,6 +90,8 @@ class _Scanner:
 
     def value(self, path: KeyPath) -> None:
         opening = self.peek(_BLANK)
+        if len(path) > MAX_DEPTH:
+            self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
         if self.take("["):
             number = 0
             while self.peek(_SPACE) != "]":
@@ -106,15 +108,16 @@ class _Scanner:
             self.take("}")
         else:
             self.match(_STRING if opening and opening in "\"'" else _SCALAR)
-        if len(path) > MAX_DEPTH:
-            self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
 
     def key(self) -> list[str]:
         parts: list[str] = []
         while not parts or self.take("."):
             self.match(_BLANK)
             part = self.match(_KEY)
-            parts.append(str(tomllib.loads(f"k={part}")["k"]) if part[0] in "\"'" else part)
+            try:
+                parts.append(str(tomllib.loads(f"k={part}")["k"]) if part[0] in "\"'" else part)
+            except ValueError:
+                raise _NotTOML from None
             self.match(_BLANK)
             if len(parts) > MAX_DEPTH:
                 self.refuse(f"a key of more than {MAX_DEPTH} parts. Nothing in a run needs that")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
 import os
 import re
 import tomllib
@@ -76,14 +77,20 @@ class RawConfig:
     def origin(self, path: Sequence[str]) -> Origin | None:
         """Where ``path``, or else the table around it, was set; None: a default."""
         for count in range(len(path), 0, -1):
-            if found := self.origins.get(key_text(path[:count])):
-                return found
+            for key in (key_text(path[:count]), ".".join(path[:count])):  # [schedule] is flattened
+                if found := self.origins.get(key):
+                    return found
         return None
 
 
 def key_text(path: Sequence[str]) -> str:
     """A path as TOML writes it: ``schedule."rollout.temperature"``."""
-    return ".".join(part if _BARE_KEY.fullmatch(part) else f'"{part}"' for part in path)
+    return ".".join(part if _BARE_KEY.fullmatch(part) else quoted(part) for part in path)
+
+
+def quoted(text: str) -> str:
+    """A TOML string: JSON's escapes are TOML's, which asks for one more."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_config(
@@ -272,7 +279,7 @@ def split_key(key: str) -> Path_:
         match = _KEY_PART.match(key, at)
         if match is None:
             break
-        parts.append(match[1].strip().strip("\"'"))
+        parts.append(_parse_value(match[1]) if match[1][0] in "\"'" else match[1].strip())
         at = match.end()
     if at < len(key) or not parts or key.endswith("."):
         raise ConfigError(f"--set {key}: this is no key. Expected one like actor.optim.lr.")

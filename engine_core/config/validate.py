@@ -105,11 +105,15 @@ class _Validation:
         found = [(c, self.spec_of(c.kind, c.name)) for c in place.chosen if c.table == table]
         users = [(chosen, spec) for chosen, spec in found if spec is not None]
         path = (*place.path, table)
-        for chosen, spec in users:
-            others = {key for _, other in users for key in other.config.model_fields} - set(
-                spec.config.model_fields
-            )
-            mine = {k: v for k, v in data.items() if k not in others} if isinstance(data, dict) else data
+        for number, (chosen, spec) in enumerate(users):
+            mine = data
+            if isinstance(data, dict) and len(users) > 1:
+                others = (
+                    {key for _, other in users for key in other.config.model_fields}
+                    if number == 0
+                    else set(data)
+                )
+                mine = {k: v for k, v in data.items() if k in spec.config.model_fields or k not in others}
             owner = f" Table of {spec.noun} '{table}'; see: engine schema {key_text(_header(place, table))}"
             self.models[_header(place, table)] = spec.config
             done = self.check(spec.config, mine, path, owner)

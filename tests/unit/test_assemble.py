@@ -1,0 +1,202 @@
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from engine_core.assemble import check_complete, check_inputs, load_config, plugins_for
+from engine_core.config import dump_toml
+from engine_core.errors import ConfigError, PluginError
+
+SFT = 'trainer = "sft"\n[model]\npath = "model"\n[data]\ntrain = ["train.jsonl"]\n'
+PLUGIN = """\
+from engine_core import hookimpl
+from engine_core.specs import Options, Reward, RolloutBackend
+
+class Seven(Options):
+    scale: float = 1.0
+    '''Factor.'''
+
+@hookimpl
+def engine_rewards():
+    return {"seven": Reward(load=print, config=Seven)}
+
+@hookimpl
+def engine_rollout_engines():
+    return {"echo": RolloutBackend(load=print)}
+"""
+RL = """\
+plugins = ["say_seven.py"]
+[rollout]
+backend = "echo"
+[[reward]]
+name = "seven"
+[reward.seven]
+scale = 2.0
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A folder with a model, data, a one-file plugin; run.toml has the given text."""
+    for name in [name for name in os.environ if name.startswith("ENGINE__")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "project"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/config.json").touch()
+    (folder / "model/tokenizer.json").touch()
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": "x", "response": "y"}) + "\n")
+    (folder / "say_seven.py").write_text(PLUGIN)
+
+    def write(text, name="run.toml"):
+        (folder / name).write_text(text)
+        return folder / name
+
+    return write
+
+
+def problems(*files, **more):
+    with pytest.raises(ConfigError) as error:
+        load_config(*files, **more)
+    return [line.rpartition("/")[2] for line in error.value.problems]
+
+
+def test_a_run_file_is_read_with_the_plugins_that_it_names(run):
+    config = load_config(run(RL))
+    assert config.reward[0].options.scale == 2.0
+    assert plugins_for(config).spec("rewards", "seven").config.__name__ == "Seven"
+    assert config._source.unread == []
+
+
+def test_a_mapping_and_lines_are_overrides(run):
+    file = run(SFT)
+    assert load_config(file, {"actor.optim.lr": 3e-4}).actor.optim.lr == 3e-4
+    assert load_config(file, overrides={"actor.optim.lr": 3e-4}).actor.optim.lr == 3e-4
+    assert load_config(file, overrides=["actor.optim.lr=3e-4"]).actor.optim.lr == 3e-4
+    assert load_config(str(file), {"run.seed": 1}, overrides=["run.seed=2"]).run.seed == 2
+
+
+def test_the_environment_is_read(run, monkeypatch):
+    monkeypatch.setenv("ENGINE__RUN__SEED", "7")
+    assert load_config(run(SFT)).run.seed == 7
+
+
+def test_paths_are_relative_to_the_file_that_names_them(run, tmp_path, monkeypatch):
+    folder = tmp_path / "project"
+    (folder / "parts").mkdir()
+    (folder / "parts/base.toml").write_text(
+        'trainer = "sft"\ndata.train = "here.jsonl"\nmodel.path = "a/hub-name"'
+    )
+    config = load_config(
+        run('extends = ["parts/base.toml"]\nmodel.tokenizer = "model"\ndata.validation = ["../v.csv"]')
+    )
+    assert config.data.train == str(folder / "parts/here.jsonl")
+    assert [os.path.normpath(file) for file in config.data.validation] == [str(tmp_path / "v.csv")]
+    assert config.model.tokenizer == str(folder / "model")
+    assert config.model.path == "a/hub-name"
+    monkeypatch.chdir(tmp_path)
+    assert load_config("project/run.toml", {"data.train": "mine.jsonl"}).data.train == str(
+        tmp_path / "mine.jsonl"
+    )
+
+
+def test_a_dumped_config_means_the_same_from_another_folder(run, tmp_path):
+    config = load_config(run(RL + SFT.partition("\n")[2]))
+    (tmp_path / "other").mkdir()
+    copy = tmp_path / "other/config.resolved.toml"
+    copy.write_text(dump_toml(config).replace('"say_seven.py"', f'"{tmp_path}/project/say_seven.py"'))
+    again = load_config(copy, allow_code=True)
+    assert (again.data, again.model, again.reward) == (config.data, config.model, config.reward)
+
+
+def test_an_unknown_name_has_its_line_and_stands_among_the_other_errors(run):
+    text = RL + '[actor]\nbackend = "tohrch"\nlr = 3\n[algorithm.grpo]\nnormalize = true\n'
+    found = problems(run(text))
+    assert [line[:30] for line in found] == [
+        "run.toml:10: actor.lr: unknown",
+        "run.toml:12: algorithm.grpo.no",
+        "run.toml:9: actor.backend: Unk",
+    ]
+    assert "Did you mean 'torch'?" in found[-1]
+
+
+def test_an_unknown_name_alone_is_a_plugin_error(run):
+    with pytest.raises(PluginError) as error:
+        load_config(run(RL.replace('"seven"', '"sevn"').replace("[reward.seven]\nscale = 2.0\n", "")))
+    message = str(error.value)
+    assert message.rpartition("/")[2].startswith(
+        "run.toml:5: reward.sevn.name: Unknown reward 'sevn'. Did you mean 'seven'?"
+    )
+    assert error.value.exit_code == 3
+
+
+def test_an_unknown_trainer_is_a_plugin_error(run):
+    with pytest.raises(
+        PluginError, match=r"run.toml:1: trainer: Unknown trainer 'sfft'. Did you mean 'sft'\?"
+    ):
+        load_config(run('trainer = "sfft"\n'))
+
+
+def test_a_plugin_file_elsewhere_needs_to_be_allowed(run, tmp_path):
+    (tmp_path / "out.py").write_text(PLUGIN)
+    file = run(RL.replace("say_seven.py", "../out.py"))
+    with pytest.raises((PluginError, ConfigError), match="--allow-code"):
+        load_config(file)
+    config = load_config(file, allow_code=True)
+    assert plugins_for(config).spec("rewards", "seven")
+
+
+def test_sft_needs_no_rollout_plugin(run):
+    config = load_config(run(SFT + '[rollout]\nbackend = "vllm"\n[rollout.vllm]\nx = 1\n'))
+    assert "[rollout]: trainer 'sft' does not read it" in config._source.unread
+
+
+def test_what_live_objects_stand_for_may_be_missing(run):
+    config = load_config(
+        run('plugins = ["say_seven.py"]\n[rollout]\nbackend = "echo"\n[eval]\nevery_steps = 5\n')
+    )
+    with pytest.raises(ConfigError) as error:
+        check_complete(config)
+    assert [line.rpartition("/run.toml: ")[2].partition(":")[0] for line in error.value.problems] == [
+        "model.path",
+        "data.train",
+        "reward",
+        "data.validation",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"data.validation: missing. \[eval\] asks for scores on it"
+    ) as error:
+        check_complete(config, {"model", "data", "rewards"})
+    assert len(error.value.problems) == 1
+
+
+def test_a_complete_file_is_complete(run):
+    check_complete(load_config(run(SFT)))
+
+
+def test_inputs_on_the_disk_are_tested(run, tmp_path):
+    assert check_inputs(load_config(run(SFT))) == []
+    found = check_inputs(
+        load_config(run(SFT.replace('"model"', '"modl"').replace("train.jsonl", "trian.jsonl")))
+    )
+    assert found[0].startswith(f"model.path: there is no folder '{tmp_path}/project/modl'. Did you mean")
+    assert found[1].startswith(f"data.train: there is no file '{tmp_path}/project/trian.jsonl'. Did you mean")
+
+
+def test_a_config_is_loaded_quickly_and_without_heavy_libraries(run):
+    code = (
+        "import sys, engine_core\n"
+        "from engine_core.assemble import check_complete, check_inputs\n"
+        "config = engine_core.load_config(sys.argv[1])\n"
+        "check_complete(config); check_inputs(config); engine_core.config.dump_toml(config)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'matplotlib', 'pyarrow', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run(SFT))], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 10  # a second on an idle machine; torch alone would take several
