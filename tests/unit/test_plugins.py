@@ -1,4 +1,6 @@
 import logging
+import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -534,16 +536,19 @@ def test_a_file_beside_the_run_file_brings_a_reward(tmp_path, caplog):
     assert version.removeprefix("sha256:") in caplog.text  # the log holds the whole hash
 
 
-def test_a_changed_file_is_read_anew_and_leaves_no_cache_behind(tmp_path):
+def test_what_is_run_is_what_was_hashed_not_a_cached_compilation(tmp_path):
     file = tmp_path / "plug.py"
     file.write_text("value = 1\n")
     first = PluginSet.load({}, ["plug.py"], root=tmp_path)
+    py_compile.compile(str(file), doraise=True)
+    cached = file.stat()
     file.write_text("value = 2\n")
+    os.utime(file, ns=(cached.st_atime_ns, cached.st_mtime_ns))  # now Python takes the cache for fresh
+
     second = PluginSet.load({}, ["./plug.py"], root=tmp_path)
 
     assert (first.plugins[0].module.value, second.plugins[0].module.value) == (1, 2)
     assert first.versions() != second.versions()
-    assert not (tmp_path / "__pycache__").exists()
 
 
 def test_a_name_that_a_file_and_a_distribution_offer_is_an_error_until_one_is_picked(install, tmp_path):
@@ -556,6 +561,8 @@ def test_a_name_that_a_file_and_a_distribution_offer_is_an_error_until_one_is_pi
     assert message.startswith("Reward 'same' is offered by acme 1.0 and by plug.py sha256:")
     assert message.endswith("Write 'acme:same' or 'plug.py:same'.")
     assert picked.resolve("rewards", "plug.py:same").__module__.startswith("engine_file_plugin_plug_")
+    other = PluginSet.load({"rewards": {"acme:same"}}, ["plug.py"], root=tmp_path)
+    assert other.resolve("rewards", "acme:same").__module__ == "mod_acme"
 
 
 def test_a_misspelt_name_of_a_files_table_shows_the_right_one(tmp_path):
