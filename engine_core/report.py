@@ -129,10 +129,11 @@ def _first_and_last(metrics: Metrics, name: str) -> dict[str, float] | None:
 
 
 def _samples(run: RunFolder, extra: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Completions to read: those given, else of the first and the last rollout file."""
+    """Completions to read: those given, else of the first and last evaluation, else of the first and last step."""
     if "before" in extra or "after" in extra:
         return [(name, list(extra[name])[:SAMPLES]) for name in ("before", "after") if extra.get(name)]
-    files = sorted(run.rollouts_dir.glob("step_*.parquet"))
+    held_out = sorted((run.rollouts_dir / "eval").glob("step_*.parquet"))
+    files = held_out or sorted(run.rollouts_dir.glob("step_*.parquet"))
     shown: list[tuple[str, list[Mapping[str, Any]]]] = []
     for file in dict.fromkeys([*files[:1], *files[-1:]]):
         rollouts = read_rollouts(file)
@@ -146,7 +147,8 @@ def _samples(run: RunFolder, extra: Mapping[str, Any]) -> list[tuple[str, list[M
             }
             for r in rollouts[::step][:SAMPLES]
         ]
-        shown.append((f"step {int(file.stem.removeprefix('step_'))}", rows))
+        number = int(file.stem.removeprefix("step_"))
+        shown.append((f"held-out, after step {number}" if held_out else f"step {number}", rows))
     return shown
 
 

@@ -228,9 +228,9 @@ class TrainingRun(abc.ABC):
         if resume is not None:
             checkpoint = Checkpoints(Path(resume) / "checkpoints").latest()
             step = read_state(checkpoint)["step"]
-            self.folder = RunFolder.open(resume, resume_step=step)
+            self.folder = RunFolder.open(resume, step, self.config, self.plugins)
         else:
-            self.folder = RunFolder.create(self.config)
+            self.folder = RunFolder.create(self.config, self.plugins)
         self._cleanup.callback(self.folder.close)
         self._cleanup.enter_context(setup_logging(self.folder))
         for message in machine.check_start(self.folder.path):
@@ -251,7 +251,7 @@ class TrainingRun(abc.ABC):
         log.info("%s", " ".join(self.derived()))
         self.emit("run_started", {"steps": total})
         metrics: dict[str, float] = {}
-        with Progress(total, done=self.step_done) as self._progress:
+        with Progress(total, self.step_done, self.config.run.name or "") as self._progress:
             self.start()
             if self.config.eval.at_start and self.step_done == 0:
                 self.hub.log(0, self._evaluated())

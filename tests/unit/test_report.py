@@ -114,6 +114,21 @@ def test_given_samples_and_accuracies_take_their_place(tmp_path):
     assert text.index("<h3>before</h3>") < text.index("<pre>5</pre>") < text.index("<h3>after</h3>")
 
 
+def test_completions_of_evaluations_are_preferred(tmp_path):
+    run = make_run(tmp_path, RL)
+    write_rollouts(run, 1, [rollout("of a step", 0.0)])
+    for step in (0, 10, 20):
+        write_rollouts(run.rollouts_dir / "eval", step, [rollout(f"evaluated at {step}", 0.0)])
+    text = write_report(run.path).read_text()
+    assert "of a step" not in text
+    assert "evaluated at 10" not in text
+    before, after = (
+        text.index("<h3>held-out, after step 0</h3>"),
+        text.index("<h3>held-out, after step 20</h3>"),
+    )
+    assert before < text.index("evaluated at 0") < after < text.index("evaluated at 20")
+
+
 def test_sft_shows_its_loss(tmp_path):
     lines = [{"actor/loss": 2.0 / step, "time/train": 0.1} for step in range(1, 11)]
     text = write_report(make_run(tmp_path, lines).path).read_text()
