@@ -1,0 +1,1 @@
+"""Rewards for engine-core-rl. The names and their options: ``plugin``."""

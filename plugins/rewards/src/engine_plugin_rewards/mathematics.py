@@ -1,0 +1,45 @@
+"""The reward ``math``: is the response the same mathematics as the answer (math-verify)?
+
+math-verify's own time-outs are off: they need signals in a main thread and do not interrupt C. The
+reward's process is killed instead, so never run this reward with ``workers = 0`` on what a model wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from math_verify import parse, verify
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the missing time-outs
+
+
+def same_mathematics(completion: str, answer: object, *, precision: int, strict: bool) -> float | None:
+    """1 if the response's final expression equals the answer, else 0; None for a row without answer.
+
+    Args:
+        completion: the response; the last ``\\boxed{}``, formula or number is taken.
+        answer: LaTeX with or without dollars, a plain number, or a solution that ends in ``#### answer``.
+        precision: decimals to which floating-point results are compared.
+        strict: names of variables and kinds of brackets count.
+
+    Raises:
+        ValueError: the answer is no mathematics.
+    """
+    if answer is None:
+        return None
+    expected = _expected(str(answer))
+    if not expected:
+        raise ValueError(f"the answer {str(answer)[:60]!r} is no mathematics")
+    got = parse(completion, parsing_timeout=None)
+    same = bool(got) and verify(expected, got, float_rounding=precision, strict=strict, timeout_seconds=None)
+    return float(same)
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(answer: str) -> list[Any]:
+    answer = answer.rpartition("####")[2].strip()
+    if "$" not in answer and r"\boxed" not in answer:
+        answer = f"${answer}$"
+    return parse(answer, parsing_timeout=None)

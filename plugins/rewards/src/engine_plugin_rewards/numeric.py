@@ -1,0 +1,83 @@
+"""The reward ``numeric``: the last number of a text, compared exactly or within a tolerance."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+# A sign counts where it cannot be a minus between two operands ("10-12" holds 10 and 12), and where
+# no space follows it ("- 5" may be an item of a list).
+_NUMBER = re.compile(
+    r"""(?:(?<![\w)}\]])[-+\u2212]\$?)?
+        (?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)   # 1,234.5  1234.5  .5
+        (?:[eE][-+]?\d{1,3}(?!\d))?
+        (?:\s*/\s*\d+(?:\.\d+)?)?                              # a ratio
+    """,
+    re.VERBOSE,
+)
+_FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)|\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+
+
+def numeric(
+    completion: str, answer: object, *, tolerance: float, relative_tolerance: float, boxed: str
+) -> float | None:
+    """1 if both texts end in the same number, else 0; None for a row without answer.
+
+    Numbers may have thousands separators (``1,234.5``), an exponent, or be a ratio (``3/4``,
+    ``\\frac{3}{4}``).
+
+    Args:
+        completion: the response.
+        answer: a number, or a text whose last number is the answer (``... #### 72``).
+        tolerance: largest absolute difference.
+        relative_tolerance: largest difference as a share of the answer.
+        boxed: ``prefer`` the last ``\\boxed{...}`` of the response, look there ``only``, or ``ignore`` it.
+
+    Raises:
+        ValueError: the answer holds no number.
+    """
+    if answer is None:
+        return None
+    expected = last_number(str(answer))
+    if expected is None:
+        raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
+    inside = last_boxed(completion) if boxed != "ignore" else None
+    if boxed == "only" and inside is None:
+        return 0.0
+    got = last_number(inside) if inside is not None else None
+    if got is None and boxed != "only":
+        got = last_number(completion)
+    if got is None:
+        return 0.0
+    allowed = max(Decimal(tolerance), Decimal(relative_tolerance) * abs(expected))
+    return float(abs(got - expected) <= allowed)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text that is one; a division by zero is none."""
+    for found in reversed(_NUMBER.findall(_FRACTION.sub(_ratio, text))):
+        plain = re.sub(r"[\s,$+]", "", found).replace("\u2212", "-")
+        upper, _, lower = plain.partition("/")
+        if not lower:
+            return Decimal(upper)
+        if Decimal(lower):
+            return Decimal(upper) / Decimal(lower)
+    return None
+
+
+def _ratio(found: re.Match[str]) -> str:
+    return f"{found[1]}/{found[2]}" if found[0] else " "
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last ``\\boxed{...}``, with balanced braces; None if there is none."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None

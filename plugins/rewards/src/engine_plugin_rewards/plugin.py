@@ -1,0 +1,119 @@
+"""What each reward is called, which options it has, and where its function lies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine_core import hookimpl
+from engine_core.specs import Options, Reward
+
+
+class ExactMatchOptions(Options):
+    """``[reward.exact_match]``: 1 if the response is the column ``answer``, else 0."""
+
+    after: str | None = None
+    """Compare only what follows the last occurrence of this text in the response; 0 where it does not occur."""
+    ignore_case: bool = False
+    """Compare without regard to case."""
+    strip: bool = True
+    """Leave out white space at both ends."""
+
+
+class NumericOptions(Options):
+    """``[reward.numeric]``: 1 if the last number of the response is the last one of the column ``answer``, else 0."""
+
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    """Largest absolute difference."""
+    relative_tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Largest difference as a share of the answer, where that is more."""
+    boxed: Literal["prefer", "only", "ignore"] = "prefer"
+    """The last ``\\boxed{...}`` of the response: look there first, only there, or treat it as text."""
+
+
+class MathOptions(Options):
+    """``[reward.math]``: 1 if the response and the column ``answer`` are the same mathematics, else 0 (math-verify)."""
+
+    precision: Annotated[int, Field(ge=1, le=15)] = 6
+    """Decimals to which floating-point results are compared."""
+    strict: bool = True
+    """``x`` and ``y`` are different; sets, tuples and intervals too."""
+
+
+class FormatOptions(Options):
+    """``[reward.format]``: 1 if the response has a form, else 0."""
+
+    pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+    """Regular expression (Python's); ``.`` matches line breaks."""
+    match: Literal["full", "search"] = "full"
+    """The whole response must match, or some part of it."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.DOTALL)
+        except re.error as exc:
+            raise ValueError(f"not a regular expression: {exc}") from exc
+        return pattern
+
+
+class LengthOptions(Options):
+    """``[reward.length]``: 0 for responses up to ``max_tokens - buffer_tokens``, then falling to ``-penalty`` (DAPO)."""
+
+    max_tokens: Annotated[int, Field(gt=0)]
+    """Length with the full penalty; usually `rollout.max_response_tokens`."""
+    buffer_tokens: Annotated[int, Field(gt=0)]
+    """Tokens before that over which the penalty grows."""
+    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Largest penalty."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(
+                f"buffer_tokens = {self.buffer_tokens} is more than max_tokens = {self.max_tokens}; choose at most that"
+            )
+        return self
+
+
+class PythonOptions(Options):
+    """``[reward.python]``: a function of yours, from a file beside the run file."""
+
+    path: str
+    """The ``.py`` file, relative to the run file's folder and inside it."""
+    function: str = "score"
+    """Name of the function in it."""
+    allow_local_code: bool = False
+    """Say true: the file is run with your rights."""
+    conversational: bool = False
+    """Give prompts and completions as TRL does for conversations: lists of ``{role, content}``."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of the function."""
+
+    @model_validator(mode="after")
+    def _allowed(self) -> Self:
+        if PurePath(self.path).suffix != ".py":
+            raise ValueError(f"path = '{self.path}' must end in .py")
+        if not self.allow_local_code:
+            raise ValueError(
+                f"'{self.path}' would be run with your rights. If you trust it, write allow_local_code = true"
+            )
+        return self
+
+
+@hookimpl
+def engine_rewards() -> Mapping[str, Reward]:
+    here = "engine_plugin_rewards"
+    return {
+        "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions),
+        "format": Reward(load=f"{here}.text:make_format", config=FormatOptions, factory=True),
+        "length": Reward(load=f"{here}.text:soft_overlong", config=LengthOptions),
+        "math": Reward(load=f"{here}.mathematics:same_mathematics", config=MathOptions),
+        "numeric": Reward(load=f"{here}.numeric:numeric", config=NumericOptions),
+        "python": Reward(load=f"{here}.python_file:make_python", config=PythonOptions, factory=True),
+    }

@@ -1,0 +1,63 @@
+"""The reward ``python``: a function from a file of the user's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_core.errors import ConfigError, did_you_mean
+from engine_core.plugin_modules import import_file
+
+
+def make_python(
+    path: str,
+    function: str,
+    allow_local_code: bool,
+    conversational: bool,
+    arguments: dict[str, Any],
+    root: Path,
+    allow_code: bool,
+) -> Callable[..., Any]:
+    """The function, found in the file; the hash of what was run is logged.
+
+    Args:
+        path: the file, below ``root``.
+        function: its name there.
+        allow_local_code: checked with the options.
+        conversational: give prompts and completions as lists of messages.
+        arguments: further arguments of the function.
+        root: folder of the run file.
+        allow_code: files outside ``root`` are allowed too (``--allow-code``).
+
+    Raises:
+        PluginError: the file is absent, lies outside ``root``, or does not import.
+        ConfigError: it has no such function.
+    """
+    module, _ = import_file(path, root, allow_code)
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(
+            f"[reward.python] '{path}' has no function '{function}'.{did_you_mean(function, names)}"
+        )
+    if arguments:
+        found = functools.partial(found, **arguments)
+    return as_conversations(found) if conversational else found
+
+
+def as_conversations(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` called with texts as one-message conversations, as TRL calls it for chat data."""
+    roles = {"prompts": "user", "prompt": "user", "completions": "assistant", "completion": "assistant"}
+
+    @functools.wraps(function)
+    def call(**given: Any) -> Any:
+        for name, role in roles.items():
+            if isinstance(given.get(name), str):
+                given[name] = [{"role": role, "content": given[name]}]
+            elif name in given:
+                given[name] = [[{"role": role, "content": text}] for text in given[name]]
+        return function(**given)
+
+    return call

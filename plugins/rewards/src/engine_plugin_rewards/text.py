@@ -1,0 +1,61 @@
+"""Rewards of the response as text: ``exact_match``, ``format``, ``length``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+
+def exact_match(
+    completion: str, answer: object, *, after: str | None, ignore_case: bool, strip: bool
+) -> float | None:
+    """1 if the response is the answer, else 0; None for a row without answer.
+
+    Args:
+        completion: the response.
+        answer: the column, compared as text.
+        after: compare what follows its last occurrence in the response.
+        ignore_case: compare case-folded.
+        strip: leave out white space at both ends.
+    """
+    if answer is None:
+        return None
+    if after is not None:
+        _, found, completion = completion.rpartition(after)
+        if not found:
+            return 0.0
+    texts = [completion, str(answer)]
+    if strip:
+        texts = [text.strip() for text in texts]
+    if ignore_case:
+        texts = [text.casefold() for text in texts]
+    return float(texts[0] == texts[1])
+
+
+def make_format(pattern: str, match: str) -> Callable[[str], float]:
+    """A reward that is 1 where ``pattern`` matches the response, else 0.
+
+    A pattern that backtracks without end is stopped by the reward's time-out.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    matches = compiled.fullmatch if match == "full" else compiled.search
+
+    def has_format(completion: str) -> float:
+        return float(matches(completion) is not None)
+
+    return has_format
+
+
+def soft_overlong(response_length: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """``-clip((length - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1) * penalty``.
+
+    DAPO, https://arxiv.org/abs/2503.14476, equation 13, with the penalty as a factor.
+
+    Args:
+        response_length: tokens after the prompt.
+        max_tokens: length from which on the penalty is full.
+        buffer_tokens: tokens before that over which it grows.
+        penalty: the full one.
+    """
+    over = (response_length - (max_tokens - buffer_tokens)) / buffer_tokens
+    return 0.0 - min(max(over, 0.0), 1.0) * penalty
