@@ -93,8 +93,8 @@ class TorchEngine(TrainEngine):
         if module is None and live is not None:
             module = adopt_live(live, model, role, self.device)
         elif module is None:
-            return load_model(model, self.device, self._param_dtype)
-        return cast_parameters(module, self._param_dtype).to(self.device)
+            module = load_model(model, self.device, self._param_dtype)
+        return module
 
     def _adopt(self, built: Any) -> None:
         """Take what ``_build_model_optimizer`` gave: a module to finish, or everything."""
@@ -118,6 +118,7 @@ class TorchEngine(TrainEngine):
     def _finish(self, module: nn.Module) -> None:
         """Wrap, shard and give an optimizer to a bare module, by the step hooks."""
         role, options = self.context.role, self.options
+        module = self._place(module)
         units = self._steps.engine_wrap_policy(role=role, module=module, options=options)
         if units is None:
             units = decoder_layers(module)
@@ -134,6 +135,10 @@ class TorchEngine(TrainEngine):
         self.optimizer, self.lr_scheduler = built or build_optimizer(
             self.module, optim, self.context.total_steps, role
         )
+
+    def _place(self, module: nn.Module) -> nn.Module:
+        """A built module in the type and on the device that it is trained in."""
+        return cast_parameters(module, self._param_dtype).to(self.device)
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         """No sharding; activation checkpointing where the options ask for it."""
@@ -292,7 +297,6 @@ class TorchEngine(TrainEngine):
         return found
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        self._need("weights")
         yield from self._weights().items()
 
     @torch.no_grad()
@@ -334,8 +338,7 @@ class TorchEngine(TrainEngine):
     # -- state --------------------------------------------------------------
 
     def save(self, folder: Path) -> Future[None]:
-        """Written when this returns. Files: weights, optimizer (safetensors), scalars (JSON)."""
-        self._need("weights", "optimizer")
+        """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON."""
         folder.mkdir(parents=True, exist_ok=True)
         state.save_tensors(folder / state.WEIGHTS, self._weights())
         scalars: dict[str, Any] = {
@@ -369,7 +372,6 @@ class TorchEngine(TrainEngine):
 
     def export(self, folder: Path) -> None:
         """``save_pretrained`` where the module has it, else ``model.safetensors`` and its config."""
-        self._need("weights")
         if hasattr(self.module, "save_pretrained"):
             self.module.save_pretrained(folder)  # type: ignore[operator]
             return
@@ -398,8 +400,9 @@ class TorchEngine(TrainEngine):
         self._asleep -= parts
 
     def close(self) -> None:
-        self.module.zero_grad(set_to_none=True)
         self.optimizer = self.lr_scheduler = None
+        for name in ("module", "forward"):
+            self.__dict__.pop(name, None)
 
     def _move(self, parts: set[str], device: torch.device) -> None:
         if "weights" in parts:

@@ -1,7 +1,11 @@
-"""Tiny real models of several families, and engines around them."""
+"""Tiny real models of several families, and engines around them.
+
+The engine's tests run on another device with ``ENGINE_TEST_DEVICE=cuda``.
+"""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +18,7 @@ from engine_core.engines.torch_engine import TorchEngine
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.types import Batch
 
+DEVICE = os.environ.get("ENGINE_TEST_DEVICE", "cpu")
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -92,12 +97,12 @@ def make_engine(model_folder):
         config = RoleConfig(
             max_tokens_per_rank=budget,
             optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),
-            options=TorchOptions(device="cpu", **options),
+            options=TorchOptions(device=DEVICE, **options),
         )
         context = WorkerContext(
             plugins=plugins(**(hooks or {})),
             role=role,
-            device=torch.device("cpu"),
+            device=torch.device(DEVICE),
             total_steps=total_steps,
             live=live,
         )

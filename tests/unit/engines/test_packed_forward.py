@@ -50,7 +50,9 @@ def test_a_model_that_mixes_packed_sequences_gets_one_at_a_time(make_engine, bat
     decoder = engine.module.get_decoder()
     own = decoder.forward
     decoder.forward = lambda input_ids, position_ids, use_cache, **_: own(
-        input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], use_cache=use_cache
+        input_ids=input_ids,
+        position_ids=torch.arange(input_ids.shape[1], device=input_ids.device)[None],
+        use_cache=use_cache,
     )
     with caplog.at_level(logging.WARNING, "engine"):
         found = engine.infer(batch, ["log_probs"])["log_probs"]

@@ -17,8 +17,9 @@ def slow_reference(engine, batch):
     model = AutoModelForCausalLM.from_config(
         engine.module.config, attn_implementation="eager", dtype=torch.float64
     )
-    model.load_state_dict({name: value.double() for name, value in engine.module.state_dict().items()})
+    model.load_state_dict({name: value.cpu().double() for name, value in engine.module.state_dict().items()})
     model.eval()
+    model.cpu()
     log_probs, entropies = [], []
     for ids, mask in zip(
         batch.token_ids.split(batch.lengths.tolist()),
@@ -37,7 +38,7 @@ def slow_reference(engine, batch):
 
 
 def gradients(engine):
-    return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
+    return {name: p.grad.cpu().clone() for name, p in engine.module.named_parameters()}
 
 
 def largest_relative_difference(found, expected):
@@ -68,7 +69,7 @@ def capture(engine):
         objective = resolve(loss)
 
         def objective_and_note(outputs, micro):
-            seen.append((micro.token_ids, outputs["log_probs"].detach().clone()))
+            seen.append((micro.token_ids, outputs["log_probs"].detach().cpu()))
             return objective(outputs, micro)
 
         return objective_and_note
@@ -197,11 +198,11 @@ def test_a_batch_without_loss_tokens_has_loss_0_and_moves_nothing(make_engine, b
     empty = batch.with_columns(
         {"loss_mask": nothing, "weights": nothing.float(), "token_share": nothing.float()}
     )
-    before = {name: value.clone() for name, value in engine.named_weights()}
+    before = {name: value.cpu().clone() for name, value in engine.named_weights()}
     assert engine.forward_backward(empty, NLL).loss == 0
     step = engine.optimizer_step()
     assert (step.grad_norm, step.skipped) == (0.0, False)
-    assert all(torch.equal(before[name], value) for name, value in engine.named_weights())
+    assert all(torch.equal(before[name], value.cpu()) for name, value in engine.named_weights())
 
 
 def test_an_unknown_output_is_named(make_engine, batch):

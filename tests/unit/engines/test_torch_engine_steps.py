@@ -19,7 +19,7 @@ NLL = LossCall("nll")
 
 
 def weights_of(engine):
-    return {name: value.clone() for name, value in engine.named_weights()}
+    return {name: value.cpu().clone() for name, value in engine.named_weights()}
 
 
 def same(found, expected):
@@ -221,7 +221,7 @@ def test_an_override_that_returns_a_module_is_finished_by_the_engine(make_engine
         def _build_model_optimizer(
             self, *, model_path, engine_config, optim_config, override_model_config, role="actor"
         ):
-            assert (engine_config.device, optim_config.lr, role) == ("cpu", 1e-2, "actor")
+            assert (engine_config.log_prob_chunk_tokens, optim_config.lr, role) == (1024, 1e-2, "actor")
             return Small()
 
     engine = make_engine(cls=type("Mine", (Mixin, TorchEngine), {}))
@@ -232,7 +232,7 @@ def test_an_override_that_returns_a_module_is_finished_by_the_engine(make_engine
 def test_an_override_that_returns_all_three_is_taken_as_it_is(make_engine, batch):
     class Mine(TorchEngine):
         def _build_model_optimizer(self, **arguments):
-            module = Small()
+            module = Small().to(self.device)
             return module, torch.optim.SGD(module.parameters(), lr=0.5), None
 
     engine = make_engine(cls=Mine, hooks={"engine_wrap_policy": lambda **_: pytest.fail("was asked")})
@@ -283,7 +283,7 @@ def test_named_weights_are_what_save_pretrained_writes(make_engine, tmp_path, fa
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert same(weights_of(engine), written)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.lm_head.weight, engine.module.lm_head.weight)
+    assert torch.equal(loaded.lm_head.weight, engine.module.lm_head.weight.cpu())
 
 
 def test_an_exported_folder_is_a_model_path(make_engine, batch, tmp_path):
@@ -307,7 +307,7 @@ def test_loaded_weights_are_mixed_as_a_moving_average(make_engine):
     before = weights_of(engine)
     engine.load_named_weights(other.named_weights(), mix=0.25)
     for name, value in engine.named_weights():
-        torch.testing.assert_close(value, 0.75 * before[name] + 0.25 * weights_of(other)[name])
+        torch.testing.assert_close(value.cpu(), 0.75 * before[name] + 0.25 * weights_of(other)[name])
     engine.load_named_weights(other.named_weights())
     assert same(weights_of(engine), weights_of(other))
 
@@ -331,7 +331,7 @@ def test_weights_that_do_not_fit_are_named(make_engine):
 def test_the_generation_module_samples_without_gradients_and_is_given_back_as_it_was(make_engine):
     engine = make_engine()
     engine.module.train()
-    prompts = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
+    prompts = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]], device=engine.device)
     with engine.generation_module() as module:
         assert not module.training
         assert not torch.is_grad_enabled()
