@@ -160,19 +160,20 @@ def _known(plugins: PluginSet | None) -> Any:
 
 
 def _where(raw: RawConfig, kind: str, name: str) -> str:
-    """``run.toml:14: rollout.backend: `` for the key that chose a name; empty where it is a default."""
+    """``run.toml:14: rollout.backend: `` for the key that chose a name."""
     for place in places(prepared(raw.data)):
         for chosen in place.chosen:
             if (chosen.kind, chosen.name) == (kind, name):
                 path = (*place.path, chosen.key)
                 origin = raw.origins.get(key_text(path))
-                return f"{origin}: {key_text(path)}: " if origin else ""
+                return f"{origin}: {key_text(path)}: " if origin else f"{key_text(path)} (default): "
     origin = raw.origins.get("plugins") if kind == "plugins" else None
     return f"{origin}: plugins: " if origin else ""
 
 
 def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
-    """Paths of a file are relative to that file's folder, others to the working directory.
+    """Paths of a file are relative to that file's folder, others to the working directory; plugin files
+    to the first file's folder.
 
     ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
@@ -181,6 +182,7 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
         path = _absolute(raw, key, text or "")
         if text and (path.parent.is_dir() or not HUB_NAME.fullmatch(text)):
             setattr(holder, field, str(path))
+    config.plugins = [str(raw.folder / name) if name.endswith(".py") else name for name in config.plugins]
     for field in ("train", "validation"):
         value = getattr(config.data, field)
         files = [str(_absolute(raw, f"data.{field}", file)) for file in files_of(value)]

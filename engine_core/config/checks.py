@@ -122,6 +122,22 @@ def _decided_at_start(config: EngineConfig) -> Iterator[Problem]:
             )
 
 
+def without_effect(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Keys that this config makes meaningless, and why; harmless, but said when a file sets them."""
+    algorithm, optim = config.algorithm, config.actor.optim
+    if algorithm.kl_coef == 0:
+        yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in ("kl_in", "kl_estimator"))
+    if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
+        yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
+    if algorithm.correction.level == "off":
+        yield "algorithm.correction.cap", "algorithm.correction.level is 'off'"
+    if optim.schedule == "constant":
+        yield from (
+            (f"actor.optim.{key}", "actor.optim.schedule is 'constant'")
+            for key in ("decay_steps", "min_lr_ratio")
+        )
+
+
 def updates(config: EngineConfig) -> int:
     """Optimizer steps for the rollouts of one step."""
     mini = config.algorithm.mini_batch_prompts or config.data.prompts_per_step

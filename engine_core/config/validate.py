@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from engine_core.config.checks import cross_problems
+from engine_core.config.checks import cross_problems, without_effect
 from engine_core.config.choices import Chosen, Place, bare, keys_of, model_in, model_of, places, prepared
 from engine_core.config.models import EngineConfig
 from engine_core.config.read import Path_, RawConfig, key_text
@@ -79,6 +79,7 @@ class _Validation:
             self.problems += cross_problems(config, sections or frozenset(EngineConfig.model_fields))
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
+        self.unread += [f"{key}: {why}" for key, why in without_effect(config) if key in self.raw.origins]
         config._source = dataclasses.replace(self.raw, unread=self.unread)
         return config
 

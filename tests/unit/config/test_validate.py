@@ -275,6 +275,25 @@ def test_sections_that_are_not_read_are_not_judged(config_of):
     config_of('trainer = "sft"\n[rollout]\ntemperature = 0\n[algorithm]\nmini_batch_prompts = 7\n')
 
 
+def test_keys_without_effect_are_said_when_a_file_sets_them(config_of):
+    text = """
+[algorithm]
+kl_in = "reward"
+loss_length_norm = 3
+correction = { level = "off", cap = 3.0 }
+[actor.optim]
+min_lr_ratio = 0.1
+"""
+    assert config_of(text).unread == [
+        "algorithm.kl_in: algorithm.kl_coef is 0",
+        "algorithm.loss_length_norm: algorithm.loss_aggregation is 'token-mean'",
+        "algorithm.correction.cap: algorithm.correction.level is 'off'",
+        "actor.optim.min_lr_ratio: actor.optim.schedule is 'constant'",
+    ]
+    assert config_of("").unread == []
+    assert config_of("[algorithm]\nkl_coef = 0.1\nkl_in = 'reward'\n").unread == []
+
+
 def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
     from pydantic import model_validator
 
