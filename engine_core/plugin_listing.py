@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from engine_core.errors import EngineError, did_you_mean
+from engine_core.errors import did_you_mean
 from engine_core.plugin_metadata import NOUNS, Offer, find, installed, module_exists, offer_problem
 
 CHECK_SECONDS = 120.0
-_CHILD = "import sys; from engine_core.plugin_listing import probe; probe(sys.argv[1:])"
+_CHILD = "import sys; from engine_core.plugins import probe; probe(sys.argv[1:])"
 
 
 @dataclass(frozen=True)
@@ -96,24 +96,6 @@ def _import_elsewhere(offers: Sequence[Offer]) -> dict[Offer, str | None]:
         )
     problems = json.loads(child.stdout.splitlines()[-1])
     return {offer: problems[target] for offer, target in zip(offers, targets, strict=True)}
-
-
-def probe(targets: Sequence[str]) -> None:
-    """In the subprocess: load ``kind=dist:name`` each; print the problem of each as a line of JSON."""
-    from engine_core.plugins import PluginSet
-
-    problems: dict[str, str | None] = {}
-    for target in targets:
-        kind, _, name = target.partition("=")
-        problems[target] = None
-        try:
-            if kind == "plugins":
-                PluginSet.load({}, [name])
-            else:
-                PluginSet.load({kind: [name]}).resolve(kind, name)
-        except EngineError as exc:
-            problems[target] = str(exc)
-    print("\n" + json.dumps(problems))
 
 
 def as_json(plugins: Sequence[PluginInfo]) -> str:

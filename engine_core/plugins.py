@@ -12,6 +12,7 @@ until ``"distribution:name"`` picks one.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -360,3 +361,19 @@ def _check_engine(label: str, spec: Any, found: Any) -> None:
                 f"{label} declares the capability '{capability}', but {found.__name__} does not implement "
                 f"'{method}'. Implement it, or leave the capability out."
             )
+
+
+def probe(targets: Sequence[str]) -> None:
+    """The subprocess of ``list_plugins(check=True)``: load ``kind=dist:name`` each, print their problems as JSON."""
+    problems: dict[str, str | None] = {}
+    for target in targets:
+        kind, _, name = target.partition("=")
+        problems[target] = None
+        try:
+            if kind == "plugins":
+                PluginSet.load({}, [name])
+            else:
+                PluginSet.load({kind: [name]}).resolve(kind, name)
+        except EngineError as exc:
+            problems[target] = str(exc)
+    print("\n" + json.dumps(problems))

@@ -124,18 +124,11 @@ def test_two_hundred_installed_distributions_are_read_in_a_fraction_of_a_second(
         (info / "METADATA").write_text(f"Name: other{number}\nVersion: 1.0\n" + "Requires-Dist: x\n" * 50)
         (info / "entry_points.txt").write_text("[console_scripts]\nx = y:z\n")
     code = (
-        "import time; start = time.perf_counter(); from engine_core.plugins import list_plugins; list_plugins();"
-        "print(time.perf_counter() - start)"
+        "from engine_core.plugins import list_plugins; list_plugins();"
+        "import time; print(time.process_time())"  # of the processor: other work on the machine does not count
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
 
-    seconds = [  # the best of three: the machine may be busy
-        float(
-            subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, check=True
-            ).stdout
-        )
-        for _ in range(3)
-    ]
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
 
-    assert min(seconds) < 0.5
+    assert float(child.stdout) < 0.5

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import engine_core
+from engine_core import plugin_metadata
 from engine_core.errors import PluginError, TrainingFailed
 from engine_core.plugins import (
     ROLLOUT_CAPABILITIES,
@@ -118,19 +119,30 @@ def test_all_problems_are_told_at_once(install):
 # ------------------------------------------------------------------ names
 
 
+@pytest.fixture
+def without_our_plugins(monkeypatch):
+    """Whatever is installed where the tests run: as if only the core were."""
+    everything = plugin_metadata.installed
+    monkeypatch.setattr(
+        plugin_metadata,
+        "installed",
+        lambda: tuple(o for o in everything() if not o.distribution.name.startswith("engine-plugin-")),
+    )
+
+
 def test_an_unknown_name_shows_the_nearest_known_one():
     (message,) = problems_of({"advantages": {"grp"}})
 
     assert message.startswith("Unknown advantage estimator 'grp'. Did you mean 'grpo'? Known: ")
 
 
-def test_a_plugin_of_ours_that_is_absent_comes_with_its_install_command():
+def test_a_plugin_of_ours_that_is_absent_comes_with_its_install_command(without_our_plugins):
     assert problems_of({"train_engines": {"megatron"}}) == [
         "Train engine 'megatron' is not installed. Try: pip install engine-plugin-megatron"
     ]
 
 
-def test_a_misspelt_name_of_ours_that_is_absent_comes_with_the_right_spelling():
+def test_a_misspelt_name_of_ours_that_is_absent_comes_with_the_right_spelling(without_our_plugins):
     (message,) = problems_of({"train_engines": {"megatrn"}})
 
     assert message.startswith("Unknown train engine 'megatrn'. Did you mean 'megatron'? Known: ")
@@ -144,7 +156,7 @@ def test_nobody_elses_package_is_ever_proposed():
     assert "pip install" not in message
 
 
-def test_a_name_of_another_kind_is_said_to_be_so():
+def test_a_name_of_another_kind_is_said_to_be_so(without_our_plugins):
     (message,) = problems_of({"train_engines": {"vllm"}})
 
     assert message.startswith("'vllm' is a rollout engine, not a train engine. Known: ")
