@@ -5,6 +5,7 @@
     rows.py       JSONL, JSON, Parquet, CSV -> row number i as a dict, and where it stands in its file
     layouts.py    a dict of any known layout -> Row (text or messages, response, other columns)
     render.py     Row -> token ids: chat template, over-long rows, which tokens are learned
+    prepare.py    the way of one row through these, and what came of it
     source.py     PromptSource, SFTSource: seeded order, skips, position
     workers.py    the same rows tokenised ahead by other processes
     tokenizer.py  loading a tokenizer and checking that it fits the model

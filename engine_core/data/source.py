@@ -7,140 +7,31 @@ ahead, on the number of workers, or on which rows are skipped.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from engine_core.config.models import DataConfig
-from engine_core.data import layouts
-from engine_core.data.render import Example, OverLong, Renderer
-from engine_core.data.rows import BadRow, MemoryRows, Rows
-from engine_core.data.tokenizer import tokenizer_hash
+from engine_core.data.prepare import Outcome, Preparer
+from engine_core.data.render import Example
+from engine_core.data.rows import MemoryRows, Rows
 from engine_core.data.workers import WorkerPool
-from engine_core.errors import DataError, did_you_mean
+from engine_core.errors import DataError
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from engine_core.config.models import DataConfig
     from engine_core.trainers.options import SFTOptions
 
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
 Place = tuple[int, int, int]  # epoch, position, row
-Kind = Literal["ok", "cut", "bad", "over_long"]
 NAMED = 20  # skipped rows named in the log; the rest is counted
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of one row: an item, or why there is none."""
-
-    kind: Kind
-    item: Any = None
-    problem: str = ""  # of "bad" and "over_long", with the row's place
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for a pipe."""
-        item = None if self.item is None else dataclasses.asdict(self.item)
-        return {"kind": self.kind, "item": item, "problem": self.problem}
-
-
-class Preparer:
-    """Row number -> `Outcome`; what a worker does, and the controller without workers.
-
-    Args:
-        rows: where rows come from.
-        tokenizer: the run's tokenizer.
-        config: ``[data]``.
-        split: first part of every id.
-        limit: longest sequence in tokens.
-        learn: True makes Examples, False Prompts.
-        train_on_prompt: Examples learn every token.
-    """
-
-    def __init__(
-        self,
-        rows: Rows,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        split: str,
-        limit: int,
-        learn: bool = False,
-        train_on_prompt: bool = False,
-    ) -> None:
-        self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
-        self.limit, self.learn = limit, learn
-        self.renderer = Renderer(tokenizer, config, learn, train_on_prompt)
-        self._layouts: dict[int, str] = {}  # by file
-
-    def prepare(self, index: int) -> Outcome:
-        """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""
-        try:
-            raw = self.rows.row(index)
-            row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
-            rendered, was_cut = self.renderer.fit(row, self.limit)
-            name = f"{self.split}:{self._id(raw, index)}"
-        except BadRow as problem:
-            return Outcome("bad", problem=f"{self.rows.where(index)}: {problem}")
-        except OverLong as problem:
-            key = "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
-            return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {key} is {self.limit}")
-        kind: Kind = "cut" if was_cut else "ok"
-        if self.learn:
-            return Outcome(kind, Example(name, rendered.token_ids, rendered.loss_mask))
-        columns = row.columns if rendered.messages is None else {**row.columns, "messages": rendered.messages}
-        return Outcome(kind, Prompt(name, rendered.token_ids, rendered.text, columns))
-
-    def _layout(self, index: int) -> str:
-        """The layout of the row's file: that of its first readable row."""
-        if self.config.format != "auto":
-            return self.config.format
-        file, local = self.rows.locate(index)
-        first = index - local
-        for candidate in range(first, first + min(len(self.rows.files[file]), self.config.max_bad_rows + 1)):
-            if file not in self._layouts:
-                with contextlib.suppress(BadRow):  # counted when its own turn comes
-                    self._layouts[file] = layouts.detect(self.rows.row(candidate), self.config.columns)
-        return self._layouts.get(file) or layouts.detect(self.rows.row(index), self.config.columns)
-
-    def _id(self, raw: dict[str, Any], index: int) -> Any:
-        name = self.config.columns.id
-        if name is None:
-            return index
-        if raw.get(name) is None:
-            raise BadRow(f"no value in column '{name}' ([data.columns] id).{did_you_mean(name, raw)}")
-        return raw[name]
-
-    def setup(self) -> dict[str, Any]:
-        """What `from_setup` makes an equal preparer of, as plain values."""
-        return {
-            "files": [str(path.resolve()) for path in self.rows.paths],
-            "cache": self.rows.cache,
-            "config": self.config.model_dump(exclude_unset=True),
-            "tokenizer_hash": tokenizer_hash(self.tokenizer),
-            "plain": [self.split, self.limit, self.learn, self.renderer.train_on_prompt],
-        }
-
-    @classmethod
-    def from_setup(cls, setup: dict[str, Any]) -> Preparer:
-        """The preparer of a worker; ``setup["tokenizer"]`` is a folder."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
-        if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
-            raise DataError(
-                "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."
-            )
-        rows = Rows(setup["files"], setup["cache"])
-        return cls(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
 
 
 class Source(Generic[Item]):
@@ -156,7 +47,7 @@ class Source(Generic[Item]):
         self._counts = {"bad_rows": 0, "over_long": 0, "truncated": 0}
         self._usable: int | None = None
         self._pool: WorkerPool | None = None
-        self._stream = self._outcomes()
+        self._stream = self._prepared(self._places())
         self._fingerprint = self._rows.fingerprint()
         # What no row can mend (a missing template, a wrong column) shows at once, before any work.
         first = preparer.prepare(0)
@@ -179,13 +70,13 @@ class Source(Generic[Item]):
         items: list[Item] = []
         unusable = 0
         while len(items) < n:
-            epoch, position, index, outcome = next(self._stream)
+            (epoch, position, index), outcome = next(self._stream)
             self._epoch, self._position = epoch, position + 1
             item = self._judge(index, outcome)
             unusable = 0 if item else unusable + 1
             if item:
                 items.append(item)
-            elif unusable >= len(self._rows):
+            elif unusable >= 2 * len(self._rows) - 1:  # end of one epoch and beginning of the next
                 raise DataError(
                     f"[data] None of the {len(self._rows)} rows is usable. Last: {outcome.problem}."
                 )
@@ -249,14 +140,14 @@ class Source(Generic[Item]):
             )
         self._seed, self._shuffle, self._bad, self._counts = seed, shuffle, bad, counts
         self._epoch, self._position = place
-        self._stream = self._outcomes()
+        self._stream = self._prepared(self._places())
 
     def close(self) -> None:
         """End the workers. The source can be used again, which starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-            self._stream = self._outcomes()
+            self._stream = self._prepared(self._places())
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
@@ -275,13 +166,9 @@ class Source(Generic[Item]):
                 yield epoch, place, order[place]
             position = 0
 
-    def _outcomes(self) -> Iterator[tuple[int, int, int, Outcome]]:
-        for (epoch, position, index), outcome in self._prepared(self._places()):
-            yield epoch, position, index, outcome
-
     def _whole(self) -> Iterator[Item]:
         """Every usable item once, in the order of the files; interrupts what was prepared ahead."""
-        self._stream = self._outcomes()
+        self._stream = self._prepared(self._places())
         places = ((0, index, index) for index in range(len(self._rows)))
         for (_, _, index), outcome in self._prepared(places):
             item = self._judge(index, outcome, count=False)

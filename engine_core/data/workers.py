@@ -207,7 +207,7 @@ def serve() -> None:
         answers.flush()
 
     try:
-        from engine_core.data.source import Preparer
+        from engine_core.data.prepare import Preparer
 
         preparer = Preparer.from_setup(json.loads(sys.stdin.readline()))
         for line in sys.stdin:

@@ -1,0 +1,125 @@
+"""Row number -> `Outcome`: the whole way of one row, in a worker or in the controller."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from engine_core.config.models import DataConfig
+from engine_core.data import layouts
+from engine_core.data.render import Example, OverLong, Renderer
+from engine_core.data.rows import BadRow, Rows
+from engine_core.data.tokenizer import tokenizer_hash
+from engine_core.errors import DataError, did_you_mean
+from engine_core.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["ok", "cut", "bad", "over_long"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one row: an item, or why there is none."""
+
+    kind: Kind
+    item: Any = None
+    problem: str = ""  # of "bad" and "over_long", with the row's place
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for a pipe."""
+        item = None if self.item is None else dataclasses.asdict(self.item)
+        return {"kind": self.kind, "item": item, "problem": self.problem}
+
+
+class Preparer:
+    """Row number -> `Outcome`; what a worker does, and the controller without workers.
+
+    Args:
+        rows: where rows come from.
+        tokenizer: the run's tokenizer.
+        config: ``[data]``.
+        split: first part of every id.
+        limit: longest sequence in tokens.
+        learn: True makes Examples, False Prompts.
+        train_on_prompt: Examples learn every token.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        split: str,
+        limit: int,
+        learn: bool = False,
+        train_on_prompt: bool = False,
+    ) -> None:
+        self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
+        self.limit, self.learn = limit, learn
+        self.renderer = Renderer(tokenizer, config, learn, train_on_prompt)
+        self._layouts: dict[int, str] = {}  # by file
+
+    def prepare(self, index: int) -> Outcome:
+        """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""
+        try:
+            raw = self.rows.row(index)
+            row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
+            rendered, was_cut = self.renderer.fit(row, self.limit)
+            name = f"{self.split}:{self._id(raw, index)}"
+        except BadRow as problem:
+            return Outcome("bad", problem=f"{self.rows.where(index)}: {problem}")
+        except OverLong as problem:
+            key = "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
+            return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {key} is {self.limit}")
+        kind: Kind = "cut" if was_cut else "ok"
+        if self.learn:
+            return Outcome(kind, Example(name, rendered.token_ids, rendered.loss_mask))
+        columns = row.columns if rendered.messages is None else {**row.columns, "messages": rendered.messages}
+        return Outcome(kind, Prompt(name, rendered.token_ids, rendered.text, columns))
+
+    def _layout(self, index: int) -> str:
+        """The layout of the row's file: that of its first readable row."""
+        if self.config.format != "auto":
+            return self.config.format
+        file, local = self.rows.locate(index)
+        first = index - local
+        for candidate in range(first, first + min(len(self.rows.files[file]), self.config.max_bad_rows + 1)):
+            if file not in self._layouts:
+                with contextlib.suppress(BadRow):  # counted when its own turn comes
+                    self._layouts[file] = layouts.detect(self.rows.row(candidate), self.config.columns)
+        return self._layouts.get(file) or layouts.detect(self.rows.row(index), self.config.columns)
+
+    def _id(self, raw: dict[str, Any], index: int) -> Any:
+        name = self.config.columns.id
+        if name is None:
+            return index
+        if raw.get(name) is None:
+            raise BadRow(f"no value in column '{name}' ([data.columns] id).{did_you_mean(name, raw)}")
+        return raw[name]
+
+    def setup(self) -> dict[str, Any]:
+        """What `from_setup` makes an equal preparer of, as plain values."""
+        return {
+            "files": [str(path.resolve()) for path in self.rows.paths],
+            "cache": self.rows.cache,
+            "config": self.config.model_dump(exclude_unset=True),
+            "tokenizer_hash": tokenizer_hash(self.tokenizer),
+            "plain": [self.split, self.limit, self.learn, self.renderer.train_on_prompt],
+        }
+
+    @classmethod
+    def from_setup(cls, setup: dict[str, Any]) -> Preparer:
+        """The preparer of a worker; ``setup["tokenizer"]`` is a folder."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
+        if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
+            raise DataError(
+                "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."
+            )
+        rows = Rows(setup["files"], setup["cache"])
+        return cls(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
