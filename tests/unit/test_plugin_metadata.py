@@ -1,11 +1,12 @@
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 import engine_core
-from engine_core.plugin_metadata import NOUNS, installed, module_exists, our_plugins, split
+from engine_core.plugin_metadata import NOUNS, installed, known_names, module_exists, our_plugins, split
 from engine_core.specs import TABLE_SPECS
 
 
@@ -86,3 +87,23 @@ def test_the_plugins_in_this_tree_offer_what_their_install_hints_say():
             if group.removeprefix("engine.") in TABLE_SPECS
         }
         assert hints[project["name"]] == offered, file
+
+
+def test_a_reinstalled_plugin_is_seen_in_the_same_process(install):
+    site = install("first", {"rewards": {"one": "mod_one"}})
+    assert "one" in known_names("rewards")
+
+    shutil.rmtree(next(Path(site).glob("first-*")))
+    install("second", {"rewards": {"two": "mod_two"}})
+
+    assert "one" not in known_names("rewards")
+    assert known_names("rewards")["two"] == ["second"]
+
+
+def test_known_names_come_with_their_distributions(install):
+    install("acme", {"losses": {"ppo_clip": "mod_acme", "mine": "mod_acme"}})
+
+    losses = known_names("losses")
+
+    assert losses["mine"] == ["acme"]
+    assert sorted(losses["ppo_clip"]) == ["acme", "engine-core-rl"]
