@@ -1,7 +1,7 @@
 """The reference train engine: one process, no sharding.
 
 Backends that shard subclass it and replace the small methods below (``_finish``, ``_grad_norm``,
-``_weights``, ``save``, ...); the order of a step is written once, here.
+``named_weights``, ``save``, ...); the order of a step is written once, here.
 
 The module is always in eval mode: dropout would make the log-probs of an unchanged policy differ
 between two passes, so that ratios were not 1.
@@ -30,7 +30,8 @@ from engine_core.engines.model_loading import DTYPES, adopt_live, cast_parameter
 from engine_core.engines.optimizers import build_optimizer, set_peak_lr
 from engine_core.engines.packed_forward import OUTPUTS, PackedForward
 from engine_core.engines.torch_options import TorchOptions
-from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean, nearest
+from engine_core.engines.weights import near, own_weights, published_weights, take_weights, to_own_names
+from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
 from engine_core.packing import plan_micro_batches
 from engine_core.types import StepOutput, TrainOutput
 
@@ -284,45 +285,11 @@ class TorchEngine(TrainEngine):
 
     # -- weights ------------------------------------------------------------
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The module's own tensors under the names of ``save_pretrained``, tied ones once."""
-        tied = getattr(self.module, "all_tied_weights_keys", None) or {}
-        seen: set[int] = set()
-        found = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            if name in tied or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-        return found
-
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        yield from self._weights().items()
+        return published_weights(self.module)
 
-    @torch.no_grad()
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        own = self._weights()
-        left = set(own)
-        for name, new in stream:
-            if name not in own:
-                raise DataError(
-                    f"Unknown weight '{name}' for {type(self.module).__name__}." + _near(name, own)
-                )
-            if own[name].shape != new.shape:
-                raise DataError(
-                    f"Weight '{name}' has shape {list(new.shape)}; expected {list(own[name].shape)}."
-                )
-            new = new.to(device=own[name].device, dtype=own[name].dtype)
-            if mix == 1.0 or not own[name].is_floating_point():
-                own[name].copy_(new)
-            else:
-                own[name].lerp_(new, mix)
-            left.discard(name)
-        if left:
-            some = ", ".join(sorted(left)[:5])
-            raise DataError(
-                f"{len(left)} of {len(own)} weights did not come: {some}. Those that came were taken."
-            )
+        take_weights(self.module, to_own_names(self.module, stream), mix)
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
@@ -340,7 +307,7 @@ class TorchEngine(TrainEngine):
     def save(self, folder: Path) -> Future[None]:
         """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON."""
         folder.mkdir(parents=True, exist_ok=True)
-        state.save_tensors(folder / state.WEIGHTS, self._weights())
+        state.save_tensors(folder / state.WEIGHTS, own_weights(self.module))
         scalars: dict[str, Any] = {
             "random": state.random_state(self.device),
             "num_skipped_steps": self.num_skipped_steps,
@@ -358,7 +325,7 @@ class TorchEngine(TrainEngine):
 
     def load(self, folder: Path) -> None:
         scalars = state.load_json(folder / state.STATE)
-        self.load_named_weights(state.load_tensors(folder / state.WEIGHTS).items())
+        take_weights(self.module, state.load_tensors(folder / state.WEIGHTS).items())
         if self.optimizer is not None:
             if "optimizer" not in scalars:
                 raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
@@ -376,7 +343,7 @@ class TorchEngine(TrainEngine):
             self.module.save_pretrained(folder)  # type: ignore[operator]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        state.save_tensors(folder / "model.safetensors", self._weights())
+        state.save_tensors(folder / "model.safetensors", own_weights(self.module))
         if hasattr(getattr(self.module, "config", None), "save_pretrained"):
             self.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 
@@ -457,14 +424,8 @@ def _check_units(units: Sequence[str], module: nn.Module) -> None:
         if name not in known:
             raise PluginError(
                 f"engine_wrap_policy named '{name}', which is no submodule of {type(module).__name__}."
-                + _near(name, known)
+                + near(name, known)
             )
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    """The nearest name, without the whole list: models have hundreds."""
-    match = nearest(name, known)
-    return f" Did you mean '{match}'?" if match else ""
 
 
 def _check_parts(names: Iterable[str]) -> None:

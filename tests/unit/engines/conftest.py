@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.engines.base import WorkerContext
@@ -42,6 +42,9 @@ CONFIGS = {
         query_pre_attn_scalar=8,
     ),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=6),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
     "granite": lambda: GraniteConfig(
         **{k: v for k, v in SHAPE.items() if k != "head_dim"}, logits_scaling=0.3
     ),

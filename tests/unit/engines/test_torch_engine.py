@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from engine_core.types import LossCall
 
 NLL = LossCall("nll")
-FAMILIES = ["qwen3", "llama", "gemma2", "mistral", "granite"]
+FAMILIES = ["qwen3", "llama", "gemma2", "mistral", "granite", "qwen3_moe"]
 
 
 def slow_reference(engine, batch):
@@ -19,7 +19,8 @@ def slow_reference(engine, batch):
     )
     model.load_state_dict({name: value.cpu().double() for name, value in engine.module.state_dict().items()})
     model.eval()
-    model.cpu()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the fused one has no float64
     log_probs, entropies = [], []
     for ids, mask in zip(
         batch.token_ids.split(batch.lengths.tolist()),

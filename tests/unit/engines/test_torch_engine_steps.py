@@ -276,7 +276,7 @@ def test_a_live_model_is_trained_itself_and_copied_for_the_reference(make_engine
 # -- weights -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "qwen3_moe"])
 def test_named_weights_are_what_save_pretrained_writes(make_engine, tmp_path, family):
     engine = make_engine(family)
     engine.export(tmp_path / "out")
@@ -302,8 +302,9 @@ def test_a_module_without_save_pretrained_is_exported_as_its_tensors(make_engine
     assert same(load_file(tmp_path / "out" / "model.safetensors"), weights_of(engine))
 
 
-def test_loaded_weights_are_mixed_as_a_moving_average(make_engine):
-    engine, other = make_engine(), make_engine(model={"seed": 1})
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_loaded_weights_are_mixed_as_a_moving_average(make_engine, family):
+    engine, other = make_engine(family), make_engine(family, model={"seed": 1})
     before = weights_of(engine)
     engine.load_named_weights(other.named_weights(), mix=0.25)
     for name, value in engine.named_weights():
@@ -328,6 +329,16 @@ def test_weights_that_do_not_fit_are_named(make_engine):
         engine.load_named_weights([("model.norm.weight", torch.zeros(3))])
 
 
+def test_weights_of_experts_that_do_not_fit_are_named(make_engine):
+    engine = make_engine("qwen3_moe")
+    weights = weights_of(engine)
+    weights["model.extra"] = weights.pop("model.norm.weight")
+    with pytest.raises(
+        DataError, match=r"do not fit Qwen3MoeForCausalLM: missing model.norm.weight; unknown model.extra"
+    ):
+        engine.load_named_weights(weights.items())
+
+
 def test_the_generation_module_samples_without_gradients_and_is_given_back_as_it_was(make_engine):
     engine = make_engine()
     engine.module.train()
@@ -347,7 +358,9 @@ def test_the_generation_module_samples_without_gradients_and_is_given_back_as_it
 # -- state -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16"}, {"family": "llama"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"param_dtype": "bf16"}, {"family": "llama"}, {"family": "qwen3_moe"}]
+)
 def test_after_a_load_training_goes_on_bit_for_bit(make_engine, batch, batch_of, tmp_path, options):
     optim = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
     engine = make_engine(optim=optim, **options)

@@ -1,0 +1,111 @@
+"""A module's weights: under its own names, and under those that ``save_pretrained`` writes.
+
+The two differ for few models: transformers holds the experts of a mixture in one tensor and writes
+one for each expert, as other programs expect them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from engine_core.errors import DataError, nearest
+
+LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+def own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own tensors (not copies) by its own names, tied ones once."""
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in tied or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        found[name] = tensor.detach()
+    return found
+
+
+def published_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of ``save_pretrained``, converted a layer at a time."""
+    own = own_weights(module)
+    if not converts(module):
+        yield from own.items()
+        return
+    for _, layer in itertools.groupby(own.items(), key=lambda item: _layer(item[0])):
+        yield from revert_weight_conversion(module, dict(layer)).items()
+
+
+def converts(module: nn.Module) -> bool:
+    """Whether ``save_pretrained`` writes other names or shapes than the module's own."""
+    if not isinstance(module, PreTrainedModel):
+        return False
+    shapes = {name: tensor.to("meta") for name, tensor in own_weights(module).items()}
+    return revert_weight_conversion(module, shapes).keys() != shapes.keys()
+
+
+@torch.no_grad()
+def take_weights(module: nn.Module, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+    """``w <- (1 - mix) * w + mix * new`` for weights under the module's own names.
+
+    Raises:
+        DataError: a name or shape does not fit, or weights are missing. Those before it were taken.
+    """
+    own = own_weights(module)
+    left = set(own)
+    for name, new in stream:
+        if name not in own:
+            raise DataError(f"Unknown weight '{name}' for {type(module).__name__}." + near(name, own))
+        old = own[name]
+        if old.shape != new.shape:
+            raise DataError(f"Weight '{name}' has shape {list(new.shape)}; expected {list(old.shape)}.")
+        new = new.to(device=old.device, dtype=old.dtype)
+        if mix == 1.0 or not old.is_floating_point():
+            old.copy_(new)
+        else:
+            old.lerp_(new, mix)
+        left.discard(name)
+    if left:
+        some = ", ".join(sorted(left)[:5])
+        raise DataError(
+            f"{len(left)} of {len(own)} weights did not come: {some}. Those that came were taken."
+        )
+
+
+def to_own_names(module: Any, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """The inverse of ``published_weights``; a model that converts is gathered whole to do it."""
+    if not converts(module):
+        return stream
+    weights = dict(stream)
+    model, info = type(module).from_pretrained(
+        None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
+    )
+    _refuse(type(module).__name__, info)
+    return own_weights(model).items()
+
+
+def _refuse(name: str, info: Mapping[str, Any]) -> None:
+    if info["missing_keys"] or info["unexpected_keys"]:
+        missing, unknown = (", ".join(sorted(info[key])[:5]) for key in ("missing_keys", "unexpected_keys"))
+        raise DataError(
+            f"Weights do not fit {name}: missing {missing or 'none'}; unknown {unknown or 'none'}."
+        )
+
+
+def _layer(name: str) -> str:
+    match = LAYER.match(name)
+    return match[1] if match else name
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The nearest name, without the whole list: models have hundreds."""
+    match = nearest(name, known)
+    return f" Did you mean '{match}'?" if match else ""
