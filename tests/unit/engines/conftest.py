@@ -6,7 +6,7 @@ The engine's tests run on another device with ``ENGINE_TEST_DEVICE=cuda``.
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.engines.torch_options import TorchOptions
+from engine_core.hookspecs import hookimpl
+from engine_core.plugins import Plugin, PluginSet
 from engine_core.types import Batch
 
 DEVICE = os.environ.get("ENGINE_TEST_DEVICE", "cpu")
@@ -51,19 +53,18 @@ CONFIGS = {
 }
 
 
-class Steps:
-    """Step hooks that all answer None, but for those given."""
-
-    def __init__(self, **hooks):
-        self.hooks = hooks
-
-    def __getattr__(self, name):
-        return self.hooks.get(name, lambda **arguments: None)
-
-
 def plugins(**hooks):
-    """A plugin set whose step hooks are ``hooks``."""
-    return SimpleNamespace(step=lambda role, backend: Steps(**hooks))
+    """The real plugin set of a run with this engine, and a plugin with these step hooks."""
+    plugin_set = PluginSet.load({"train_engines": {"torch"}})
+    if hooks:
+        module = ModuleType("hooks_of_a_test")
+        for name, function in hooks.items():
+            setattr(module, name, hookimpl(function))
+        plugin_set.manager.register(module, module.__name__)
+        plugin = Plugin(module, "Plugin of a test", "test", "0")
+        plugin_set.plugins.append(plugin)
+        plugin_set.named.append(plugin)
+    return plugin_set
 
 
 @pytest.fixture
