@@ -73,6 +73,8 @@ class Renderer:
     ) -> None:
         self.tokenizer, self.config = tokenizer, config
         self.learn, self.train_on_prompt = learn, train_on_prompt
+        whole, bare = list(tokenizer("a")["input_ids"]), self._ids("a")
+        self._adds_end = len(whole) > len(bare) and whole[-1] == tokenizer.eos_token_id != bare[-1]
 
     def fit(self, row: Row, limit: int) -> tuple[Rendered, bool]:
         """Render ``row`` in at most ``limit`` tokens, and whether it had to be cut.
@@ -235,8 +237,7 @@ class Renderer:
     def _text_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
         ids = list(self.tokenizer(text)["input_ids"])
-        bare = self._ids(text)
-        return ids[:-1] if len(ids) > len(bare) and ids[-1] == self.tokenizer.eos_token_id else ids
+        return ids[:-1] if self._adds_end else ids
 
     def _end_id(self) -> int:
         end = self.tokenizer.eos_token_id

@@ -172,7 +172,9 @@ def test_only_the_assistants_turns_are_learned_with_their_end(make_tokenizer, to
     assert tokenizer.decode(rendered.token_ids) == rendered.text
 
 
-def test_a_completion_is_learned_and_the_assistant_of_the_prompt_is_not(tokenizer):
+@pytest.mark.parametrize("template", [None, GENERATION])
+def test_a_completion_is_learned_and_the_assistant_of_the_prompt_is_not(make_tokenizer, tokenizer, template):
+    tokenizer = make_tokenizer(template) if template else tokenizer
     prompt = [USER, ASSISTANT, {"role": "user", "content": "one"}]
     row = Row(prompt, [{"role": "assistant", "content": "two"}])
     rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(row, 100)

@@ -126,10 +126,11 @@ def test_validation_rows_are_all_given_in_order_and_the_position_stays(config_of
     assert source.state() == before
 
 
-def test_the_length_is_that_of_the_usable_rows(config_of, tokenizer):
+def test_the_length_is_that_of_the_usable_rows_and_finding_it_counts_nothing(config_of, tokenizer):
     rows = [*ROWS, {"prompt": "long " * 100}, {"prompt": 5}]
-    config = config_of(rows, max_bad_rows=1, max_prompt_tokens=30)
-    assert len(PromptSource(config, tokenizer, seed=0)) == 10
+    source = PromptSource(config_of(rows, max_bad_rows=1, max_prompt_tokens=30), tokenizer, seed=0)
+    assert len(source) == 10
+    assert source.counters["data/over_long"] == source.counters["data/bad_rows"] == 0
 
 
 def test_a_bad_row_is_named_and_ends_the_run_by_default(config_of, tokenizer):
