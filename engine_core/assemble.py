@@ -88,8 +88,8 @@ def check_complete(
         ConfigError: every missing thing.
     """
     spec: Any = (plugins or plugins_for(config)).spec("trainers", config.trainer)
-    missing = []
-    if not config.model.path and "model" not in live and "model" in spec.sections:
+    reads, missing = spec.sections or type(config).model_fields, []
+    if not config.model.path and "model" not in live and "model" in reads:
         missing.append(
             "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
         )
@@ -100,7 +100,7 @@ def check_complete(
             f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name."
         )
     evaluates = config.eval.every_steps or config.eval.at_start or config.eval.at_end
-    if "eval" in spec.sections and evaluates and not files_of(config.data.validation):
+    if "eval" in reads and evaluates and not files_of(config.data.validation):
         missing.append(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
@@ -132,10 +132,11 @@ def _load(raw: RawConfig, without: Collection[tuple[str, str]] = ()) -> PluginSe
         return PluginSet.load(kept, modules, raw.folder, raw.allow_code)
 
     first = load(()).chosen
-    sections = [
-        getattr(spec, "sections", None) for (kind, _), (spec, _) in first.items() if kind == "trainers"
-    ]
-    return load(sections[0] if sections else None)
+    sections = next(
+        (getattr(spec, "sections", None) for (kind, _), (spec, _) in first.items() if kind == "trainers"),
+        None,
+    )
+    return load(sections or None)  # a trainer that names none reads all
 
 
 def _specs_without(raw: RawConfig, failed: Collection[tuple[str, str]]) -> Callable[[str, str], Spec | None]:

@@ -135,8 +135,8 @@ class TrainerSpec(Spec):
     """A training loop: ``load`` is a class with ``train()``.
 
     Args:
-        sections: top-level TOML tables that it reads; another one that is present is named at the
-            start as not read.
+        sections: top-level TOML tables that it reads (none: all of them); another one that is
+            present is named at the start as not read.
         required: those of them that must be present.
     """
 

@@ -205,7 +205,7 @@ def _enter(node: Any, part: str, path: Path_, origin: Origin) -> Any:
         names = did_you_mean(part, _elements(node))
         raise ConfigError(f"{origin}: {key_text(path[:-1])} has no entry named '{part}'.{names}")
     if not isinstance(inner, dict) and not _is_named(inner):
-        raise ConfigError(f"{origin}: {key_text(path)} is {inner!r}, not a table.")
+        raise ConfigError(f"{origin}: {key_text(path)} holds a value, not a table.")
     return inner
 
 

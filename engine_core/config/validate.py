@@ -64,13 +64,11 @@ class _Validation:
 
     def run(self) -> EngineConfig:
         data = prepared(self.raw.data)
-        top = next(places(data))
         sections = None
-        for chosen in top.chosen:
-            sections = getattr(self.spec_of(chosen.kind, chosen.name), "sections", None)
-            for name in sorted(
-                (set(data) & set(EngineConfig.model_fields)) - set(sections or data) - {"trainer"}
-            ):
+        for chosen in next(places(data)).chosen:
+            sections = getattr(self.spec_of(chosen.kind, chosen.name), "sections", None) or None
+            core = set(data) & set(EngineConfig.model_fields) - {"trainer"}
+            for name in sorted(core - set(sections or core)):
                 self.unread.append(f"[{name}]: trainer '{chosen.name}' does not read it")
         for place in list(places(data)):
             self.take_options(place, sections is None or place.section in ("", *sections))
@@ -107,14 +105,10 @@ class _Validation:
         users = [(chosen, spec) for chosen, spec in found if spec is not None]
         path = (*place.path, table)
         for number, (chosen, spec) in enumerate(users):
-            mine = data
-            if isinstance(data, dict) and len(users) > 1:
-                others = (
-                    {key for _, other in users for key in other.config.model_fields}
-                    if number == 0
-                    else set(data)
-                )
-                mine = {k: v for k, v in data.items() if k in spec.config.model_fields or k not in others}
+            mine, own = data, set(spec.config.model_fields)
+            if isinstance(data, dict) and len(users) > 1:  # unknown keys are told by the first
+                foreign = {key for _, other in users for key in other.config.model_fields} - own
+                mine = {k: v for k, v in data.items() if (k in own if number else k not in foreign)}
             owner = f" Table of {spec.noun} '{table}'; see: engine schema {key_text(_header(place, table))}"
             self.models[_header(place, table)] = spec.config
             done = self.check(spec.config, mine, path, owner)
@@ -150,11 +144,8 @@ class _Validation:
         for (path, chosen), options in self.options.items():
             holder: Any = config
             for part in path:
-                holder = (
-                    next(e for e in holder if e.name == part)
-                    if isinstance(holder, list)
-                    else getattr(holder, part)
-                )
+                by_name = {entry.name: entry for entry in holder} if isinstance(holder, list) else {}
+                holder = by_name[part] if by_name else getattr(holder, part)
             if chosen.kind == "trackers":
                 holder.options = {**holder.options, chosen.name: options}
             else:
@@ -172,13 +163,9 @@ class _Validation:
         if place is not None and isinstance(place.table.get(key), dict):
             names |= {name for kind in place.kinds for name in self.known(kind)}
         nearest = did_you_mean(key, names)
-        homes = [
-            f"[{key_text(table)}]" for table, other in self.models.items() if table and key in keys_of(other)
-        ]
+        homes = [f"[{key_text(t)}]" for t, other in self.models.items() if t and key in keys_of(other)]
         elsewhere = f" '{key}' is a key of {' and of '.join(homes[:3])}." if homes else ""
-        if owner is None:
-            owner = _core_owner(path)
-        self.problems.append(Problem(path, f"unknown key.{nearest}{elsewhere}{owner}"))
+        self.problems.append(Problem(path, f"unknown key.{nearest}{elsewhere}{owner or _core_owner(path)}"))
 
 
 def _header(place: Place, table: str) -> Path_:

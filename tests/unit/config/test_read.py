@@ -205,7 +205,7 @@ def test_an_override_never_makes_an_element(write):
 def test_an_override_through_a_value_is_refused(write):
     file = write("run.toml", 'actor.backend = "torch"')
     message = error_of(file, overrides=["actor.backend.x=1"])
-    assert message == "--set actor.backend.x: actor.backend is 'torch', not a table."
+    assert message == "--set actor.backend.x: actor.backend holds a value, not a table."
 
 
 def test_overrides_from_python_may_be_nested():

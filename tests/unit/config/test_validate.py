@@ -137,6 +137,10 @@ weight = 2
         ),
         ("[data]\nshuffle = 'yes'", "2: data.shuffle: got 'yes', expected true or false."),
         ("[data]\ntrain = 3", "2: data.train: got 3, expected a text in quotes or a list."),
+        (
+            "[actor.torch]\nlog_prob_chunk_tokens = '8'",
+            "2: actor.torch.log_prob_chunk_tokens: got '8', expected a whole number.",
+        ),
         ("actor = 3", "1: actor: got 3, expected a table."),
         ("actor.torch = 3", "1: actor.torch: got 3, expected a table."),
         ("reward = 3", "1: reward: got 3, expected a list."),
@@ -308,3 +312,12 @@ def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
     raw = RawConfig({"reward": [{"name": "r"}]})
     with pytest.raises(ConfigError, match=f"seen {tmp_path}"):
         validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind], {"folder": tmp_path})
+
+
+def test_a_trainer_that_names_no_sections_reads_all(specs):
+    from engine_core.specs import TrainerSpec
+
+    mine = {**specs, "trainers": {"mine": TrainerSpec(load=print)}}
+    raw = RawConfig({"trainer": "mine", "rollout": {"temperature": 0}})
+    with pytest.raises(ConfigError, match="a greedy sampler"):
+        validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind])
