@@ -1,0 +1,1 @@
+"""Rollout engine ``hf``: sampling with transformers models."""

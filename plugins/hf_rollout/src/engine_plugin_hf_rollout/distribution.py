@@ -1,0 +1,73 @@
+"""The distribution that is sampled from, and drawing from it reproducibly.
+
+Each request has numbers of its own (from its seed), drawn before sampling begins; token t is the
+inverse of the cumulative distribution at the t-th of them. A request therefore gives the same tokens
+whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities after temperature, top-k and top-p, and the log of the mass that was kept.
+
+    Top-k comes first, then top-p on what it left, as in transformers. A temperature of 0 stands for
+    greedy choice; its log-probs are those of temperature 1.
+
+    Args:
+        logits: [A, V].
+        temperature: [A].
+        top_p: [A], 1 keeps all.
+        top_k: [A] int, 0 keeps all.
+
+    Returns:
+        [A, V] float32, -inf where a token was cut; [A] float32, 0 where nothing was.
+    """
+    scale = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+    log_probs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    if bool((top_p >= 1).all()) and bool((top_k <= 0).all()):
+        return log_probs, torch.zeros_like(temperature)
+    ranked, order = log_probs.sort(dim=-1, descending=True)
+    rank = torch.arange(ranked.shape[1], device=logits.device)
+    limit = torch.where(top_k > 0, top_k, ranked.shape[1])
+    kept = rank[None] < limit[:, None]
+    probs = ranked.exp() * kept
+    probs = probs / probs.sum(-1, keepdim=True)
+    before = probs.cumsum(-1) - probs  # mass of better tokens: the one that crosses top_p stays
+    kept &= (before < top_p[:, None]) | (rank == 0)
+    ranked = ranked.masked_fill(~kept, -torch.inf)
+    mass = ranked.logsumexp(-1)
+    return torch.empty_like(ranked).scatter_(1, order, ranked - mass[:, None]), mass
+
+
+def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
+    """One token a row: the inverse of the cumulative distribution at ``uniform``.
+
+    Args:
+        log_probs: [A, V], -inf where a token cannot come.
+        uniform: [A] in [0, 1).
+        greedy: [A] bool; these rows take the most likely token.
+
+    Returns:
+        [A] int64.
+    """
+    cumulative = log_probs.exp().cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # where rounding put the target at the very end: the last token that can come
+    last = cumulative.shape[1] - 1 - log_probs.isfinite().flip(1).to(torch.uint8).argmax(1)
+    return torch.where(greedy, log_probs.argmax(-1), torch.minimum(drawn, last))
+
+
+def uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
+    """[A, count] numbers in [0, 1), each row from its own seed; a row without one from torch's generator."""
+    rows = []
+    for seed in seeds:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        rows.append(torch.rand(count, generator=generator))
+    return torch.stack(rows)

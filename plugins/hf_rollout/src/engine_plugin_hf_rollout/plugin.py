@@ -1,0 +1,31 @@
+"""What this plugin offers (no torch here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from engine_core import hookimpl
+from engine_core.specs import Options, RolloutBackend
+
+
+class HFOptions(Options):
+    """``[rollout.hf]``"""
+
+    batch_size: int = Field(256, gt=0)
+    """Sequences sampled at one time. More is faster until memory or the cores are full."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights, where the sampler has a model of its own."""
+
+
+@hookimpl
+def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
+    return {
+        "hf": RolloutBackend(
+            load="engine_plugin_hf_rollout.engine:HFRolloutEngine",
+            config=HFOptions,
+            capabilities=frozenset({"share_module", "pause", "sleep"}),
+        )
+    }
