@@ -56,7 +56,7 @@ class Trainer(TrainingRun):
         return self.plan.updates_per_step
 
     def start(self) -> None:
-        self.sampling.sync()  # a broken transport ends the run here, not after an hour
+        self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
 
     def step(self, step: int) -> dict[str, float]:
         """One step: P prompts in, one policy update done, samplers on the new weights."""

@@ -30,9 +30,9 @@ class RolloutSource:
         )
         self.version = 0  # weight updates that the sampler has seen
 
-    def sync(self) -> dict[str, float]:
-        """Bring the sampler to the actor's weights."""
-        result = self.run.runtime.push_weights("actor", "rollout", self.version + 1)
+    def sync(self, updated: bool = True) -> dict[str, float]:
+        """Bring the sampler to the actor's weights, a version on where they were updated."""
+        result = self.run.runtime.push_weights("actor", "rollout", self.version + updated)
         self.version = result.version
         self.run.emit("weights_synced", {"version": result.version, "bytes": result.bytes})
         return {"sync/bytes": float(result.bytes), "sync/seconds": result.seconds, "policy_version": float(result.version)}
