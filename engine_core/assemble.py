@@ -201,4 +201,5 @@ def _model_paths(config: EngineConfig) -> Iterator[tuple[str, Any, str]]:
 def _absolute(raw: RawConfig, key: str, text: str) -> Path:
     origin = raw.origins.get(key)
     folder = Path(origin.file).resolve().parent if origin and origin.file else Path.cwd()
-    return (folder / Path(text).expanduser()).absolute()
+    path = folder / Path(text).expanduser()
+    return path.parent.resolve() / path.name  # a link keeps its own name, and so its ending

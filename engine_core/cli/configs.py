@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_core.assemble import check_inputs, plugins_for
+from engine_core.assemble import check_complete, check_inputs, plugins_for
 from engine_core.cli.loading import read
 from engine_core.cli.options import AllowCode, File, Files, Json, More, Sets
 from engine_core.cli.output import print_json, print_table
@@ -25,6 +25,7 @@ def validate(
     """Check a run file: keys, types, names, plugins, files and their columns. Loads no torch."""
     try:
         config = read(files, more, sets, allow_code=allow_code)
+        check_complete(config)
         if problems := check_inputs(config):
             raise DataError("\n".join(problems))
     except EngineError as error:

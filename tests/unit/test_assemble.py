@@ -94,7 +94,7 @@ def test_paths_are_relative_to_the_file_that_names_them(run, tmp_path, monkeypat
         run('extends = ["parts/base.toml"]\nmodel.tokenizer = "model"\ndata.validation = ["../v.csv"]')
     )
     assert config.data.train == str(folder / "parts/here.jsonl")
-    assert [os.path.normpath(file) for file in config.data.validation] == [str(tmp_path / "v.csv")]
+    assert config.data.validation == [str(tmp_path / "v.csv")]
     assert config.model.tokenizer == str(folder / "model")
     assert config.model.path == "a/hub-name"
     monkeypatch.chdir(tmp_path)
