@@ -61,10 +61,10 @@ class CommandGroup(TyperGroup):
         super().__init__(**settings)
         self.table = table
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(self.table)
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         entry = self.table.get(cmd_name)
         if entry is None:
             raise ConfigError(f"Unknown command '{cmd_name}'.{did_you_mean(cmd_name, self.table)}")
@@ -75,7 +75,7 @@ class CommandGroup(TyperGroup):
         single.command(cmd_name)(getattr(importlib.import_module(module), function))
         return get_command(single)
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or ["--help"])
 
 
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader of our output has gone, as in `engine plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 1  # as Typer does where it meets this first
 
 
 def _complain(message: str) -> None:

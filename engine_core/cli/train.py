@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from typing import Annotated
 
 import typer
 
-from engine_core.cli.loading import read, read_run, trainer_of
+from engine_core.checkpoint import read_state
+from engine_core.cli.loading import checkpoint_of, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, More, Run, Sets
 from engine_core.tracking import RunFolder
 
@@ -41,6 +43,12 @@ def train(
 def resume(run: Run, steps: Steps = None, sets: Sets = None, allow_code: AllowCode = False) -> None:
     """Go on with a run from its newest checkpoint that verifies; prints the run folder at the end."""
     folder = RunFolder.open(run)
-    with closing(trainer_of(read_run(folder, sets, allow_code, steps))) as trainer:
-        trainer.train(resume=folder.path)
-        print(trainer.folder.path)
+    config = read_run(folder, sets, allow_code, steps)
+    done = read_state(checkpoint_of(folder, None))["step"]
+    if config.run.steps is not None and done >= config.run.steps:
+        more = f"engine resume {run} --steps N"
+        print(f"Nothing to do: step {done} of {config.run.steps} is done. To go on: {more}", file=sys.stderr)
+    else:
+        with closing(trainer_of(config)) as trainer:
+            trainer.train(resume=folder.path)
+    print(folder.path)

@@ -1,0 +1,125 @@
+"""validate, config show, schema."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+from engine_core.config import EngineConfig
+
+
+def test_validate_says_that_a_file_is_valid_and_what_is_not_read(engine, sft_run):
+    sft_run.write_text(sft_run.read_text() + "\n[actor.fsdp]\nsharding = 'full'\n")
+    answer = engine("validate", "run.toml")
+    assert answer.code == 0
+    assert answer.out == ("run.toml: valid, trainer 'sft'\nnot read: [actor.fsdp]: the run uses 'torch'\n")
+
+
+def test_validate_tells_all_problems_with_file_and_line(engine, sft_run):
+    text = (
+        sft_run.read_text().replace("steps = 2", "stesp = 2").replace("every_steps = 1", "every_steps = -1")
+    )
+    sft_run.write_text(text)
+    answer = engine("validate", "run.toml", "--set", "actor.optim.lr=fast")
+    assert answer.code == 2
+    assert answer.out == ""
+    lines = answer.err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("engine: ") for line in lines)
+    line = 1 + text.splitlines().index("stesp = 2")
+    assert f"run.toml:{line}: run.stesp: unknown key. Did you mean 'steps'?" in answer.err
+    assert "checkpoint.every_steps: got -1" in answer.err
+    assert "--set actor.optim.lr: actor.optim.lr: got 'fast', expected a number" in answer.err
+
+
+def test_validate_finds_an_absent_file_of_data(engine, sft_run):
+    (sft_run.parent / "rows.jsonl").unlink()
+    answer = engine("validate", "run.toml")
+    assert answer.code == 4
+    assert "engine: data.train: there is no file '" in answer.err
+
+
+def test_validate_names_a_plugin_that_is_not_installed(engine, sft_run):
+    answer = engine("validate", "run.toml", "--set", "actor.backend=fsdp")
+    assert answer.code == 3
+    assert "Train engine 'fsdp' is not installed. Try: pip install engine-plugin-fsdp" in answer.err
+
+
+def test_validate_as_json(engine, sft_run):
+    assert json.loads(engine("validate", "run.toml", "--json").out)["valid"] is True
+    answer = engine("validate", "run.toml", "--json", "--set", "run.stesp=1")
+    assert answer.code == 2
+    assert answer.err == ""
+    found = json.loads(answer.out)
+    assert found["valid"] is False
+    assert len(found["problems"]) == 1
+    assert "run.stesp" in found["problems"][0]
+
+
+def test_a_later_file_wins_and_set_wins_over_it(engine, sft_run):
+    (sft_run.parent / "more.toml").write_text("[run]\nsteps = 7\nseed = 7\n")
+    show = engine("config", "show", "run.toml", "-c", "more.toml", "--set", "run.seed=9")
+    run = tomllib.loads(show.out)["run"]
+    assert (run["name"], run["steps"], run["seed"]) == ("first", 7, 9)
+
+
+def test_config_show_says_where_each_value_came_from(engine, sft_run, monkeypatch):
+    monkeypatch.setenv("ENGINE__RUN__SEED", "3")
+    lines = engine("config", "show", "run.toml", "--origin", "--set", "run.epochs=2").out.splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+    steps = 1 + sft_run.read_text().splitlines().index("steps = 2")
+    assert rows["run.steps"] == ["2", f"run.toml:{steps}"]
+    assert rows["run.epochs"] == ["2", "--set run.epochs"]
+    assert rows["run.seed"] == ["3", "environment ENGINE__RUN__SEED"]
+    assert rows["actor.optim.eps"] == ["1e-08", "default"]
+
+
+def test_config_show_as_json(engine, sft_run):
+    assert json.loads(engine("config", "show", "run.toml", "--json").out)["run.steps"] == 2
+    both = json.loads(engine("config", "show", "run.toml", "--json", "--origin").out)
+    assert both["run.epochs"] == {"value": 1, "origin": "default"}
+
+
+def test_schema_is_json_over_all_tables_and_installed_names(engine):
+    schema = json.loads(engine("schema").out)
+    assert set(EngineConfig.model_fields) - {"options"} <= set(schema["properties"])
+    assert "torch" in schema["$defs"]["RoleConfig"]["properties"]
+    optim = json.loads(engine("schema", "actor.optim", "--json").out)
+    assert optim["properties"]["lr"]["default"] == 1e-6
+
+
+def test_schema_of_a_table_is_readable(engine):
+    text = engine("schema", "actor.torch").out
+    assert text.startswith("[actor.torch]\n")
+    assert 'param_dtype = "fp32"  ("fp32" | "bf16")\n    Type of the weights' in text
+    assert "log_prob_chunk_tokens = 1024  (integer > 0)" in text
+
+
+def test_schema_points_to_the_tables_below_and_shows_single_keys(engine):
+    actor = engine("schema", "actor").out
+    assert "[actor.optim]  see: engine schema actor.optim" in actor
+    assert "path = not set  (string)" in actor
+    assert engine("schema", "actor.optim.betas").out == (
+        "betas = [0.9, 0.999]  ([number >= 0 <= 1, number >= 0 <= 1])\n    Adam's decay rates.\n"
+    )
+    assert "name = required  (" in engine("schema", "reward").out
+    assert 'trainer = "rl"  ("rl" | "sft")' in engine("schema", "trainer").out
+    assert "stop = []  (list of string)" in engine("schema", "rollout").out
+
+
+def test_schema_of_an_unknown_key_suggests_the_nearest(engine):
+    answer = engine("schema", "actor.trch")
+    assert answer.code == 2
+    assert answer.err == (
+        "engine: [actor] has no table or key 'trch'. Did you mean 'torch'? "
+        "Known: backend, max_tokens_per_rank, optim, path, torch.\n"
+    )
+
+
+def test_schema_leaves_a_broken_plugin_out_and_says_so(engine, install):
+    install("broken-one", {"rewards": {"broken": "broken_one"}}, {"broken_one": "import absent_module"})
+    answer = engine("schema")
+    assert answer.code == 0
+    assert "broken" not in json.loads(answer.out)["$defs"]["RewardConfig"]["properties"]
+    assert "engine: left out of the schema: " in answer.err
+    assert "absent_module" in answer.err

@@ -1,0 +1,76 @@
+"""engine doctor."""
+
+from __future__ import annotations
+
+import json
+
+from engine_core import machine
+from engine_core.cli import doctor
+
+
+def checks_of(answer):
+    return {check["name"]: check for check in json.loads(answer.out)}
+
+
+def test_each_line_is_a_state_a_name_and_what_was_found(engine):
+    answer = engine("doctor")
+    assert answer.code == 0
+    names = [line.split(maxsplit=1)[1] for line in answer.out.splitlines()]
+    for expected in (
+        "python ",
+        "memory ",
+        "shared memory ",
+        "open files ",
+        "disk ",
+        "file system ",
+        "plugins ",
+        "torch ",
+    ):
+        assert any(name.startswith(expected) for name in names), expected
+    assert {line.split()[0] for line in answer.out.splitlines()} <= {"ok", "warning"}
+
+
+def test_a_run_file_is_checked_with_its_inputs(engine, sft_run):
+    assert checks_of(engine("doctor", "run.toml", "--json"))["run file"]["state"] == "ok"
+    (sft_run.parent / "rows.jsonl").unlink()
+    answer = engine("doctor", "run.toml", "--json")
+    assert answer.code == 5
+    assert checks_of(answer)["run file"]["state"] == "problem"
+    assert "there is no file" in checks_of(answer)["run file"]["found"]
+    sft_run.write_text("[run]\nstesp = 2\n")
+    assert "Did you mean 'steps'?" in checks_of(engine("doctor", "run.toml", "--json"))["run file"]["found"]
+
+
+def test_a_broken_plugin_is_a_problem(engine, install):
+    install("broken-one", {"rewards": {"broken": "broken_one"}}, {"broken_one": "import absent_module"})
+    answer = engine("doctor")
+    assert answer.code == 5
+    assert any(
+        line.split()[0] == "problem" and "broken (broken-one 1.0): " in line and "absent_module" in line
+        for line in answer.out.splitlines()
+    )
+
+
+def test_a_full_disk_and_a_small_memory_are_warnings_with_advice(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "MIN_MEMORY", 2**60)
+    memory = doctor.check_memory()
+    assert memory.state == "warning"
+    assert memory.found.endswith("GiB or more are expected. End other programs, or use a smaller model.")
+    monkeypatch.setattr(machine.check_disk, "__defaults__", (2**60,))
+    disk = next(check for check in doctor.check_runs_folder(tmp_path) if check.name == "disk")
+    assert disk.state == "warning"
+    assert "set run.dir to another disk" in disk.found
+
+
+def test_a_runs_folder_that_is_a_file_is_a_problem(tmp_path):
+    (tmp_path / "runs").write_text("not a folder")
+    problem = next(doctor.check_runs_folder(tmp_path / "runs"))
+    assert problem.state == "problem"
+    assert problem.found.endswith("cannot be written. Set run.dir to a folder that you may write to.")
+
+
+def test_torch_that_does_not_import_is_a_problem_with_advice(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    check = doctor.check_torch()
+    assert check.state == "problem"
+    assert "Reinstall it: pip install --force-reinstall torch" in check.found

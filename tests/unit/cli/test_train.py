@@ -1,0 +1,86 @@
+"""train and resume, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+
+def steps_of(path):
+    return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_prints_the_run_folder_on_stdout_and_progress_on_stderr(engine, sft_run):
+    answer = engine("train", "run.toml")
+    folder = sft_run.parent / "runs" / "first"
+    assert answer.code == 0
+    assert answer.out == f"{folder}\n"
+    assert "step 2/2" in answer.err
+    assert steps_of(folder) == [1, 2]
+
+
+def test_steps_stands_for_run_steps(engine, sft_run):
+    engine("train", "run.toml", "--steps", "1")
+    assert steps_of(sft_run.parent / "runs" / "first") == [1]
+    answer = engine("train", "run.toml", "--steps", "0")
+    assert answer.code == 2
+    assert "run.steps: got 0" in answer.err
+
+
+def test_resume_goes_on_to_the_step_that_is_asked_for(engine, sft_run):
+    engine("train", "run.toml")
+    answer = engine("resume", "first", "--steps", "4", "--set", "actor.optim.lr=1e-3")
+    folder = sft_run.parent / "runs" / "first"
+    assert answer.code == 0
+    assert answer.out == f"{folder}\n"
+    assert steps_of(folder) == [1, 2, 3, 4]
+
+
+def test_resume_of_a_finished_run_says_so_and_is_no_error(engine, sft_run):
+    engine("train", "run.toml")
+    answer = engine("resume", "latest")
+    assert answer.code == 0
+    assert answer.err == "Nothing to do: step 2 of 2 is done. To go on: engine resume latest --steps N\n"
+
+
+def test_resume_of_an_unknown_run_lists_the_runs(engine, sft_run):
+    engine("train", "run.toml", "--steps", "1")
+    answer = engine("resume", "frist")
+    assert answer.code == 4
+    assert answer.err.startswith("engine: No run at 'frist'")
+    assert "Did you mean 'first'?" in answer.err
+
+
+def test_a_dry_run_prints_the_derived_numbers_and_writes_nothing(engine, rl_run):
+    before = set(rl_run.parent.iterdir())
+    answer = engine("train", "rl.toml", "--dry-run", "--set", "run.epochs=2")
+    assert answer.code == 0
+    assert "2 steps of 4 rows x 3 responses = 12 rollouts (16 rows in data.train)" in answer.out
+    assert "1 optimizer step(s) each" in answer.out
+    assert "at most 8192 tokens a micro-batch" in answer.out
+    assert set(rl_run.parent.iterdir()) - before <= {rl_run.parent / "__pycache__"}
+
+
+def test_a_dry_run_says_what_is_not_read(engine, sft_run):
+    sft_run.write_text(sft_run.read_text() + "\n[actor.fsdp]\nsharding = 'full'\n")
+    assert "not read: [actor.fsdp]: the run uses 'torch'" in engine("train", "run.toml", "--dry-run").out
+
+
+def test_what_is_missing_is_told_before_anything_starts(engine, sft_run):
+    answer = engine(
+        "train", "run.toml", "--set", 'data.train="gone.jsonl"', "--set", 'data.validation="lost.jsonl"'
+    )
+    assert answer.code == 4
+    assert "data.train: there is no file" in answer.err
+    assert "data.validation: there is no file" in answer.err
+    assert not (sft_run.parent / "runs").exists()
+
+
+def test_a_plugin_file_elsewhere_needs_allow_code(engine, rl_run, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "dice.py"
+    (rl_run.parent / "dice.py").rename(elsewhere)
+    words = ["train", "rl.toml", "--dry-run", "--set", f"plugins=['{elsewhere}']"]
+    answer = engine(*words)
+    assert answer.code == 3
+    assert "lies outside the run file's folder" in answer.err
+    assert "allow it with --allow-code" in answer.err
+    assert engine(*words, "--allow-code").code == 0
