@@ -73,8 +73,8 @@ class Renderer:
     ) -> None:
         self.tokenizer, self.config = tokenizer, config
         self.learn, self.train_on_prompt = learn, train_on_prompt
-        whole, bare = list(tokenizer("a")["input_ids"]), self._ids("a")
-        self._adds_end = len(whole) > len(bare) and whole[-1] == tokenizer.eos_token_id != bare[-1]
+        added, end = list(tokenizer("")["input_ids"]), tokenizer.eos_token_id
+        self._adds_end = added[-1:] == [end] and (len(added) > 1 or tokenizer.bos_token_id != end)
 
     def fit(self, row: Row, limit: int) -> tuple[Rendered, bool]:
         """Render ``row`` in at most ``limit`` tokens, and whether it had to be cut.
@@ -168,7 +168,7 @@ class Renderer:
             return Rendered(self._template(messages), ids, mask, messages)
         text = self._template(messages)
         spans = self._assistant_spans(messages, text, first)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)
         mask = _inside(encoded["offset_mapping"], spans)
         return Rendered(text, list(encoded["input_ids"]), mask, messages)
 
@@ -217,9 +217,7 @@ class Renderer:
     def _without_first(self, text: str, count: int) -> str:
         if not self.tokenizer.is_fast:
             return str(self.tokenizer.decode(self._ids(text)[count:]))
-        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
+        offsets = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
 
     def _template(self, messages: list[Message], **options: bool) -> str:
@@ -231,12 +229,18 @@ class Renderer:
         except (TemplateError, TypeError, ValueError) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
 
+    def _encode(self, text: str, **options: bool) -> Any:
+        try:
+            return self.tokenizer(text, **options)
+        except Exception as error:  # the tokenizers library has no type of its own for it
+            raise BadRow(f"the tokenizer refuses it ({error})") from error
+
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._encode(text, add_special_tokens=False)["input_ids"])
 
     def _text_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
-        ids = list(self.tokenizer(text)["input_ids"])
+        ids = list(self._encode(text)["input_ids"])
         return ids[:-1] if self._adds_end else ids
 
     def _end_id(self) -> int:

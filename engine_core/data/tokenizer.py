@@ -50,7 +50,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedCon
         hf_config: the config of the model.
 
     Returns:
-        Remarks that are no errors: padding that is the end of sequence, ends that differ.
+        Remarks that are no errors: padding that is the end of sequence, ends that differ, a chat
+        template without an end.
 
     Raises:
         DataError: all that does not fit, with the ids.
@@ -110,6 +111,12 @@ def _remarks(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[str]:
         remarks.append(
             f"The model's config ends sequences with {ends}, the tokenizer with {end} "
             f"({tokenizer.eos_token!r}); responses end with the tokenizer's."
+        )
+    template = str(tokenizer.chat_template or "")
+    if template and "eos_token" not in template and str(tokenizer.eos_token) not in template:
+        remarks.append(
+            f"The chat template never writes the end of sequence ({tokenizer.eos_token!r} = {end}), so "
+            "learned conversations do not teach when to stop."
         )
     return remarks
 

@@ -100,6 +100,17 @@ def test_templates_run_in_the_sandbox(make_tokenizer):
         Renderer(tokenizer, DataConfig()).fit(Row([USER]), 100)
 
 
+def test_text_that_the_tokenizer_refuses_is_a_bad_row():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"one": 0, "</s>": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    assert Renderer(tokenizer, DataConfig()).fit(Row("one"), 9)[0].token_ids == [0]
+    with pytest.raises(BadRow, match=r"the tokenizer refuses it .*WordLevel error"):
+        Renderer(tokenizer, DataConfig()).fit(Row("two"), 9)
+
+
 def test_an_empty_prompt_is_a_bad_row(tokenizer):
     with pytest.raises(BadRow, match=r"the prompt is empty \(0 tokens\)"):
         Renderer(tokenizer, DataConfig()).fit(Row(""), 100)

@@ -87,6 +87,13 @@ def test_padding_that_is_the_end_and_differing_ends_are_remarked(make_tokenizer)
     assert "the tokenizer with 2 ('<|im_end|>')" in remarks[1]
 
 
+def test_a_chat_template_that_never_ends_a_turn_is_remarked(make_tokenizer):
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=0)
+    (remark,) = check_tokenizer(tokenizer, config)
+    assert remark.startswith("The chat template never writes the end of sequence ('<|im_end|>' = 2)")
+
+
 def test_the_hash_is_that_of_the_saved_copy(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer_hash(load_tokenizer(ModelConfig(path=str(tmp_path)))) == tokenizer_hash(tokenizer)
