@@ -22,33 +22,23 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         sections: top-level tables that the trainer reads; others are not judged.
     """
     problems = [*_duplicates(config), *_placement(config), *_values(config)]
-    scheduled = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
-    problems += scheduled
-    steps = [1] if scheduled else boundaries(config)
-    for step in steps:
-        now = config_at(config, step) if not scheduled else config
-        when = f" from step {step} on ([schedule])" if step > 1 else ""
-        problems += [
-            Problem(p.path, f"{when.lstrip()}: {p.text}" if when else p.text)
-            for p in _each_step(now, sections)
-        ]
-    if "algorithm" in sections and not scheduled:
+    broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
+    for step in [1] if broken else boundaries(config):
+        now = config if broken else config_at(config, step)
+        when = f"from step {step} on ([schedule]): " if step > 1 else ""
+        problems += [Problem(found.path, when + found.text) for found in _each_step(now, sections)]
+    if "algorithm" in sections and not broken:
         problems += _decided_at_start(config)
-    return problems
+    return problems + broken
 
 
 def _duplicates(config: EngineConfig) -> Iterator[Problem]:
-    chosen = {
-        "reward": [reward.name for reward in config.reward],
-        "stage": [stage.name for stage in config.stage],
-        "tracking.trackers": config.tracking.trackers,
-    }
-    for key, names in chosen.items():
-        for name, count in Counter(names).items():
-            if count > 1:
-                table = key.partition(".")[0]
-                path = (table, name) if key == table else ("tracking", "trackers")
-                yield Problem(path, f"'{name}' stands {count} times; each name may stand once. Remove one.")
+    chosen = [(("reward", reward.name), reward.name) for reward in config.reward]
+    chosen += [(("stage", stage.name), stage.name) for stage in config.stage]
+    chosen += [(("tracking", "trackers"), tracker) for tracker in config.tracking.trackers]
+    for (path, name), count in Counter(chosen).items():
+        if count > 1:
+            yield Problem(path, f"'{name}' stands {count} times; each name may stand once. Remove one.")
 
 
 def _placement(config: EngineConfig) -> Iterator[Problem]:

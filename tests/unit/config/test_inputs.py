@@ -51,6 +51,16 @@ def test_good_files_have_no_problems(problems, name, content, data):
             {},
             ["a.jsonl:2: not UTF-8 (byte 0xff). Save the file as UTF-8."],
         ),
+        (
+            "a.jsonl",
+            b"\xff\n{",
+            {},
+            [
+                "a.jsonl:1: not UTF-8 (byte 0xff). Save the file as UTF-8.",
+                "a.jsonl:2: no JSON: Expecting property name enclosed in double quotes, column 2.",
+            ],
+        ),
+        ("a.csv", b"prompt\nx\n\xe9\n", {}, ["a.csv:3: not UTF-8 (byte 0xe9). Save the file as UTF-8."]),
         ("a.jsonl", "", {}, ["a.jsonl: empty. data.train needs at least one row."]),
         ("a.jsonl", "\n\n", {}, ["a.jsonl: no rows."]),
         (
