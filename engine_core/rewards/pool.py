@@ -6,6 +6,7 @@ others are sent again, and a new worker takes its place.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -81,7 +82,7 @@ class Pool:
         assert self.signature is not None
         self.columns, self.outcomes = columns, [None] * count
         bounds = _bounds(self.signature, count, self.size)
-        self.queue = deque(Job(range(*pair)) for pair in zip(bounds, bounds[1:], strict=False))
+        self.queue = deque(Job(range(*pair)) for pair in itertools.pairwise(bounds))
 
     def tend(self, on_failure: OnFailure) -> None:
         """Read answers, bury the dead and the late, replace them, hand out work."""
@@ -134,14 +135,15 @@ class Pool:
         worker.kill()
         self.workers.remove(worker)
         if not worker.ready:
-            raise PluginError(f"Reward '{self.name}' does not start: its worker {worker.last_words()}")
+            raise PluginError(
+                f"Reward '{self.name}' does not start: its worker {worker.ending()}.\n{worker.printed_last()}"
+            )
         self.restarts += 1
         if worker.job is None:
             return
         late = waited >= self.timeout
-        trace = worker.last_words()
-        message = f"no answer after {self.timeout:g} s" if late else f"its worker {trace.partition('. ')[0]}"
-        outcome = Outcome(failure="timeout" if late else "error", message=message, trace=trace)
+        message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
+        outcome = Outcome(None, "timeout" if late else "error", message, worker.printed_last())
         self._blame(worker.job, outcome, on_failure)
 
     def _blame(self, job: Job, outcome: Outcome, on_failure: OnFailure) -> None:

@@ -89,14 +89,14 @@ class WorkerProcess:
             self.open.discard(stream)
         return data
 
-    def last_words(self) -> str:
-        """How it ended and the end of what it printed, after ``kill``."""
+    def ending(self) -> str:
+        """How it ended, after ``kill``."""
         code = self.popen.returncode
-        how = f"exited with status {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        text = self.output.decode(errors="replace").strip()
-        return f"{how}. Last output:\n{text}" if text else f"{how}."
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def printed_last(self) -> str:
+        """The end of what it printed."""
+        return self.output.decode(errors="replace").strip()
 
     def kill(self) -> None:
         """End it and what it forked, now; read what it still had to say."""

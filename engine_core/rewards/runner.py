@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.models import RewardConfig
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.rewards.pool import OnFailure, Pool, drive, start
 from engine_core.rewards.signatures import (
@@ -29,6 +28,7 @@ from engine_core.rewards.signatures import (
 )
 
 if TYPE_CHECKING:
+    from engine_core.config.models import RewardConfig
     from engine_core.plugins import PluginSet
     from engine_core.types import Rollout
 
@@ -143,13 +143,13 @@ class Scorer:
         if self.policy(outcome) == "fail":
             key = "on_timeout" if outcome.failure == "timeout" else "on_error"
             raise TrainingFailed(
-                f"Reward '{name}' failed in step {step} on sample {sample}: {outcome.message} "
+                f"Reward '{name}' failed in step {step} on sample {sample}: {outcome.message}. "
                 f'The run ends because {key} = "fail". The weights were left alone.'
             )
         if self.failed > share * count:
             raise TrainingFailed(
                 f"Reward '{name}' failed on {self.failed} of the {count} samples of step {step}, more than "
-                f"max_failure_share = {share:g} allows. First: {self.first_failure} The weights were left alone."
+                f"max_failure_share = {share:g} allows. First: {self.first_failure}. The weights were left alone."
             )
 
 
@@ -316,6 +316,10 @@ def _runner(config: RewardConfig, plugins: PluginSet) -> Pool | InProcess:
 
 
 def _live(function: Callable[..., Any]) -> Scorer:
+    from engine_core.config.models import (
+        RewardConfig,
+    )  # not at the top: workers import this module, and need it not
+
     plain = getattr(function, "func", function)  # functools.partial
     name = getattr(plain, "__name__", type(plain).__name__)
     config = RewardConfig(name=name, workers=0)

@@ -105,12 +105,13 @@ def build(order: dict[str, Any]) -> RewardFunction:
     Raises:
         EngineError: the plugin does not load, or its function cannot be called with the options.
     """
-    from engine_core.plugins import PluginSet, known_names
+    from engine_core.plugin_metadata import find
+    from engine_core.plugins import PluginSet
     from engine_core.rewards.signatures import load_reward
 
     name, root = order["reward"], Path(order["root"])
     # A one-file plugin is loaded only for a reward that no installed plugin offers.
-    modules = [] if name.rpartition(":")[2] in known_names("rewards") else order["modules"]
+    modules = [] if any(find("rewards", name)) else order["modules"]
     plugins = PluginSet.load({"rewards": [name]}, modules, root, order["allow_code"])
     return load_reward(name, plugins, order["options"], root, order["allow_code"])
 

@@ -1,0 +1,249 @@
+import json
+import logging
+import math
+import time
+
+import pytest
+
+from engine_core.config.models import RewardConfig
+from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
+
+
+def config(name, **settings):
+    return RewardConfig(name=name, **{"workers": 0} | settings)
+
+
+def length(completion):
+    return len(completion)
+
+
+def ones(completions):
+    return [1.0 for _ in completions]
+
+
+def only_a(completion):
+    return 5.0 if completion == "a" else None
+
+
+# ---- sums, clipping, normalisation ---------------------------------------------------------------
+
+
+def test_rewards_are_summed_by_weight_and_kept_by_name(runner, rollouts):
+    scored = rollouts("a", "bbb", answer=["a", "x"])
+    metrics = runner(config("letters", weight=0.5), config("exact", weight=2.0)).score(scored, 1)
+    assert [r.rewards for r in scored] == [{"letters": 1.0, "exact": 1.0}, {"letters": 3.0, "exact": 0.0}]
+    assert [r.reward for r in scored] == [2.5, 1.5]
+    assert (metrics["reward/letters"], metrics["reward/exact"]) == (2.0, 0.5)
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (2.0, 0.5)
+
+
+def test_values_are_clipped_in_the_sum_and_shown_as_they_were(runner, rollouts):
+    scored = rollouts("a", "bbbbb")
+    runner(config("letters", clip=(2, 4))).score(scored, 1)
+    assert [r.reward for r in scored] == [2.0, 4.0]
+    assert [r.rewards["letters"] for r in scored] == [1.0, 5.0]
+
+
+def test_normalised_values_are_divided_by_the_deviation_of_all_steps_so_far(runner, rollouts):
+    one = runner(config("letters", normalize=True))
+    first, second = rollouts("a", "bbb"), rollouts("aaaaa", "bbbbbbb")
+    one.score(first, 1)
+    one.score(second, 2)
+    assert [r.reward for r in first] == [1.0, 3.0]  # the deviation of 1, 3 is 1
+    deviation = math.sqrt(5)  # of 1, 3, 5, 7
+    assert [r.reward for r in second] == pytest.approx([5 / deviation, 7 / deviation])
+
+
+def test_the_deviation_survives_a_checkpoint_and_is_not_moved_by_evaluation(runner, rollouts):
+    one, two = runner(config("letters", normalize=True)), runner(config("letters", normalize=True))
+    one.score(rollouts("a", "bbb", "cccccc"), 1)
+    state = json.loads(json.dumps(one.state()))
+    one.score(rollouts("a" * 50, "b"), 1, training=False)
+    assert one.state() == state
+    two.load_state(state)
+    here, there = rollouts("aa", "bbbb"), rollouts("aa", "bbbb")
+    one.score(here, 2)
+    two.score(there, 2)
+    assert [r.reward for r in here] == [r.reward for r in there]
+
+
+def test_equal_values_are_not_divided_by_nothing(runner, rollouts):
+    scored = rollouts("a", "b")
+    runner(config("letters", normalize=True)).score(scored, 1)
+    assert [r.reward for r in scored] == [1.0, 1.0]
+
+
+def test_a_reward_that_does_not_apply_is_left_out_without_being_a_failure(runner, rollouts):
+    scored = rollouts("a", "bb")
+    metrics = runner(live=[only_a, length]).score(scored, 1)
+    assert [r.rewards["only_a"] for r in scored] == [5.0, None]
+    assert [r.reward for r in scored] == [6.0, 2.0]
+    assert all(r.valid for r in scored)
+    assert (metrics["reward/failures"], metrics["reward/only_a"]) == (0, 5.0)
+
+
+def test_a_rollout_to_which_no_reward_applies_gives_no_gradient(runner, rollouts):
+    scored = rollouts("a", "bb")
+    metrics = runner(live=[only_a]).score(scored, 1)
+    assert [r.valid for r in scored] == [True, False]
+    assert metrics["reward/unrewarded"] == 1
+    assert metrics["reward/mean"] == 5.0
+
+
+def test_groups_without_differences_are_counted(runner, rollouts):
+    metrics = runner(live=[length]).score(rollouts("a", "b", "c", "dd", "e", "f"), 1)
+    assert metrics["reward/zero_variance_groups"] == pytest.approx(2 / 3)
+
+
+def test_no_rollouts_give_finite_metrics(runner):
+    metrics = runner("exact", live=[length]).score([], 1)
+    assert metrics["reward/mean"] == metrics["reward/zero_variance_groups"] == 0.0
+
+
+def test_an_empty_response_is_scored(runner, rollouts):
+    scored = rollouts("", "a")
+    runner(live=[length]).score(scored, 1)
+    assert [r.reward for r in scored] == [0.0, 1.0]
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+def test_a_dropped_sample_is_not_valid_and_counts_in_no_mean(runner, rollouts):
+    scored = rollouts("aa", "raise", "bb")
+    metrics = runner(config("misbehave", on_error="drop")).score(scored, 1)
+    assert [r.valid for r in scored] == [True, False, True]
+    assert metrics["reward/mean"] == metrics["reward/misbehave"] == 2.0
+
+
+def test_a_failed_sample_may_be_given_zero(runner, rollouts):
+    scored = rollouts("aa", "nan", "bb")
+    metrics = runner(config("misbehave", on_error="zero")).score(scored, 1)
+    assert [(r.valid, r.reward) for r in scored] == [(True, 2.0), (True, 0.0), (True, 2.0)]
+    assert scored[1].rewards == {"misbehave": 0.0}
+    assert metrics["reward/misbehave/errors"] == 1
+
+
+def test_a_failed_sample_may_end_the_run(runner, rollouts):
+    scored = rollouts("a", "raise", "bb", "cc")
+    with pytest.raises(TrainingFailed) as error:
+        runner(config("misbehave", on_error="fail")).score(scored, 4)
+    assert str(error.value) == (
+        "Reward 'misbehave' failed in step 4 on sample train:1 (1:0:1): ValueError: this one. "
+        'The run ends because on_error = "fail". The weights were left alone.'
+    )
+    assert all(r.valid and r.rewards == {} for r in scored)
+
+
+def test_a_time_out_has_a_policy_of_its_own(runner, rollouts):
+    one = runner(config("misbehave", workers=1, on_timeout="fail", timeout_seconds=0.5))
+    with pytest.raises(
+        TrainingFailed, match=r'no answer after 0\.5 s\. The run ends because on_timeout = "fail"'
+    ):
+        one.score(rollouts("a", "sleep", "b"), 4)
+
+
+def test_a_measured_reward_of_weight_0_drops_nothing(runner, rollouts):
+    scored = rollouts("aa", "raise", "bb")
+    runner(config("misbehave", weight=0.0), live=[length]).score(scored, 1)
+    assert [r.valid for r in scored] == [True, True, True]
+    assert [r.reward for r in scored] == [2.0, 5.0, 2.0]
+
+
+def test_a_rollout_that_was_not_valid_stays_so(runner, rollouts):
+    scored = rollouts("a", "b")
+    scored[0].valid = False
+    metrics = runner(live=[length]).score(scored, 1)
+    assert [r.valid for r in scored] == [False, True]
+    assert metrics["reward/mean"] == 1.0
+
+
+def test_a_traceback_is_logged_once_and_the_rest_is_counted(runner, rollouts, caplog):
+    with caplog.at_level(logging.WARNING):
+        runner(config("misbehave", max_failure_share=1.0)).score(rollouts("raise", "raise", "raise", "a"), 2)
+    assert caplog.text.count("Traceback") == 1
+    assert "Reward 'misbehave' failed on 3 of 4 samples of step 2 (3 errors, 0 time-outs)" in caplog.text
+
+
+# ---- in the controller ---------------------------------------------------------------------------
+
+
+def test_a_live_function_that_fails_on_one_sample_leaves_the_others(runner, rollouts):
+    def fragile(completions):
+        if "bad" in completions:
+            raise RuntimeError("bad one")
+        return [1.0] * len(completions)
+
+    scored = rollouts("a", "bad", "b")
+    runner(live=[fragile]).score(scored, 1)
+    assert [r.rewards["fragile"] for r in scored] == [1.0, None, 1.0]
+
+
+def test_a_live_function_cannot_exit_or_change_the_data(runner, rollouts):
+    def leaving(completion, tags):
+        tags.append("changed")
+        if completion == "exit":
+            raise SystemExit(3)
+        return 1.0
+
+    scored = rollouts("a", "exit", "b", tags=[[], [], []])
+    metrics = runner(live=[leaving]).score(scored, 1)
+    assert [r.prompt.columns["tags"] for r in scored] == [[], [], []]
+    assert metrics["reward/leaving/errors"] == 1
+
+
+def test_a_live_function_with_a_list_of_one_number_is_named(runner, rollouts):
+    def total(completions):
+        return [1.0]
+
+    with pytest.raises(
+        TrainingFailed, match=r"Reward 'total' must return a list of 3 numbers.*got a list of length 1"
+    ):
+        runner(live=[total]).score(rollouts("a", "b", "c"), 1)
+
+
+def test_workers_of_all_rewards_work_at_once(runner, rollouts):
+    slow = {"workers": 1, "timeout_seconds": 1.0, "max_failure_share": 1.0}
+    one = runner(config("late", **slow), config("misbehave", **slow))
+    began = time.monotonic()
+    metrics = one.score(rollouts("sleep"), 1)
+    assert metrics["reward/timeouts"] == 2
+    assert time.monotonic() - began < 1.9  # one after the other would be 2
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_two_rewards_of_one_name_are_refused(runner):
+    with pytest.raises(ConfigError, match="Reward 'letters' is given 2 times"):
+        runner("letters", "letters")
+
+
+def test_a_name_that_is_a_metric_is_refused(runner):
+    def mean(completion):
+        return 1.0
+
+    with pytest.raises(ConfigError, match="has the name of the metric 'reward/mean'"):
+        runner(live=[mean])
+
+
+def test_a_reward_that_no_plugin_offers_is_refused(runner):
+    with pytest.raises(PluginError, match="Did you mean 'letters'"):
+        runner("leters")
+
+
+def test_a_missing_column_is_told_before_anything_is_scored(runner, rollouts):
+    with pytest.raises(DataError, match="Reward 'exact' needs 'answer', which is no column of the data"):
+        runner("exact").score(rollouts("a"), 1)
+
+
+def test_a_response_without_text_is_decoded(runner, rollouts):
+    class Decoder:
+        def decode(self, ids, skip_special_tokens):
+            assert skip_special_tokens
+            return "-".join(str(int(i)) for i in ids)
+
+    scored = rollouts("ab")
+    scored[0].text = ""
+    runner(live=[length], tokenizer=Decoder()).score(scored, 1)
+    assert (scored[0].text, scored[0].reward) == ("0-1", 3.0)
