@@ -141,7 +141,10 @@ class Rows:
 
     def __init__(self, files: Sequence[str] | MemoryRows, cache: str | None = None) -> None:
         self.cache = cache or os.environ.get("HF_DATASETS_CACHE") or ""
-        if not self.cache:
+        arrow = not isinstance(files, MemoryRows) and any(
+            file.endswith((".csv", ".parquet")) for file in files
+        )
+        if arrow and not self.cache:
             self._folder = tempfile.TemporaryDirectory(prefix="engine-data-", ignore_cleanup_errors=True)
             self.cache = self._folder.name
         self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
