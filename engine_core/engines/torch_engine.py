@@ -168,11 +168,7 @@ class TorchEngine(TrainEngine):
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
         self._need("weights")
-        for name in outputs:
-            if name not in OUTPUTS:
-                raise ValueError(
-                    f"Unknown output '{name}' of {type(self).__name__}." + did_you_mean(name, OUTPUTS)
-                )
+        self._check_outputs(outputs)
         found = {name: torch.zeros(batch.num_tokens) for name in outputs}
         offsets = batch.offsets.tolist()
         with torch.no_grad():
@@ -185,6 +181,7 @@ class TorchEngine(TrainEngine):
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
         self._need("weights", "gradients")
+        self._check_outputs((*loss.outputs, *loss.watched))
         objective = self._resolve(loss)
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
@@ -210,6 +207,13 @@ class TorchEngine(TrainEngine):
             zeros = torch.zeros(micro.num_tokens, device=self.device)
             return dict.fromkeys((*grad, *watched), zeros)
         return self.forward(micro, grad, watched)
+
+    def _check_outputs(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in OUTPUTS:
+                raise ValueError(
+                    f"Unknown output '{name}' of {type(self).__name__}." + did_you_mean(name, OUTPUTS)
+                )
 
     def _backward(self, value: Tensor) -> None:
         if value.requires_grad:  # not where the micro-batch has no loss tokens

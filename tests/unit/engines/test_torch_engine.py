@@ -206,11 +206,26 @@ def test_a_batch_without_loss_tokens_has_loss_0_and_moves_nothing(make_engine, b
     assert all(torch.equal(before[name], value.cpu()) for name, value in engine.named_weights())
 
 
+def test_loss_tokens_that_nothing_predicts_give_gradients_of_0(make_engine, batch_of):
+    engine = make_engine()
+    batch = batch_of([1, 1])
+    everything = torch.ones(2)
+    batch = batch.with_columns(
+        {"loss_mask": everything.bool(), "weights": everything, "token_share": everything / 2}
+    )
+    assert engine.forward_backward(batch, NLL).loss == 0
+    assert not any(gradient.any() for gradient in gradients(engine).values())
+
+
 def test_an_unknown_output_is_named(make_engine, batch):
     with pytest.raises(
         ValueError, match=r"Unknown output 'entropi' of TorchEngine. Did you mean 'entropy'\?"
     ):
         make_engine().infer(batch, ["entropi"])
+    with pytest.raises(
+        ValueError, match=r"Unknown output 'values' of TorchEngine. Known: entropy, log_probs."
+    ):
+        make_engine().forward_backward(batch, LossCall("nll", outputs=("values",)))
 
 
 def test_a_temperature_of_0_is_refused(make_engine, batch_of):
