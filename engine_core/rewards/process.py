@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 MAX_REPLY_BYTES = 16 * 2**20  # more without a line's end is no reply of ours
-OUTPUT_BYTES = 4096  # kept of what a function prints
+OUTPUT_BYTES = 16384  # kept of what a function prints
+SHOWN_CHARACTERS = 3000
 
 
 class WorkerProcess:
@@ -95,8 +96,10 @@ class WorkerProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def printed_last(self) -> str:
-        """The end of what it printed."""
-        return self.output.decode(errors="replace").strip()
+        """Where it was when it ended (faulthandler tells the innermost line first), else the end of what it printed."""
+        text = self.output.decode(errors="replace").strip()
+        start = max(text.rfind("Timeout ("), text.rfind("Fatal Python error"))
+        return text[start:][:SHOWN_CHARACTERS] if start >= 0 else text[-SHOWN_CHARACTERS:]
 
     def kill(self) -> None:
         """End it and what it forked, now; read what it still had to say."""

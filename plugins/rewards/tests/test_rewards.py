@@ -1,0 +1,196 @@
+"""The functions alone, against values worked out by hand."""
+
+import pytest
+from engine_plugin_rewards.mathematics import same_mathematics
+from engine_plugin_rewards.numeric import last_boxed, last_number, numeric
+from engine_plugin_rewards.plugin import FormatOptions, LengthOptions, PythonOptions
+from engine_plugin_rewards.python_file import as_conversations
+from engine_plugin_rewards.text import exact_match, make_format, soft_overlong
+
+
+def match(completion, answer, **options):
+    return exact_match(completion, answer, **{"after": None, "ignore_case": False, "strip": True} | options)
+
+
+def number(completion, answer, **options):
+    defaults = {"tolerance": 1e-6, "relative_tolerance": 0.0, "boxed": "prefer"}
+    return numeric(completion, answer, **defaults | options)
+
+
+def same(completion, answer, **options):
+    return same_mathematics(completion, answer, **{"precision": 6, "strict": True} | options)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "options", "value"),
+    [
+        (" 4\n", "4", {}, 1.0),
+        (" 4\n", "4", {"strip": False}, 0.0),
+        ("4", 4, {}, 1.0),
+        ("Yes", "yes", {}, 0.0),
+        ("STRASSE", "stra\u00dfe", {"ignore_case": True}, 1.0),
+        ("2, so Answer: 3. No, Answer: 4", "4", {"after": "Answer:"}, 1.0),
+        ("4", "4", {"after": "Answer:"}, 0.0),
+        ("", "", {}, 1.0),
+        ("4", None, {}, None),
+    ],
+)
+def test_exact_match(completion, answer, options, value):
+    assert match(completion, answer, **options) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12 and 34", 34),
+        ("1,234,567.5 kg", 1234567.5),
+        ("1,23", 23),
+        ("10-12", 12),
+        ("5 - 2 = 3", 3),
+        ("it is -5", -5),
+        ("(-3)", -3),
+        ("\u22127", -7),
+        ("- 5", 5),  # an item of a list
+        ("$-1,200", -1200),
+        ("-$5", -5),
+        ("-.5", -0.5),
+        ("42.", 42),
+        ("1e3", 1000),
+        ("3/4", 0.75),
+        (r"\frac{3}{4}", 0.75),
+        (r"-\dfrac{1}{2}", -0.5),
+        ("10/0", None),
+        ("1 then 10/0", 1),
+        ("#### 72", 72),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text, value):
+    found = last_number(text)
+    assert found is None if value is None else float(found) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1", None),
+        ("1", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_the_last_box_of_a_text(text, inside):
+    assert last_boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "options", "value"),
+    [
+        ("So it is 72 apples.", "48 + 24 = 72\n#### 72", {}, 1.0),
+        ("72 or 73", 72, {}, 0.0),
+        ("1000001", 1000002, {}, 0.0),
+        ("3.14", 3.14159, {"tolerance": 0.01}, 1.0),
+        ("3.14", 3.14159, {}, 0.0),
+        ("99", 100, {"relative_tolerance": 0.01}, 1.0),
+        (r"\boxed{5}, checked in 3 ways", 5, {}, 1.0),
+        (r"\boxed{5}, checked in 3 ways", 5, {"boxed": "ignore"}, 0.0),
+        ("5", 5, {"boxed": "only"}, 0.0),
+        (r"\boxed{x} is 5", 5, {}, 1.0),
+        ("9" * 5000, "9" * 5000, {}, 1.0),
+        ("nothing", 5, {}, 0.0),
+        ("5", None, {}, None),
+    ],
+)
+def test_numeric(completion, answer, options, value):
+    assert number(completion, answer, **options) == value
+
+
+def test_an_answer_without_a_number_is_an_error_of_the_data():
+    with pytest.raises(ValueError, match="the answer 'four' holds no number"):
+        number("4", "four")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        (r"thus $\frac{2}{4}$", "1/2", 1.0),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1.0),
+        (r"\boxed{x^2+2x+1}", r"$(x+1)^2$", 1.0),
+        ("The answer is 1,234.", "1234", 1.0),
+        (r"\boxed{3}", "1 + 1 = 2\n#### 2", 0.0),
+        ("no idea", "2", 0.0),
+        ("", "2", 0.0),
+        ("2", None, None),
+    ],
+)
+def test_math(completion, answer, value):
+    assert same(completion, answer) == value
+
+
+def test_an_answer_that_is_no_mathematics_is_an_error_of_the_data():
+    with pytest.raises(ValueError, match="is no mathematics"):
+        same("2", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("<think>a</think> 4", 0.0),
+        ("well: <think>a</think><answer>4</answer>", 0.0),
+    ],
+)
+def test_the_default_format_is_thinking_and_then_an_answer(text, value):
+    assert make_format(FormatOptions().pattern, "full")(text) == value
+
+
+def test_a_format_may_be_searched_for():
+    assert make_format(r"####\s*\d+", "search")("so #### 72.") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("length", "value"), [(0, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (500, -2.0)]
+)
+def test_the_overlong_penalty_of_dapo(length, value):
+    # L_max = 100, B = 20, factor 2: -(length - 80) / 20 * 2 between 80 and 100
+    assert soft_overlong(length, max_tokens=100, buffer_tokens=20, penalty=2.0) == pytest.approx(value)
+
+
+def test_no_penalty_is_not_minus_zero():
+    assert str(soft_overlong(1, max_tokens=100, buffer_tokens=20, penalty=1.0)) == "0.0"
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: FormatOptions(pattern="(a"),
+            "not a regular expression: missing \\), unterminated subpattern",
+        ),
+        (
+            lambda: LengthOptions(max_tokens=10, buffer_tokens=20),
+            "buffer_tokens = 20 is more than max_tokens = 10",
+        ),
+        (
+            lambda: PythonOptions(path="mine.py"),
+            "'mine.py' would be run with your rights. .* allow_local_code = true",
+        ),
+        (lambda: PythonOptions(path="mine.txt", allow_local_code=True), "path = 'mine.txt' must end in .py"),
+    ],
+)
+def test_a_wrong_option_is_told(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_conversations_are_lists_of_one_message():
+    seen = as_conversations(lambda completions, prompts, answer: (completions, prompts, answer))
+    assert seen(completions=["a"], prompts=["q"], answer=["x"]) == (
+        [[{"role": "assistant", "content": "a"}]],
+        [[{"role": "user", "content": "q"}]],
+        ["x"],
+    )
