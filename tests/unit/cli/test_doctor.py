@@ -8,12 +8,8 @@ from engine_core import machine
 from engine_core.cli import doctor
 
 
-def checks_of(answer):
-    return {check["name"]: check for check in json.loads(answer.out)}
-
-
-def test_each_line_is_a_state_a_name_and_what_was_found(engine):
-    answer = engine("doctor")
+def test_each_line_is_a_state_a_name_and_what_was_found(engine, sft_run):
+    answer = engine("doctor", "run.toml")
     assert answer.code == 0
     names = [line.split(maxsplit=1)[1] for line in answer.out.splitlines()]
     for expected in (
@@ -21,6 +17,7 @@ def test_each_line_is_a_state_a_name_and_what_was_found(engine):
         "memory ",
         "shared memory ",
         "open files ",
+        "run file ",
         "disk ",
         "file system ",
         "plugins ",
@@ -30,25 +27,26 @@ def test_each_line_is_a_state_a_name_and_what_was_found(engine):
     assert {line.split()[0] for line in answer.out.splitlines()} <= {"ok", "warning"}
 
 
-def test_a_run_file_is_checked_with_its_inputs(engine, sft_run):
-    assert checks_of(engine("doctor", "run.toml", "--json"))["run file"]["state"] == "ok"
-    (sft_run.parent / "rows.jsonl").unlink()
-    answer = engine("doctor", "run.toml", "--json")
-    assert answer.code == 5
-    assert checks_of(answer)["run file"]["state"] == "problem"
-    assert "there is no file" in checks_of(answer)["run file"]["found"]
-    sft_run.write_text("[run]\nstesp = 2\n")
-    assert "Did you mean 'steps'?" in checks_of(engine("doctor", "run.toml", "--json"))["run file"]["found"]
-
-
-def test_a_broken_plugin_is_a_problem(engine, install):
+def test_a_broken_plugin_is_a_problem_and_ends_with_5(engine, install):
     install("broken-one", {"rewards": {"broken": "broken_one"}}, {"broken_one": "import absent_module"})
-    answer = engine("doctor")
+    answer = engine("doctor", "--json")
     assert answer.code == 5
-    assert any(
-        line.split()[0] == "problem" and "broken (broken-one 1.0): " in line and "absent_module" in line
-        for line in answer.out.splitlines()
-    )
+    problems = [check["found"] for check in json.loads(answer.out) if check["state"] == "problem"]
+    [found] = [found for found in problems if found.startswith("broken (broken-one 1.0): ")]
+    assert "absent_module" in found
+
+
+def test_a_run_file_is_checked_with_its_inputs(sft_run):
+    check, config = doctor.check_file(str(sft_run), allow_code=False)
+    assert (check.state, config.run.name) == ("ok", "first")
+    (sft_run.parent / "rows.jsonl").unlink()
+    check, config = doctor.check_file(str(sft_run), allow_code=False)
+    assert (check.state, config.run.name) == ("problem", "first")
+    assert "there is no file" in check.found
+    sft_run.write_text("[run]\nstesp = 2\n")
+    check, config = doctor.check_file(str(sft_run), allow_code=False)
+    assert (check.state, config) == ("problem", None)
+    assert "Did you mean 'steps'?" in check.found
 
 
 def test_a_full_disk_and_a_small_memory_are_warnings_with_advice(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+
 from engine_core import __version__
 from engine_core.cli import main as command_line
 from engine_core.cli.main import COMMANDS
