@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -87,18 +88,22 @@ class Pool:
     def tend(self, on_failure: OnFailure) -> None:
         """Read answers, bury the dead and the late, replace them, hand out work."""
         for worker in list(self.workers):
-            if dead := worker.dead:
-                worker.drain()
+            dead = worker.dead
+            if dead or self._late(worker):
+                worker.drain()  # what it said before that counts, also if this process was held up
             for message in worker.received():
                 self._answer(worker, message, on_failure)
-            waiting = worker.job is not None or not worker.ready
-            limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
-            if dead or (waiting and time.monotonic() - worker.since > limit):
+            if dead or self._late(worker):
                 self._bury(worker, on_failure)
             elif worker.ready and worker.job is None and self.queue:
                 self._give(worker, self.queue.popleft())
         while len(self.workers) < self.size:
             self.workers.append(Worker(self.order))
+
+    def _late(self, worker: Worker) -> bool:
+        limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
+        waiting = worker.job is not None or not worker.ready
+        return waiting and time.monotonic() - worker.since > limit
 
     def _give(self, worker: Worker, job: Job) -> None:
         columns = {name: [values[i] for i in job.positions] for name, values in self.columns.items()}
@@ -141,7 +146,7 @@ class Pool:
         self.restarts += 1
         if worker.job is None:
             return
-        late = waited >= self.timeout
+        late = waited >= self.timeout and worker.popen.returncode in (1, -signal.SIGKILL)  # watchdog, or we
         message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
         outcome = Outcome(None, "timeout" if late else "error", message, worker.printed_last())
         self._blame(worker.job, outcome, on_failure)

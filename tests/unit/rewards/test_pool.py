@@ -1,6 +1,8 @@
 """Real processes, and every way a function can hurt them."""
 
 import itertools
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +92,29 @@ def test_closing_leaves_no_process(runner, rollouts):
     assert len(children() - before) == 2
     one.close()
     assert children() <= before
+
+
+@pytest.mark.parametrize("text", ["a", "sleep"])
+def test_a_worker_ends_when_its_controller_was_killed(tmp_path, text):
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import _rollout, _runner
+runner = _runner("misbehave", timeout_seconds=3.0)
+print(runner.pools[0].workers[0].popen.pid, flush=True)
+while True:
+    runner.score([_rollout({text!r})], 1)
+"""
+    (tmp_path / "controller.py").write_text(code)
+    controller = subprocess.Popen([sys.executable, str(tmp_path / "controller.py")], stdout=subprocess.PIPE)
+    worker = psutil.Process(int(controller.stdout.readline()))
+    time.sleep(0.5)
+    controller.kill()
+    controller.communicate()
+    deadline = time.monotonic() + 10
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_changed_arguments_do_not_reach_the_rollouts(runner, rollouts):
