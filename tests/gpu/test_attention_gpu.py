@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_core.engines import attention
 from torch import nn
+
+from engine_core.engines import attention
 
 pytestmark = [
     pytest.mark.gpu,
