@@ -134,6 +134,10 @@ class PluginSet:
             _check_engine(label, spec, found)
         return found
 
+    def overrides(self, hook: str) -> bool:
+        """Whether a plugin of this run implements a step hook."""
+        return any(hasattr(plugin.module, hook) for plugin in self.plugins)
+
     def step(self, role: str, backend: tuple[str, str] | None) -> SimpleNamespace:
         """The step hooks as one role's plugins answer them.
 

@@ -43,7 +43,7 @@ class Trainer(TrainingRun):
         algorithm = self.config.algorithm
         advantage = self.plugins.spec("advantages", algorithm.advantage)
         loss = self.plugins.spec("losses", algorithm.loss)
-        self.plan = requirements.plan(algorithm, advantage, loss, self.config.data.prompts_per_step)
+        self.plan = requirements.plan_run(self.config, advantage, loss)
         self.advantage = self.plugins.resolve("advantages", algorithm.advantage)
         self.sampling = RolloutSource(self)
 

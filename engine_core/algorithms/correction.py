@@ -41,7 +41,7 @@ def mismatch_metrics(batch: Batch, old: Tensor) -> dict[str, Tensor]:
     """The gap per token: ``kl`` (k3: r - log r - 1), ``mean_abs`` and ``max_abs`` of log r. Each [T]."""
     log_ratio = _log_ratio(batch, old)
     gap = log_ratio.abs()
-    kl = log_ratio.clamp(-20.0, 20.0).exp() - 1 - log_ratio
+    kl = torch.expm1(log_ratio.clamp(-20.0, 20.0)) - log_ratio
     return {"mismatch/kl": kl, "mismatch/mean_abs": gap, "max/mismatch/max_abs": gap}
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine_core.config.schedule import boundaries, config_at
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from engine_core.config import AlgorithmConfig
+    from engine_core.config import AlgorithmConfig, EngineConfig
     from engine_core.specs import Advantage, Loss
 
 ROLLOUT_COLUMNS = frozenset(
@@ -37,6 +38,15 @@ class Plan:
     def needs_ref(self) -> bool:
         """A reference model must be built."""
         return "ref_log_probs" in self.columns
+
+
+def plan_run(config: EngineConfig, advantage: Advantage, loss: Loss) -> Plan:
+    """What serves every step of a run, also where ``[schedule]`` changes what its algorithm needs."""
+    configs = [config_at(config, step) for step in boundaries(config)]
+    plans = [plan(c.algorithm, advantage, loss, c.data.prompts_per_step) for c in configs]
+    made = {column for each in plans for column in each.columns}
+    outputs = dict.fromkeys(output for each in plans for output in each.outputs)
+    return Plan(tuple(c for c in PRODUCERS if c in made), tuple(outputs), max(each.updates_per_step for each in plans))
 
 
 def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_per_step: int) -> Plan:

@@ -20,7 +20,8 @@ from engine_core.assemble import check_complete, plugins_for
 from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.config import EngineConfig
 from engine_core.config.schedule import changes, config_at
-from engine_core.data import PromptSource, load_tokenizer, tokenizer_hash
+from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
+from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.logs import setup_logging
 from engine_core.progress import Progress
@@ -120,6 +121,9 @@ class TrainingRun(abc.ABC):
     def load_inputs(self) -> None:
         """The part of ``setup`` before any model: tokenizer, data, what the algorithm needs."""
         self.tokenizer = self.live.get("tokenizer") or load_tokenizer(self.config.model)
+        if "model" not in self.live and not self.plugins.overrides("engine_build_model"):
+            for remark in check_tokenizer(self.tokenizer, load_hf_config(self.config.model)):
+                log.info("%s", remark)
         self.source = self.make_source()
         self._cleanup.callback(self.source.close)
         self.prepare()
@@ -157,8 +161,10 @@ class TrainingRun(abc.ABC):
             return self._loop()
         except BaseException as error:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            if self.folder is not None and not isinstance(error, KeyboardInterrupt):
+            if self.folder is not None and isinstance(error, Exception):
                 log.error("Run failed in step %d: %s", self.step_done + 1, error)
+            elif self.folder is not None:  # Ctrl-C, SIGTERM
+                log.warning("Run stopped in step %d by %s.", self.step_done + 1, type(error).__name__)
             raise
         finally:
             self.close()
@@ -205,7 +211,7 @@ class TrainingRun(abc.ABC):
             raise ConfigError("[eval] needs data.validation: name the held-out files.")
         if not hasattr(self, "_validation"):
             source = PromptSource(self.config.data, self.tokenizer, self.config.run.seed, split="validation")
-            self._validation = source.all()[: self.config.eval.max_prompts]
+            self._validation = source.all(self.config.eval.max_prompts)
             source.close()
         return self._validation
 
@@ -238,20 +244,20 @@ class TrainingRun(abc.ABC):
         for unread in self.config.unread:
             log.info("Not read: %s", unread)
         log.info("Plugins: %s", json.dumps(self.plugins.versions()))
+        self.hub = TrackerHub(self.folder, self.config, self.plugins)
+        self._cleanup.callback(self.hub.close)
         self.setup()
         if checkpoint is not None:
             self.load_checkpoint(checkpoint)
             log.info("Resumed from %s.", checkpoint)
         self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.checkpoint.keep_last)
-        self.hub = TrackerHub(self.folder, self.config, self.plugins)
-        self._cleanup.callback(self.hub.close)
 
     def _loop(self) -> dict[str, float]:
         total = self.total_steps
         log.info("%s", " ".join(self.derived()))
         self.emit("run_started", {"steps": total})
         metrics: dict[str, float] = {}
-        with Progress(total, self.step_done, self.config.run.name or "") as self._progress:
+        with Progress(total, self.step_done, self.folder.path.name) as self._progress:
             self.start()
             if self.config.eval.at_start and self.step_done == 0:
                 self.hub.log(0, self._evaluated())

@@ -52,7 +52,7 @@ class SFTTrainer(TrainingRun):
         self.setup()
         if not hasattr(self, "_examples"):
             source = self._source("validation")
-            self._examples = source.all()[: self.config.eval.max_prompts]
+            self._examples = source.all(self.config.eval.max_prompts)
             source.close()
         batch = self.batch(self._examples)
         log_probs = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]

@@ -1,12 +1,13 @@
 """Whole GRPO runs on a tiny model: the loop, its metrics, its guards, resume, and the Python API."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from engine_core import Trainer, load_config
-from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.rollout_files import read_rollouts
 
 RUN = """
@@ -249,3 +250,21 @@ def engine_on_event(event, step):
     run = Trainer(load_config(path, grpo), rewards=[digits])
     run.train()
     assert metrics_of(run)[1]["plugins/observer_failures"] == 1
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused_before_the_model_is_built(grpo, world, tmp_path):
+    config = json.loads((world / "model" / "config.json").read_text())
+    folder = tmp_path / "small"
+    shutil.copytree(world / "model", folder)
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    run = trainer(grpo, {"model.path": str(folder)})
+    with pytest.raises(DataError, match=r"100"):
+        run.setup()
+    assert run.groups == {}
+
+
+def test_a_kl_that_the_schedule_raises_from_zero_has_its_reference(grpo):
+    overrides = grpo | {"schedule": {"algorithm.kl_coef": [[0, 0.0], [2, 0.1]]}, "run.steps": 3}
+    run = Trainer(load_config(overrides=overrides), rewards=[digits])
+    run.train()
+    assert metrics_of(run)[2]["actor/kl"] > 0

@@ -1,7 +1,7 @@
 import pytest
 
-from engine_core.algorithms.requirements import plan
-from engine_core.config import AlgorithmConfig
+from engine_core.algorithms.requirements import plan, plan_run
+from engine_core.config import AlgorithmConfig, EngineConfig
 from engine_core.errors import ConfigError
 from engine_core.specs import Advantage, Loss
 
@@ -50,3 +50,14 @@ def test_a_column_that_nobody_makes_is_refused_by_name():
     wrong = Advantage(load=lambda: None, needs=frozenset({"rewards", "old_log_prob"}))
     with pytest.raises(ConfigError, match=r"algorithm.advantage = 'grpo' needs the column 'old_log_prob'.*Did you mean 'old_log_probs'"):
         planned(advantage=wrong)
+
+
+def test_a_schedule_is_planned_for_all_its_steps():
+    config = EngineConfig(
+        data={"prompts_per_step": 8},
+        schedule={"algorithm.kl_coef": [(0, 0.0), (5, 0.1)], "algorithm.epochs": [(3, 2)], "algorithm.entropy_coef": [(4, 0.1)]},
+    )
+    made = plan_run(config, GRPO, CLIP)
+    assert made.columns == ("old_log_probs", "ref_log_probs")
+    assert made.outputs == ("log_probs", "entropy")
+    assert made.updates_per_step == 2
