@@ -13,7 +13,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine_core import errors
@@ -32,21 +31,13 @@ logger = logging.getLogger("engine")
 OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, what happened
 
 
-@dataclass
-class Job:
-    """Samples of one request; the first ``done`` of them have their outcome."""
-
-    positions: Sequence[int]
-    done: int = 0
-
-
 class Worker(WorkerProcess):
     """A process and what it is at."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         super().__init__(order)
         self.ready = False
-        self.job: Job | None = None
+        self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # of the last sign of life while there is something to wait for
 
 
@@ -66,7 +57,7 @@ class Pool:
         self.workers: list[Worker] = []
         self.signature: Signature | None = None
         self.columns: Mapping[str, Sequence[Any]] = {}
-        self.queue: deque[Job] = deque()
+        self.queue: deque[Sequence[int]] = deque()
         self.outcomes: list[Outcome | None] = []
         self.restarts = 0  # since the beginning
 
@@ -76,14 +67,15 @@ class Pool:
 
     @property
     def pending(self) -> bool:
-        return None in self.outcomes
+        # Until the end of every request is told too, or the next step would take it for its own.
+        return None in self.outcomes or any(worker.job is not None for worker in self.workers)
 
     def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
         """Take up ``count`` samples; ``drive`` does them, ``outcomes`` then has one for each."""
         assert self.signature is not None
         self.columns, self.outcomes = columns, [None] * count
         bounds = _bounds(self.signature, count, self.size)
-        self.queue = deque(Job(range(*pair)) for pair in itertools.pairwise(bounds))
+        self.queue = deque(range(*pair) for pair in itertools.pairwise(bounds))
 
     def tend(self, on_failure: OnFailure) -> None:
         """Read answers, bury the dead and the late, replace them, hand out work."""
@@ -105,10 +97,10 @@ class Pool:
         waiting = worker.job is not None or not worker.ready
         return waiting and time.monotonic() - worker.since > limit
 
-    def _give(self, worker: Worker, job: Job) -> None:
-        columns = {name: [values[i] for i in job.positions] for name, values in self.columns.items()}
+    def _give(self, worker: Worker, job: Sequence[int]) -> None:
+        columns = {name: [values[i] for i in job] for name, values in self.columns.items()}
         try:
-            worker.send({"count": len(job.positions), "columns": columns})
+            worker.send({"count": len(job), "columns": columns})
         except TypeError as exc:
             raise DataError(
                 f"Reward '{self.name}' needs data that cannot be sent to its worker: {exc}. Keep text, numbers, "
@@ -118,7 +110,6 @@ class Pool:
 
     def _answer(self, worker: Worker, message: dict[str, Any], on_failure: OnFailure) -> None:
         worker.since = time.monotonic()
-        job = worker.job
         if "refused" in message:
             kind = getattr(errors, message["refused"], PluginError)
             raise kind(message["message"])
@@ -127,13 +118,13 @@ class Pool:
             first, self.signature = self.signature is None, Signature(**message["ready"])
             for line in message["notes"] if first else ():
                 logger.info("%s", line)
-        elif job and "done" in message:
+        elif "done" in message:
+            self._blame(worker, Outcome(None, "error", "its worker left it out"), on_failure)
             worker.job = None
-        elif job and message["at"] is None:
-            self._blame(job, Outcome(**message["outcome"]), on_failure)
-        elif job:
-            job.done += 1
-            self._settle(job.positions[message["at"]], Outcome(**message["outcome"]), on_failure)
+        elif message["at"] is None:
+            self._blame(worker, Outcome(**message["outcome"]), on_failure)
+        elif worker.job:
+            self._settle(worker.job[message["at"]], Outcome(**message["outcome"]), on_failure)
 
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
         waited = time.monotonic() - worker.since
@@ -144,18 +135,16 @@ class Pool:
                 f"Reward '{self.name}' does not start: its worker {worker.ending()}.\n{worker.printed_last()}"
             )
         self.restarts += 1
-        if worker.job is None:
-            return
         late = waited >= self.timeout and worker.popen.returncode in (1, -signal.SIGKILL)  # watchdog, or we
         message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
         outcome = Outcome(None, "timeout" if late else "error", message, worker.printed_last())
-        self._blame(worker.job, outcome, on_failure)
+        self._blame(worker, outcome, on_failure)
 
-    def _blame(self, job: Job, outcome: Outcome, on_failure: OnFailure) -> None:
+    def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
         """Fail the sample that a request failed at; when that is not known, ask for each alone."""
         assert self.signature is not None
-        left = list(job.positions[job.done :])
-        job.done = len(job.positions)
+        left = [position for position in worker.job or () if self.outcomes[position] is None]
+        worker.job = ()  # its end is still to be told
         if not left:
             return
         if self.signature.streams:
@@ -164,7 +153,7 @@ class Pool:
             failed, again = left, []
         else:
             failed, again = [], [[position] for position in left]
-        self.queue.extendleft(Job(positions) for positions in reversed(again))
+        self.queue.extendleft(reversed(again))
         for position in failed:
             self._settle(position, outcome, on_failure)
 
@@ -177,7 +166,7 @@ class Pool:
         """Drop what is not done; a worker that is at something is killed."""
         self.queue.clear()
         self.outcomes = []
-        for worker in [worker for worker in self.workers if worker.job]:
+        for worker in [worker for worker in self.workers if worker.job is not None]:
             worker.kill()
             self.workers.remove(worker)
 
