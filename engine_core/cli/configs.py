@@ -79,7 +79,7 @@ def schema(
     first line of a run file.
     """
     whole = json_schema(installed_specs())
-    if key is None:
+    if not key:
         print_json(whole)
     elif as_json:
         print_json(schema_at(whole, key))

@@ -16,7 +16,7 @@ from engine_core import __version__, machine
 from engine_core.assemble import check_inputs
 from engine_core.cli.loading import read
 from engine_core.cli.options import AllowCode, Json
-from engine_core.cli.output import print_json, print_table
+from engine_core.cli.output import print_json, print_table, writing_problem
 from engine_core.errors import EngineError, EnvironmentProblem
 from engine_core.machine import GIB
 from engine_core.plugin_listing import list_plugins
@@ -101,10 +101,9 @@ def check_file(file: str, allow_code: bool) -> tuple[Check, EngineConfig | None]
 
 def check_runs_folder(path: Path) -> Iterator[Check]:
     """Rights, free disk and file system where run folders will lie."""
+    if problem := writing_problem(path):
+        yield Check("problem", "run folder", f"{problem}. Set run.dir to a folder that you may write to.")
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        found = f"'{existing}' cannot be written. Set run.dir to a folder that you may write to."
-        yield Check("problem", "run folder", found)
     free = f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free under {path}"
     yield _judged("disk", free, machine.check_disk(path))
     yield _judged("file system", f"{path}: local", machine.check_file_system(path))

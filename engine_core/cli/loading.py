@@ -33,7 +33,10 @@ def read_run(
     folder: RunFolder, sets: list[str] | None, allow_code: bool, steps: int | None = None
 ) -> EngineConfig:
     """The config that a run was started with, and changes to it."""
-    return read([str(folder.path / "config.resolved.toml")], sets=sets, steps=steps, allow_code=allow_code)
+    file = str(folder.path / "config.resolved.toml")
+    config = read([file], sets=sets, steps=steps, allow_code=allow_code)
+    config._source.unread.clear()  # every key stands in this file: that some are not read is no news
+    return config
 
 
 def checkpoint_of(folder: RunFolder, step: int | None) -> Path:

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:  # a wrong option or argument
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "engine"
-        _complain(f"{error.format_message()} See '{command} --help'.")
+        _complain(f"{error.format_message().rstrip('.')}. See '{command} --help'.")
         return 2
     except BrokenPipeError:  # the reader of our output has gone, as in `engine plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

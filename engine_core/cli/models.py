@@ -11,7 +11,7 @@ import typer
 
 from engine_core.cli.loading import checkpoint_of, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, File, Json, Run, Sets
-from engine_core.cli.output import print_metrics
+from engine_core.cli.output import check_new, print_metrics
 from engine_core.errors import ConfigError
 from engine_core.tracking import RunFolder, write_rollouts
 
@@ -36,7 +36,7 @@ def generate(
     """
     if out.suffix != ".parquet":
         raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")
-    refuse_to_overwrite(out)
+    check_new(out)
     replaced = [f"data.train={json.dumps([str(path.absolute()) for path in prompts])}"] if prompts else []
     config = read([file], sets=[*(sets or ()), *replaced], allow_code=allow_code)
     with closing(trainer_of(config)) as trainer:
@@ -83,16 +83,10 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer."""
-    refuse_to_overwrite(out)
+    check_new(out)
     folder = RunFolder.open(run)
     checkpoint = checkpoint_of(folder, step)
     with closing(trainer_of(read_run(folder, sets, allow_code))) as trainer:
         trainer.load_checkpoint(checkpoint)
         trainer.export(out)
     print(out)
-
-
-def refuse_to_overwrite(out: Path) -> None:
-    """An error where ``out`` is there already, unless it is an empty folder."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"OUT '{out}' exists already, and nothing is overwritten. Choose another name.")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from engine_core.cli.output import writing_problem
+from engine_core.errors import EnvironmentProblem
 from engine_core.scaffold import new_plugin, new_run
 
 
@@ -19,6 +21,7 @@ def plugin(
     ] = Path(),
 ) -> None:
     """Write a complete plugin with a reward, its tests and its packaging; prints its folder."""
+    check_writable(folder)
     path = new_plugin(name, folder)
     print(f"{path}\nInstall it: pip install -e {path}")
 
@@ -29,5 +32,12 @@ def run(
     ] = Path(),
 ) -> None:
     """Write a run file to start from, with a few rows of data; prints its path."""
+    check_writable(folder)
     path = new_run(folder)
     print(f"{path}\nCheck it: engine validate {path}")
+
+
+def check_writable(folder: Path) -> None:
+    """An error where nothing can be written below ``folder``."""
+    if problem := writing_problem(folder):
+        raise EnvironmentProblem(f"Nothing can be written in '{folder}': {problem}. Choose another place.")

@@ -1,4 +1,4 @@
-"""Results on stdout: aligned columns for people, JSON for programs."""
+"""Results: aligned columns for people and JSON for programs on stdout, files where they can be written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from engine_core.errors import ConfigError, EnvironmentProblem
 
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
@@ -32,6 +35,22 @@ def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
         print_json(dict(metrics))
     else:
         print_table([(name, f"{value:.6g}") for name, value in sorted(metrics.items())])
+
+
+def check_new(path: Path) -> None:
+    """An error where ``path`` is there already, unless as an empty folder, or where it cannot be made."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"'{path}' exists already, and nothing is overwritten. Choose another name.")
+    if problem := writing_problem(path):
+        raise EnvironmentProblem(f"'{path}' cannot be made: {problem}. Choose another place.")
+
+
+def writing_problem(path: Path) -> str | None:
+    """Why nothing can be written at ``path``, which need not exist; None when it can."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        return f"'{existing}' is no folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"you may not write to '{existing}'"
 
 
 def _colored(cell: str, width: int) -> str:

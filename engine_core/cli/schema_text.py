@@ -20,6 +20,7 @@ def describe(schema: Node, path: str) -> str:
         schema: of a whole run file.
         path: such as ``actor.torch`` or ``actor.optim.lr``.
     """
+    path = path.strip(".")
     parent, _, key = path.rpartition(".")
     schema_at(dict(schema), path)  # an unknown key is an error here
     holder = schema_at(dict(schema), parent)

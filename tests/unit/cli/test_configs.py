@@ -103,6 +103,7 @@ def test_schema_points_to_the_tables_below_and_shows_single_keys(engine):
         "betas = [0.9, 0.999]  ([number >= 0 <= 1, number >= 0 <= 1])\n    Adam's decay rates.\n"
     )
     assert "name = required  (" in engine("schema", "reward").out
+    assert engine("schema", "actor.").out == actor
     assert 'trainer = "rl"  ("rl" | "sft")' in engine("schema", "trainer").out
     assert "stop = []  (list of string)" in engine("schema", "rollout").out
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -144,13 +144,13 @@ def test_quick_commands_import_nothing_heavy(sft_run, command):
 
 
 @pytest.mark.parametrize(("command", "seconds"), [(["plugins"], 0.5), (["validate", "run.toml"], 1.0)])
-def test_quick_commands_answer_in_time(sft_run, command, seconds):
+def test_quick_commands_need_little_time(sft_run, command, seconds):
+    """Time of the processor, not of the clock: other work on the machine must not decide."""
+    words = [sys.executable, "-m", "engine_core.cli.main", *command]
     times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        words = [sys.executable, "-m", "engine_core.cli.main", *command]
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(words, check=True, capture_output=True, cwd=sft_run.parent, timeout=60)
-        times.append(time.perf_counter() - start)
-        if min(times) < seconds:  # other work on the machine only makes it slower
-            return
-    pytest.fail(f"{command} took {times} seconds, {seconds} are allowed")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(times) < seconds, f"{times} seconds, {seconds} are allowed"

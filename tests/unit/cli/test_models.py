@@ -38,7 +38,7 @@ def test_generate_takes_other_prompts(engine, rl_run):
     ("words", "message"),
     [
         (["rl.toml", "out.json"], "OUT 'out.json' must end in .parquet"),
-        (["rl.toml", "rows.parquet"], "OUT 'rows.parquet' exists already, and nothing is overwritten"),
+        (["rl.toml", "rows.parquet"], "'rows.parquet' exists already, and nothing is overwritten"),
         (["run.toml", "out.parquet"], "trainer = 'sft' samples nothing"),
     ],
 )
@@ -48,6 +48,15 @@ def test_generate_refuses_before_it_samples(engine, rl_run, words, message):
     assert answer.code == 2
     assert message in answer.err
     assert (rl_run.parent / "rows.parquet").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(engine, trained):
+    for words in (["generate", "run.toml", "rows.jsonl/out.parquet"], ["export", "first", "rows.jsonl/out"]):
+        answer = engine(*words)
+        assert answer.code == 5
+        assert (
+            f"'{words[2]}' cannot be made: '{trained.parents[1] / 'rows.jsonl'}' is no folder." in answer.err
+        )
 
 
 def test_eval_of_a_file_is_its_model_and_of_a_run_is_its_checkpoint(engine, trained):
@@ -98,4 +107,4 @@ def test_export_is_a_folder_that_transformers_loads(engine, trained):
     assert AutoTokenizer.from_pretrained(out).decode([14, 15]) == "lm"
     again = engine("export", "first", "exported")
     assert again.code == 2
-    assert "OUT 'exported' exists already" in again.err
+    assert "'exported' exists already" in again.err

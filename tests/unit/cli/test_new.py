@@ -25,3 +25,11 @@ def test_a_new_run_file_is_never_written_over_another(engine, tmp_path):
     answer = engine("new", "run", "first")
     assert answer.code == 2
     assert "Not written, because it exists" in answer.err
+
+
+def test_a_place_that_cannot_be_written_is_refused(engine, tmp_path):
+    (tmp_path / "file").write_text("")
+    for words in (["run", "file/first"], ["plugin", "mine", "--dir", "file/plugins"]):
+        answer = engine("new", *words)
+        assert answer.code == 5
+        assert answer.err.endswith(f"'{tmp_path / 'file'}' is no folder. Choose another place.\n")

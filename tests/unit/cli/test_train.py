@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+
+import pytest
 
 
 def steps_of(path):
@@ -33,6 +38,7 @@ def test_resume_goes_on_to_the_step_that_is_asked_for(engine, sft_run):
     assert answer.code == 0
     assert answer.out == f"{folder}\n"
     assert steps_of(folder) == [1, 2, 3, 4]
+    assert "Not read" not in answer.err  # a resolved config holds every key
 
 
 def test_resume_of_a_finished_run_says_so_and_is_no_error(engine, sft_run):
@@ -84,3 +90,18 @@ def test_a_plugin_file_elsewhere_needs_allow_code(engine, rl_run, tmp_path_facto
     assert "lies outside the run file's folder" in answer.err
     assert "allow it with --allow-code" in answer.err
     assert engine(*words, "--allow-code").code == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_and_its_reward_workers(rl_run, number, code):
+    words = [sys.executable, "-m", "engine_core.cli.main", "train", "rl.toml", "--steps", "100000"]
+    quiet = ["--set", "tracking.rollouts_every_steps=0", "--set", "checkpoint.every_steps=0"]
+    with subprocess.Popen(
+        [*words, *quiet], cwd=rl_run.parent, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        assert any(line.startswith("step ") for line in child.stderr)
+        child.send_signal(number)
+        said = child.stderr.read()  # to its end: nobody holds the pipe any more
+        assert child.wait(timeout=30) == code
+    assert "Traceback" not in said
+    assert "Run stopped in step" in said
