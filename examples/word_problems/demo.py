@@ -35,6 +35,11 @@ def engine(*arguments: str) -> None:
         raise SystemExit(code)
 
 
+def steps(number: int | None) -> list[str]:
+    """Arguments that set the length of a run; none for the file's own."""
+    return [] if number is None else ["--steps", str(number)]
+
+
 def fresh(folder: Path) -> None:
     """An empty demo folder; one that the demo did not make is left alone."""
     if folder.exists() and any(folder.iterdir()):
@@ -82,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "demo", help="where everything goes")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and sampling")
+    parser.add_argument("--sft-steps", type=int, help="steps of the warm start (default: those of sft.toml)")
     parser.add_argument("--steps", type=int, help="GRPO steps (default: those of grpo.toml)")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
@@ -92,12 +98,13 @@ def main() -> None:
     prepare(folder, arguments.seed)
     common = ["--set", f'run.dir="{folder}/runs"', "--set", f"run.seed={arguments.seed}"]
     model = ["--set", f'model.path="{folder}/model"', "--set", f"model.seed={arguments.seed}"]
-    engine("train", str(HERE / "sft.toml"), *common, *model, "--set", f'data.train="{folder}/data/sft.jsonl"')
+    sft = ["--set", f'data.train="{folder}/data/sft.jsonl"', *steps(arguments.sft_steps)]
+    engine("train", str(HERE / "sft.toml"), *common, *model, *sft)
     engine("export", str(folder / "runs" / "sft"), str(folder / "sft"))
     name = "control" if arguments.control else "grpo"
     data = ["--set", f'data.train="{folder}/data/train.jsonl"', "--set", f'data.validation="{folder}/data/heldout.jsonl"']
-    steps = ["--set", f"run.steps={arguments.steps}"] if arguments.steps else []
-    engine("train", str(HERE / f"{name}.toml"), *common, "--set", f'model.path="{folder}/sft"', *data, *steps)
+    model = ["--set", f'model.path="{folder}/sft"']
+    engine("train", str(HERE / f"{name}.toml"), *common, *model, *data, *steps(arguments.steps))
     run = folder / "runs" / name
     engine("export", str(run), str(folder / "trained"))
     engine("report", str(run))

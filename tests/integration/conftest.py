@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,3 +53,29 @@ def grpo(world, tmp_path):
         "run.steps": 2,
         "tracking.trackers": [],
     }
+
+
+SMALL = {
+    "ENGINE__DATA__PROMPTS_PER_STEP": "4",
+    "ENGINE__ROLLOUT__GROUP_SIZE": "2",
+    "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "12",
+    "ENGINE__EVAL__MAX_PROMPTS": "8",
+}
+"""Environment in which the examples' own files make small runs."""
+
+
+def run_demo(root, *arguments, small=True):
+    """``python examples/word_problems/demo.py ...`` in ``root``, a copy of the repository's examples."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (SMALL if small else {})
+    command = [sys.executable, "examples/word_problems/demo.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """A folder with ``examples/`` and the ``demo/`` that a short run of the demo leaves, and what it printed."""
+    root = tmp_path_factory.mktemp("demo")
+    shutil.copytree(ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    done = run_demo(root, "--sft-steps", 3, "--steps", 10)
+    assert done.returncode == 0, done.stderr
+    return root, done.stdout
