@@ -54,6 +54,8 @@ def test_log_probs_entropies_and_gradients_are_those_of_the_slow_reference(make_
     batch = batch_of([7, 23, 1, 12, 5, 12, 2, 9], temperature=0.7)
     log_probs, entropies, expected = slow_reference(engine, batch)
     found = engine.infer(batch, ["log_probs", "entropy"])
+    assert engine.forward.head is not None  # taken apart, not the fallback
+    assert engine.forward.packs
     torch.testing.assert_close(found["log_probs"].double(), log_probs, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(found["entropy"].double(), entropies, rtol=1e-5, atol=2e-5)
     output = engine.forward_backward(batch, NLL)

@@ -263,9 +263,10 @@ def test_an_override_without_an_optimizer_for_a_trained_role_is_told_so(make_eng
 
 
 def test_a_live_model_is_trained_itself_and_copied_for_the_reference(make_engine, batch):
-    live = {"model": make_engine("llama").module}
+    live = {"model": make_engine("llama").module.train()}
     actor, ref = make_engine(live=live), make_engine(live=live, role="ref", trainable=False)
     assert actor.module is live["model"]
+    assert not actor.module.training  # no dropout: an unchanged policy has ratio 1
     assert actor.module.config._attn_implementation == "varlen"
     assert ref.module is not live["model"]
     before = weights_of(ref)
