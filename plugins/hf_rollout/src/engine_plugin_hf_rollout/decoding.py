@@ -9,7 +9,7 @@ are gathered as tokens are drawn, and finished rows are put away.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +20,58 @@ from engine_plugin_hf_rollout.distribution import draw, log_distribution, unifor
 
 COMPACT_BELOW = 0.75  # rows are put away once fewer than this share still run
 
+Decode = Callable[[list[list[int]]], list[str]]
+
 
 @dataclass
 class Sampled:
     """What came of one request."""
 
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # under the distribution sampled from
-    log_mass: list[float] = field(default_factory=list)  # kept by top-p and top-k
-    finish_reason: str = "length"
+    tokens: list[int]
+    log_probs: list[float]  # under the distribution sampled from
+    log_mass: list[float]  # log of the probability that top-p and top-k kept
+    finish_reason: str
+
+
+def sample(
+    module: nn.Module,
+    requests: Sequence[Request],
+    end_ids: frozenset[int],
+    decode: Decode,
+    max_positions: int,
+) -> list[Sampled]:
+    """Sample all requests together.
+
+    Args:
+        module: a causal language model of transformers, in eval mode.
+        requests: one row each.
+        end_ids: tokens that end any sequence; a request's own come on top.
+        decode: token ids to texts, special tokens included; asked for rows with stop strings only.
+        max_positions: tokens that the model can hold, prompt included.
+
+    Returns:
+        One result a request, in order.
+    """
+    device = next(module.parameters()).device
+    batch = _Batch(requests, end_ids, max_positions, device)
+    rows = _prefill(module, requests, device)
+    for step in range(batch.steps):
+        token = batch.draw(rows, step)
+        batch.finish(rows.number, token, step, decode)
+        running = batch.running[rows.number]
+        left = int(running.sum())
+        if not left:
+            break
+        if left < COMPACT_BELOW * len(running):
+            rows.keep(running)
+            token = token[running]
+        _forward(module, rows, token)
+    return batch.results()
 
 
 @dataclass
-class Rows:
-    """The rows that still run: per-row tensors and the cache, selected together."""
+class _Rows:
+    """The rows in the model: per-row tensors and the cache, selected together."""
 
     number: Tensor  # [A] which request
     logits: Tensor  # [A, V] of the next token
@@ -49,56 +87,12 @@ class Rows:
         self.cache.batch_select_indices(index)
 
 
-def sample(
-    module: nn.Module,
-    requests: Sequence[Request],
-    end_ids: frozenset[int],
-    stopped: Callable[[Request, list[int]], bool],
-    max_positions: int,
-) -> list[Sampled]:
-    """Sample all requests together.
+class _Batch:
+    """What is asked of each request, and what came of it: tensors [B] and [B, S], S the steps at most.
 
-    Args:
-        module: a causal language model of transformers, in eval mode.
-        requests: one row each.
-        end_ids: tokens that end any sequence; a request's own come on top.
-        stopped: whether the tokens of a response so far end in one of the request's stop strings.
-        max_positions: tokens that the model can hold, prompt included.
-
-    Returns:
-        One result a request, in order.
+    A row that has finished is drawn on until it is put away; that is written behind its ``count``
+    and never read.
     """
-    device = next(module.parameters()).device
-    plan = _Plan(requests, end_ids, max_positions, device)
-    results = [Sampled() for _ in requests]
-    rows = _prefill(module, requests, device)
-    step = 0
-    while True:
-        log_probs, mass = log_distribution(rows.logits, *(column[rows.number] for column in plan.distribution))
-        token = draw(log_probs, plan.uniform[rows.number, step], plan.greedy[rows.number])
-        picked = log_probs.gather(1, token[:, None]).squeeze(1)
-        ended = torch.isin(token, plan.ends) if plan.common else plan.ended(rows.number, token)
-        finished = plan.finished[rows.number] | ended | (step + 1 >= plan.budget[rows.number])
-        done = plan.finished[rows.number].tolist()  # rows that wait to be put away
-        values = zip(*(t.tolist() for t in (rows.number, token, picked, mass, ended)), strict=True)
-        for row, (number, drawn, log_prob, kept, end) in enumerate(values):
-            if done[row]:
-                continue
-            result = results[number]
-            result.tokens.append(drawn)
-            result.log_probs.append(log_prob)
-            result.log_mass.append(kept)
-            if end or (requests[number].sampling.stop and stopped(requests[number], result.tokens)):
-                result.finish_reason = "stop"
-                finished[row] = True
-        step += 1
-        if bool(finished.all()):
-            return results
-        _forward(module, rows, token, finished, plan)
-
-
-class _Plan:
-    """Per-request numbers as tensors [B]."""
 
     def __init__(
         self, requests: Sequence[Request], end_ids: frozenset[int], max_positions: int, device: torch.device
@@ -106,25 +100,71 @@ class _Plan:
         samplings = [request.sampling for request in requests]
         room = [max_positions - len(request.prompt.token_ids) for request in requests]
         budget = [min(s.max_response_tokens, r) for s, r in zip(samplings, room, strict=True)]
+        self.steps = max(budget)
         self.budget = torch.tensor(budget, device=device)
-        self.uniform = uniforms([s.seed for s in samplings], max(budget)).to(device)
-        temperature = torch.tensor([s.temperature for s in samplings], device=device)
-        top_p = torch.tensor([s.top_p for s in samplings], device=device)
-        top_k = torch.tensor([s.top_k for s in samplings], device=device)
-        self.distribution = (temperature, top_p, top_k)
-        self.greedy = temperature == 0
-        self.stops = [end_ids | set(s.stop_token_ids) for s in samplings]
-        self.common = all(stops == self.stops[0] for stops in self.stops)
-        self.ends = torch.tensor(sorted(self.stops[0]), device=device, dtype=torch.int64)
-        self.finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.uniform = uniforms([s.seed for s in samplings], self.steps).to(device)
+        self.temperature = torch.tensor([s.temperature for s in samplings], device=device)
+        self.greedy = self.temperature == 0
+        self.top_p = torch.tensor([s.top_p if s.temperature else 1.0 for s in samplings], device=device)
+        self.top_k = torch.tensor([s.top_k if s.temperature else 0 for s in samplings], device=device)
+        ends = [sorted(end_ids | set(s.stop_token_ids)) for s in samplings]
+        widest = max(map(len, ends))
+        padded = [e + [-1] * (widest - len(e)) for e in ends]
+        self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
+        self.stops = [s.stop for s in samplings]
+        longest = max((len(stop) for stops in self.stops for stop in stops), default=0)
+        # characters of up to 4 tokens each, and 2 more that the tail may begin and end within
+        self.tail = 4 * (longest + 2)
 
-    def ended(self, number: Tensor, token: Tensor) -> Tensor:
-        """Where requests have end tokens of their own."""
-        pairs = zip(number.tolist(), token.tolist(), strict=True)
-        return torch.tensor([t in self.stops[n] for n, t in pairs], device=token.device)
+        shape = (len(requests), self.steps)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(shape, device=device)
+        self.log_mass = torch.zeros(shape, device=device)
+        self.count = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self.running = torch.ones(len(requests), dtype=torch.bool, device=device)
+        self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+
+    def draw(self, rows: _Rows, step: int) -> Tensor:
+        """The next token of each row, [A]."""
+        number = rows.number
+        log_probs, mass = log_distribution(
+            rows.logits, self.temperature[number], self.top_p[number], self.top_k[number]
+        )
+        token = draw(log_probs, self.uniform[number, step], self.greedy[number])
+        self.tokens[number, step] = token
+        self.log_probs[number, step] = log_probs.gather(1, token[:, None]).squeeze(1)
+        self.log_mass[number, step] = mass
+        return token
+
+    def finish(self, number: Tensor, token: Tensor, step: int, decode: Decode) -> None:
+        """Count the token of each row; end those with an end token, a stop string or no room."""
+        running = self.running[number]
+        self.count[number] += running
+        stopped = (token[:, None] == self.ends[number]).any(1)
+        if any(self.stops):
+            stopped |= self._stop_strings(number, running, step, decode)
+        self.stopped[number] |= stopped & running
+        self.running[number] &= ~stopped & (step + 1 < self.budget[number])
+
+    def _stop_strings(self, number: Tensor, running: Tensor, step: int, decode: Decode) -> Tensor:
+        """Whether the tail of a response holds a stop string, [A] bool; earlier ones have ended it before."""
+        numbers = number.tolist()
+        watched = [row for row, runs in enumerate(running.tolist()) if runs and self.stops[numbers[row]]]
+        tails = self.tokens[number[watched], max(0, step + 1 - self.tail) : step + 1]
+        found = torch.zeros_like(running)
+        for row, text in zip(watched, decode(tails.tolist()) if watched else [], strict=True):
+            found[row] = any(stop in text for stop in self.stops[numbers[row]])
+        return found
+
+    def results(self) -> list[Sampled]:
+        columns = (self.tokens, self.log_probs, self.log_mass, self.count, self.stopped)
+        return [
+            Sampled(tokens[:count], log_probs[:count], mass[:count], "stop" if stopped else "length")
+            for tokens, log_probs, mass, count, stopped in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
 
-def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> Rows:
+def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Rows:
     """Read each distinct prompt once, padded on the left, and give every request its row."""
     prompts = [tuple(request.prompt.token_ids) for request in requests]
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -148,16 +188,11 @@ def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.devic
     row = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
     cache.batch_select_indices(row)
     number = torch.arange(len(requests), device=device)
-    return Rows(number, out.logits[:, -1][row], mask[row], positions[row, -1] + 1, cache)
+    return _Rows(number, out.logits[:, -1][row], mask[row], positions[row, -1] + 1, cache)
 
 
-def _forward(module: nn.Module, rows: Rows, token: Tensor, finished: Tensor, plan: _Plan) -> None:
-    """One more token through the model; rows that are done are put away when enough of them are."""
-    plan.finished[rows.number[finished]] = True
-    running = ~plan.finished[rows.number]
-    if int(running.sum()) < COMPACT_BELOW * len(running):
-        rows.keep(running)
-        token = token[running]
+def _forward(module: nn.Module, rows: _Rows, token: Tensor) -> None:
+    """One more token [A] of each row through the model."""
     rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], dim=1)
     out = module(
         input_ids=token[:, None],

@@ -2,7 +2,8 @@
 
 Each request has numbers of its own (from its seed), drawn before sampling begins; token t is the
 inverse of the cumulative distribution at the t-th of them. A request therefore gives the same tokens
-whatever else is in the batch.
+whatever else is in the batch (where the model itself does: its rounding may depend on the batch, and
+a number that falls that near to the border of two tokens may then choose the other one).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import torch
 from torch import Tensor
 
 
-def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+def log_distribution(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities after temperature, top-k and top-p, and the log of the mass that was kept.
 
-    Top-k comes first, then top-p on what it left, as in transformers. A temperature of 0 stands for
-    greedy choice; its log-probs are those of temperature 1.
+    Top-k comes first, then top-p on what it left, as in transformers.
 
     Args:
         logits: [A, V].
-        temperature: [A].
+        temperature: [A]; 0 stands for greedy choice, whose log-probs are those of temperature 1.
         top_p: [A], 1 keeps all.
         top_k: [A] int, 0 keeps all.
 
@@ -48,6 +50,8 @@ def log_distribution(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: 
 def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
     """One token a row: the inverse of the cumulative distribution at ``uniform``.
 
+    Exact to the rounding of float32: a token comes with its probability plus or minus 6e-8.
+
     Args:
         log_probs: [A, V], -inf where a token cannot come.
         uniform: [A] in [0, 1).
@@ -65,7 +69,7 @@ def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
-    """[A, count] numbers in [0, 1), each row from its own seed; a row without one from torch's generator."""
+    """[B, count] numbers in [0, 1), each row from its own seed; a row without one from torch's generator."""
     rows = []
     for seed in seeds:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
