@@ -31,7 +31,7 @@ from engine_core.engines.optimizers import build_optimizer, set_peak_lr
 from engine_core.engines.packed_forward import OUTPUTS, PackedForward
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.engines.weights import near, own_weights, published_weights, take_weights, to_own_names
-from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
+from engine_core.errors import DataError, PluginError, did_you_mean
 from engine_core.packing import plan_micro_batches
 from engine_core.types import StepOutput, TrainOutput
 
@@ -60,7 +60,6 @@ class TorchEngine(TrainEngine):
         self.options: TorchOptions = TorchOptions() if config.options is None else config.options
         self.device = self._choose_device()
         self.num_skipped_steps = 0
-        self._skipped_in_a_row = 0
         self._asleep: set[str] = set()
         if context.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -239,7 +238,7 @@ class TorchEngine(TrainEngine):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        self._count_skipped(skipped, norm)
+        self.num_skipped_steps += skipped
         return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
 
     @property
@@ -270,23 +269,6 @@ class TorchEngine(TrainEngine):
             )
         return self.optimizer
 
-    def _count_skipped(self, skipped: bool, norm: float) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        self.num_skipped_steps += skipped
-        if not skipped:
-            return
-        most = self.config.optim.max_skipped_steps
-        log.warning(
-            "%s: optimizer step skipped, the gradient norm is %s (%d in a row, %d allowed).",
-            self.context.role, norm, self._skipped_in_a_row, most - 1,
-        )  # fmt: skip
-        if self._skipped_in_a_row >= most:
-            raise TrainingFailed(
-                f"{self._skipped_in_a_row} optimizer steps in a row of '{self.context.role}' had gradients that are "
-                f"not finite ({self.context.role}.optim.max_skipped_steps = {most}). The weights are those before "
-                "them. Lower the learning rate, or look at the rollouts of these steps."
-            )
-
     # -- weights ------------------------------------------------------------
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -315,7 +297,6 @@ class TorchEngine(TrainEngine):
         scalars: dict[str, Any] = {
             "random": state.random_state(self.device),
             "num_skipped_steps": self.num_skipped_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
         }
         if self.optimizer is not None:
             tensors, scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
@@ -338,7 +319,6 @@ class TorchEngine(TrainEngine):
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
         self.num_skipped_steps = scalars["num_skipped_steps"]
-        self._skipped_in_a_row = scalars["skipped_in_a_row"]
         state.set_random_state(scalars["random"], self.device)
 
     def export(self, folder: Path) -> None:

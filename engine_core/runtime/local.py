@@ -112,6 +112,7 @@ class LocalRuntime(Runtime):
             role=role,
             device=torch.accelerator.current_accelerator() or torch.device("cpu"),
             seed=self.config.run.seed,
+            deterministic=self.config.run.deterministic,
             total_steps=total_steps,
             live=self.live,
         )

@@ -220,7 +220,7 @@ class TrainingRun(abc.ABC):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if done.skipped else 0
         limit = self.config.actor.optim.max_skipped_steps
         if done.skipped:
-            log.warning("Optimizer step skipped: a gradient is not finite (%d in a row).", self._skipped_in_a_row)
+            log.warning("Optimizer step skipped: the gradient norm is %s (%d in a row).", done.grad_norm, self._skipped_in_a_row)
         if self._skipped_in_a_row >= limit:
             raise TrainingFailed(
                 f"{limit} optimizer steps in a row had gradients that are not finite (actor.optim.max_skipped_steps). "

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine_core.engines.torch_engine import TorchEngine
-from engine_core.errors import DataError, PluginError, TrainingFailed
+from engine_core.errors import DataError, PluginError
 from engine_core.types import LossCall
 
 NLL = LossCall("nll")
@@ -80,26 +80,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_everything_alon
     assert engine.num_skipped_steps == 1
     assert not train(engine, batch)[0][1].skipped
 
-
-def test_too_many_skipped_steps_in_a_row_end_the_run(make_engine, batch):
-    engine = make_engine(optim={"max_skipped_steps": 2})
-
-    def step(bad):
-        engine.forward_backward(batch, NLL)
-        if bad:
-            next(engine.module.parameters()).grad[0, 0] = float("nan")
-        return engine.optimizer_step()
-
-    assert step(True).skipped
-    assert not step(False).skipped  # the row starts again
-    assert step(True).skipped
-    before = weights_of(engine)
-    with pytest.raises(
-        TrainingFailed, match=r"2 optimizer steps in a row of 'actor'.*actor.optim.max_skipped_steps = 2"
-    ):
-        step(True)
-    assert same(weights_of(engine), before)
-    assert engine.num_skipped_steps == 3
 
 
 def test_a_reference_has_no_optimizer_and_no_gradients(make_engine, batch):
