@@ -13,23 +13,8 @@
 Left out: streaming from a hub (download the files first), mixing by weight, packing (the engines do it).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from engine_core.data.render import Example
-    from engine_core.data.source import PromptSource, SFTSource
-    from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
+from engine_core.data.render import Example
+from engine_core.data.source import PromptSource, SFTSource
+from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
 
 __all__ = ["Example", "PromptSource", "SFTSource", "check_tokenizer", "load_tokenizer", "tokenizer_hash"]
-
-_MODULES = {"Example": "render", "PromptSource": "source", "SFTSource": "source"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'tokenizer')}"), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,21 +17,14 @@ from engine_core.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["ok", "cut", "bad", "over_long"]
-
 
 @dataclass(slots=True)
 class Outcome:
     """What came of one row: an item, or why there is none."""
 
-    kind: Kind
-    item: Any = None
-    problem: str = ""  # of "bad" and "over_long", with the row's place
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for a pipe."""
-        item = None if self.item is None else dataclasses.asdict(self.item)
-        return {"kind": self.kind, "item": item, "problem": self.problem}
+    kind: Literal["ok", "truncated", "bad_rows", "over_long"]  # all but the first are also counters
+    item: Any = None  # of the first two: a Prompt or an Example
+    problem: str = ""  # of the last two, with the row's place
 
 
 class Preparer:
@@ -59,8 +51,8 @@ class Preparer:
         train_on_prompt: bool = False,
     ) -> None:
         self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
-        self.limit, self.learn = limit, learn
-        self.renderer = Renderer(tokenizer, config, learn, train_on_prompt)
+        self.limit, self.learn, self.train_on_prompt = limit, learn, train_on_prompt
+        self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
 
     def prepare(self, index: int) -> Outcome:
@@ -68,18 +60,20 @@ class Preparer:
         try:
             raw = self.rows.row(index)
             row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
-            rendered, was_cut = self.renderer.fit(row, self.limit)
+            rendered, was_cut = self._renderer.fit(row, self.limit)
             name = f"{self.split}:{self._id(raw, index)}"
         except BadRow as problem:
-            return Outcome("bad", problem=f"{self.rows.where(index)}: {problem}")
+            return Outcome("bad_rows", problem=f"{self.rows.where(index)}: {problem}")
         except OverLong as problem:
             key = "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
             return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {key} is {self.limit}")
-        kind: Kind = "cut" if was_cut else "ok"
+        item: Prompt | Example
         if self.learn:
-            return Outcome(kind, Example(name, rendered.token_ids, rendered.loss_mask))
-        columns = row.columns if rendered.messages is None else {**row.columns, "messages": rendered.messages}
-        return Outcome(kind, Prompt(name, rendered.token_ids, rendered.text, columns))
+            item = Example(name, rendered.token_ids, rendered.loss_mask)
+        else:
+            messages = {} if rendered.messages is None else {"messages": rendered.messages}
+            item = Prompt(name, rendered.token_ids, rendered.text, row.columns | messages)
+        return Outcome("truncated" if was_cut else "ok", item)
 
     def _layout(self, index: int) -> str:
         """The layout of the row's file: that of its first readable row."""
@@ -107,16 +101,19 @@ class Preparer:
             "files": [str(path.resolve()) for path in self.rows.paths],
             "cache": self.rows.cache,
             "config": self.config.model_dump(exclude_unset=True),
+            "tokenizer_class": type(self.tokenizer).__name__,
             "tokenizer_hash": tokenizer_hash(self.tokenizer),
-            "plain": [self.split, self.limit, self.learn, self.renderer.train_on_prompt],
+            "plain": [self.split, self.limit, self.learn, self.train_on_prompt],
         }
 
     @classmethod
     def from_setup(cls, setup: dict[str, Any]) -> Preparer:
         """The preparer of a worker; ``setup["tokenizer"]`` is a folder."""
-        from transformers import AutoTokenizer
+        import transformers
 
-        tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
+        # Its own class where the library has it: AutoTokenizer imports the configurations of all models.
+        kind = getattr(transformers, setup["tokenizer_class"], None) or transformers.AutoTokenizer
+        tokenizer = kind.from_pretrained(setup["tokenizer"], local_files_only=True)
         if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
             raise DataError(
                 "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."

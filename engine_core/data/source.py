@@ -37,13 +37,12 @@ NAMED = 20  # skipped rows named in the log; the rest is counted
 class Source(Generic[Item]):
     """Items of one split in order; `PromptSource` and `SFTSource` say of which kind."""
 
-    def __init__(self, preparer: Preparer, seed: int, make: type[Item]) -> None:
+    def __init__(self, preparer: Preparer, seed: int) -> None:
         self._preparer, self._rows, self._config = preparer, preparer.rows, preparer.config
         self._seed, self._shuffle = seed, self._config.shuffle
-        self._make: type[Item] = make
         self._epoch = self._position = 0
         self._bad: set[int] = set()
-        self._skipped: set[int] = set()  # over-long rows seen by this process, to name each once
+        self._skipped: set[int] = set()  # rows that this process skipped, to name each once
         self._counts = {"bad_rows": 0, "over_long": 0, "truncated": 0}
         self._usable: int | None = None
         self._pool: WorkerPool | None = None
@@ -51,7 +50,7 @@ class Source(Generic[Item]):
         self._fingerprint = self._rows.fingerprint()
         # What no row can mend (a missing template, a wrong column) shows at once, before any work.
         first = preparer.prepare(0)
-        if first.kind == "bad" and self._config.max_bad_rows == 0:
+        if first.kind == "bad_rows" and self._config.max_bad_rows == 0:
             raise self._too_many(first.problem)
 
     def __len__(self) -> int:
@@ -89,11 +88,9 @@ class Source(Generic[Item]):
     @property
     def counters(self) -> dict[str, float]:
         """Flat metrics: epochs passed, rows skipped and cut so far (each time one comes up counts)."""
-        counts = {f"data/{name}": float(count) for name, count in self._counts.items()}
-        epoch = self._epoch + self._position / len(self._rows)
         return {
-            "data/epoch": epoch,
-            **counts,
+            "data/epoch": self._epoch + self._position / len(self._rows),
+            **{f"data/{name}": float(count) for name, count in self._counts.items()},
             "data/worker_restarts": float(self._pool.restarts if self._pool else 0),
         }
 
@@ -117,12 +114,10 @@ class Source(Generic[Item]):
         """
         try:
             was = [int(file["rows"]) for file in state["files"]]
-            seed, shuffle = int(state["seed"]), bool(state["shuffle"])
+            order = int(state["seed"]), bool(state["shuffle"])
             place = int(state["epoch"]), int(state["position"])
-            bad, counts = (
-                {int(row) for row in state["bad"]},
-                {name: int(state["counts"][name]) for name in self._counts},
-            )
+            bad = {int(row) for row in state["bad"]}
+            counts = {name: int(state["counts"][name]) for name in self._counts}
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"The checkpoint's data position cannot be read: {error!r}.") from error
         if (now := [len(file) for file in self._rows.files]) != was:
@@ -134,12 +129,12 @@ class Source(Generic[Item]):
             logger.warning(
                 "The data files changed since the checkpoint, in content but not in number of rows."
             )
-        if (seed, shuffle) != (self._seed, self._shuffle):
+        if order != (self._seed, self._shuffle):
             logger.warning(
-                "Data order: seed %s, shuffle %s of the checkpoint hold, not the run file's.", seed, shuffle
+                "Data order: seed %s, shuffle %s of the checkpoint hold, not the run file's.", *order
             )
-        self._seed, self._shuffle, self._bad, self._counts = seed, shuffle, bad, counts
-        self._epoch, self._position = place
+        (self._seed, self._shuffle), (self._epoch, self._position) = order, place
+        self._bad, self._counts = bad, counts
         self._stream = self._prepared(self._places())
 
     def close(self) -> None:
@@ -157,58 +152,53 @@ class Source(Generic[Item]):
         order: list[int] = numpy.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).tolist()
         return order
 
-    def _places(self) -> Iterator[tuple[int, int, int]]:
-        """(epoch, position, row) from the present position on, without end."""
-        position = self._position
+    def _places(self) -> Iterator[Place]:
+        """The places from the present position on, without end."""
+        start = self._position
         for epoch in itertools.count(self._epoch):
-            order = self._order(epoch)
-            for place in range(position, len(order)):
-                yield epoch, place, order[place]
-            position = 0
+            for position, row in itertools.islice(enumerate(self._order(epoch)), start, None):
+                yield epoch, position, row
+            start = 0
 
     def _whole(self) -> Iterator[Item]:
         """Every usable item once, in the order of the files; interrupts what was prepared ahead."""
         self._stream = self._prepared(self._places())
-        places = ((0, index, index) for index in range(len(self._rows)))
-        for (_, _, index), outcome in self._prepared(places):
-            item = self._judge(index, outcome, count=False)
-            if item is not None:
+        for (_, _, index), outcome in self._prepared((0, row, row) for row in range(len(self._rows))):
+            if item := self._judge(index, outcome, count=False):
                 yield item
 
     def _prepared(self, places: Iterator[Place]) -> Iterator[tuple[Place, Outcome]]:
         """``places`` with the outcome of each, prepared ahead where there are workers."""
-        if self._config.num_workers == 0 or not self._rows.paths:
+        config = self._config
+        if config.num_workers == 0 or not self._rows.paths:
             for place in places:
                 yield place, self._preparer.prepare(place[2])
             return
         if self._pool is None:
-            setup, workers = self._preparer.setup(), self._config.num_workers
+            setup, tokenizer = self._preparer.setup(), self._preparer.tokenizer
             self._pool = WorkerPool(
-                setup, self._preparer.tokenizer, workers, self._config.prefetch_factor, self._rows.where
+                setup, tokenizer, config.num_workers, config.prefetch_factor, self._rows.where
             )
-        size = math.ceil(
-            self._config.prompts_per_step / self._config.num_workers
-        )  # one step is spread over all
+        size = math.ceil(config.prompts_per_step / config.num_workers)  # one step is spread over all
+        make = Example if self._preparer.learn else Prompt
         sent: deque[list[Place]] = deque()
 
         def chunks() -> Iterator[list[int]]:
             while chunk := list(itertools.islice(places, size)):
                 sent.append(chunk)
-                yield [index for _, _, index in chunk]
+                yield [row for _, _, row in chunk]
 
         for answers in self._pool.results(chunks()):
             for place, answer in zip(sent.popleft(), answers, strict=True):
-                item = answer["item"] and self._make(**answer["item"])
-                yield place, Outcome(answer["kind"], item, answer["problem"])
+                yield place, Outcome(**{**answer, "item": answer["item"] and make(**answer["item"])})
 
     def _judge(self, index: int, outcome: Outcome, count: bool = True) -> Item | None:
         """The item, or None for a row to skip, which is counted and named."""
-        if outcome.kind == "ok":
+        if outcome.kind != "ok":
+            self._counts[outcome.kind] += count
+        if outcome.item is not None:
             return outcome.item
-        self._counts[{"bad": "bad_rows", "cut": "truncated"}.get(outcome.kind, "over_long")] += count
-        if outcome.kind == "cut":
-            return outcome.item
-        if outcome.kind == "bad":
+        if outcome.kind == "bad_rows":
             self._bad.add(index)
             if len(self._bad) > self._config.max_bad_rows:
                 raise self._too_many(outcome.problem)
@@ -216,12 +206,11 @@ class Source(Generic[Item]):
             raise DataError(
                 f"{outcome.problem}. Raise it, or set over_long to skip or truncate_left in [data]."
             )
-        if index not in self._skipped:
-            self._skipped.add(index)
-            if len(self._skipped) <= NAMED:
-                logger.warning("Skipped a row: %s.", outcome.problem)
-            if len(self._skipped) == NAMED:
+        if index not in self._skipped and len(self._skipped) < NAMED:
+            logger.warning("Skipped a row: %s.", outcome.problem)
+            if len(self._skipped) == NAMED - 1:
                 logger.warning("Further skipped rows are counted (data/bad_rows, data/over_long), not named.")
+        self._skipped.add(index)
         return None
 
     def _too_many(self, problem: str) -> DataError:
@@ -254,7 +243,7 @@ class PromptSource(Source[Prompt]):
         rows: Sequence[Any] | None = None,
     ) -> None:
         opened = _open(config, split, rows)
-        super().__init__(Preparer(opened, tokenizer, config, split, config.max_prompt_tokens), seed, Prompt)
+        super().__init__(Preparer(opened, tokenizer, config, split, config.max_prompt_tokens), seed)
 
 
 class SFTSource(Source[Example]):
@@ -269,11 +258,8 @@ class SFTSource(Source[Example]):
         split: str = "train",
         rows: Sequence[Any] | None = None,
     ) -> None:
-        opened = _open(config, split, rows)
-        preparer = Preparer(
-            opened, tokenizer, config, split, options.max_tokens, True, options.train_on_prompt
-        )
-        super().__init__(preparer, seed, Example)
+        limits = options.max_tokens, True, options.train_on_prompt
+        super().__init__(Preparer(_open(config, split, rows), tokenizer, config, split, *limits), seed)
 
 
 def _open(config: DataConfig, split: str, rows: Sequence[Any] | None) -> Rows:
@@ -282,7 +268,6 @@ def _open(config: DataConfig, split: str, rows: Sequence[Any] | None) -> Rows:
             raise DataError(f"The {split} data given from Python has 0 rows.")
         return Rows(MemoryRows(rows))
     files = config.train if split == "train" else config.validation
-    files = [files] if isinstance(files, str) else files
     if not files:
         raise DataError(f"[data] {split} names no file.")
-    return Rows(files)
+    return Rows([files] if isinstance(files, str) else files)

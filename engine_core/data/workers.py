@@ -1,11 +1,8 @@
 """Rows tokenised ahead by other processes.
 
-A worker is this module run by a fresh interpreter. It is told once what to read and with which
-tokenizer, then answers row numbers with outcomes, all as lines of JSON over its pipes: no code and no
-pickle crosses, a user's main script is not imported again, and a worker ends when its pipe closes.
-
-Reader threads (one a worker): consume the worker's pipe; wait for its lines; unblocked by a line or by
-the worker's end; produce entries of one inbox. `results` alone consumes the inbox and writes to workers.
+A worker is a fresh interpreter that runs `serve`. It is told once what to read and with which tokenizer,
+then answers row numbers with outcomes, all as lines of JSON over its pipes: no code and no pickle crosses,
+a user's main script is not imported again, and a worker ends when its pipe closes.
 
 A dead worker is started again and its rows are done again, once. Rows that cost two workers end the run.
 """
@@ -13,7 +10,7 @@ A dead worker is started again and its rows are done again, once. Rows that cost
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import json
 import logging
 import os
@@ -27,9 +24,10 @@ import tempfile
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine_core.errors import DataError, WorkerLost
 
@@ -43,58 +41,74 @@ Answers = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Job:
-    """Rows that one worker is doing, and how many workers have tried."""
+    """Rows that one worker is to do, how many have tried, and what came of it."""
 
     rows: list[int]
-    worker: int
     attempts: int = 1
+    answers: Answers | None = None
 
 
 class Worker:
-    """One process and the thread that reads what it writes."""
+    """One process, its unanswered jobs in order, and the thread that reads what it writes.
 
-    def __init__(self, rank: int, setup: str, inbox: queue.Queue[tuple[Worker, str]]) -> None:
-        self.rank, self.inbox = rank, inbox
+    The thread consumes: the process's pipe; waits for: its lines; unblocked by: a line or the process's
+    end; produces: entries of `lines`, with "" at the end.
+    """
+
+    def __init__(self, rank: int, setup: str) -> None:
+        self.rank = rank
+        self.jobs: deque[Job] = deque()
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that there is no torch, see `serve`
+            },
         )
-        self.send(setup)
+        self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
+        self._send(setup)
         threading.Thread(target=self._read, name=f"data-worker-{rank}", daemon=True).start()
 
-    def send(self, line: str) -> None:
-        """Write one line; a worker that is gone is noticed by its reader."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            logger.debug("data worker %d does not listen any more", self.rank)
+    def give(self, job: Job) -> None:
+        """Ask for the rows of ``job``, whose answers are the first of ``lines`` that no earlier job has."""
+        self.jobs.append(job)
+        self._send(json.dumps(job.rows))
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone, which its reader notices
+            self.stdin.write(line + "\n")
+            self.stdin.flush()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
+        with self.stdout as lines:
             for line in lines:
-                self.inbox.put((self, line))
+                if line.endswith("\n"):  # else it died while writing
+                    self.lines.put(line)
         self.process.wait()
-        self.inbox.put((self, ""))
+        self.lines.put("")
 
-    def cause(self) -> str:
-        """How the process ended, in words."""
-        code = self.process.wait()
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+    def end(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):  # words it never read
+            self.stdin.close()
 
 
 class WorkerPool:
     """Prepares lists of rows in ``num_workers`` processes and gives them back in order.
 
     Args:
-        setup: what `serve` needs, as plain values.
+        setup: of `Preparer.setup`.
         tokenizer: saved to a temporary folder, from which each worker loads it.
         num_workers: processes.
         ahead: lists of rows that each worker is given in advance.
@@ -109,14 +123,12 @@ class WorkerPool:
         ahead: int,
         where: Callable[[int], str],
     ) -> None:
-        self.num_workers, self.ahead, self.where = num_workers, ahead, where
+        self._most_jobs, self._where = num_workers * ahead, where
         self.restarts = 0
         self._folder = tempfile.mkdtemp(prefix="engine-tokenizer-")
         tokenizer.save_pretrained(self._folder)
         self._setup = json.dumps({**setup, "tokenizer": self._folder})
-        self._inbox: queue.Queue[tuple[Worker, str]] = queue.Queue()
-        self._numbers = itertools.count()
-        self._workers: list[Worker] = []
+        self._workers = [Worker(rank, self._setup) for rank in range(num_workers)]
         self.close = weakref.finalize(self, _end, self._workers, self._folder)
 
     def results(self, chunks: Iterator[list[int]]) -> Iterator[Answers]:
@@ -126,52 +138,38 @@ class WorkerPool:
             DataError: a worker could not start on these files and this tokenizer.
             WorkerLost: one list of rows cost two workers.
         """
-        if not self._workers:
-            self._workers += [Worker(rank, self._setup, self._inbox) for rank in range(self.num_workers)]
-        jobs: dict[int, Job] = {}  # in the order of `chunks`
-        done: dict[int, Answers] = {}
+        given: deque[tuple[int, Job]] = deque()  # rank of the worker
         while True:
-            while len(jobs) < self.num_workers * self.ahead and (rows := next(chunks, None)) is not None:
-                load = [sum(job.worker == rank for job in jobs.values()) for rank in range(self.num_workers)]
-                number = next(self._numbers)
-                jobs[number] = Job(rows, load.index(min(load)))
-                self._assign(number, jobs[number])
-            if not jobs:
+            while len(given) < self._most_jobs and (rows := next(chunks, None)) is not None:
+                worker, job = min(self._workers, key=lambda worker: len(worker.jobs)), Job(rows)
+                worker.give(job)
+                given.append((worker.rank, job))
+            if not given:
                 return
-            first = next(iter(jobs))
-            while first not in done:
-                self._receive(jobs, done)
-            del jobs[first]
-            yield done.pop(first)
+            rank, job = given.popleft()
+            while job.answers is None:
+                self._receive(self._workers[rank])
+            yield job.answers
 
-    def _assign(self, number: int, job: Job) -> None:
-        self._workers[job.worker].send(json.dumps({"job": number, "rows": job.rows}))
-
-    def _receive(self, jobs: dict[int, Job], done: dict[int, Answers]) -> None:
-        worker, line = self._inbox.get()
-        if worker is not self._workers[worker.rank]:
-            return  # the last words of one that was replaced
-        try:
-            message = json.loads(line)
-        except ValueError:  # "" at its end, or half a line
-            if line == "":
-                self._replace(
-                    worker, {n: job for n, job in jobs.items() if job.worker == worker.rank and n not in done}
-                )
+    def _receive(self, worker: Worker) -> None:
+        line = worker.lines.get()
+        if not line:
+            self._replace(worker)
             return
+        message = json.loads(line)
         if "problem" in message:
             raise DataError(f"Data worker {worker.rank}: {message['problem']}")
         if "bug" in message:
             raise RuntimeError(f"Data worker {worker.rank} failed:\n{message['bug']}")
-        if message["job"] in jobs:  # else: asked for before a resume
-            done[message["job"]] = message["answers"]
+        worker.jobs.popleft().answers = message["answers"]
 
-    def _replace(self, worker: Worker, lost: dict[int, Job]) -> None:
-        cause, doing = worker.cause(), "nothing"
-        if lost:
-            rows = next(iter(lost.values())).rows
-            doing = f"rows from {self.where(rows[0])} to {self.where(rows[-1])}"
-        if any(job.attempts > 1 for job in lost.values()):
+    def _replace(self, worker: Worker) -> None:
+        code, doing = worker.process.wait(), "nothing"
+        cause = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+        if worker.jobs:
+            rows = worker.jobs[0].rows
+            doing = f"rows from {self._where(rows[0])} to {self._where(rows[-1])}"
+        if any(job.attempts > 1 for job in worker.jobs):
             raise WorkerLost(
                 "data", worker.rank, socket.gethostname(),
                 f"{cause} while it did {doing}, which had ended a worker before. Look at these rows, or "
@@ -179,47 +177,39 @@ class WorkerPool:
             )  # fmt: skip
         self.restarts += 1
         logger.warning("Data worker %d: %s while it did %s. Started again.", worker.rank, cause, doing)
-        self._workers[worker.rank] = Worker(worker.rank, self._setup, self._inbox)
-        for number, job in lost.items():
+        worker.end()
+        self._workers[worker.rank] = fresh = Worker(worker.rank, self._setup)
+        for job in worker.jobs:
             job.attempts += 1
-            self._assign(number, job)
+            fresh.give(job)
 
 
 def _end(workers: list[Worker], folder: str) -> None:
     for worker in workers:
-        worker.process.kill()
-        worker.process.wait()
-        assert worker.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # words it never read
-            worker.process.stdin.close()
+        worker.end()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve() -> None:
     """A worker's life: one line of setup, then a line of answers for each line of rows."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none, and importing it takes seconds
     # What a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def say(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
+        print(json.dumps(message), file=answers, flush=True)
 
     try:
         from engine_core.data.prepare import Preparer
 
         preparer = Preparer.from_setup(json.loads(sys.stdin.readline()))
         for line in sys.stdin:
-            job = json.loads(line)
-            say({"job": job["job"], "answers": [preparer.prepare(row).to_json() for row in job["rows"]]})
+            say({"answers": [dataclasses.asdict(preparer.prepare(row)) for row in json.loads(line)]})
     except BrokenPipeError:
         pass  # the controller is gone
     except DataError as error:
         say({"problem": str(error)})
     except Exception:
         say({"bug": traceback.format_exc()})
-
-
-if __name__ == "__main__":
-    serve()

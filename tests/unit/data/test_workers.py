@@ -12,6 +12,8 @@ import pytest
 
 import engine_core
 from engine_core.data import PromptSource
+from engine_core.data.prepare import Preparer
+from engine_core.data.workers import WorkerPool
 from engine_core.errors import DataError, WorkerLost
 
 ROWS = [{"prompt": f"What is {i} plus 7?"} for i in range(12)]
@@ -30,6 +32,7 @@ def source_of(config_of, tokenizer):
     yield make
     for source in made:
         source.close()
+        assert source._pool is None
 
 
 def pids(source) -> list[int]:
@@ -55,12 +58,11 @@ def test_a_killed_worker_is_named_and_its_rows_are_done_again(source_of, caplog)
 
 def test_rows_that_end_two_workers_end_the_run_by_name(source_of):
     source = source_of(num_workers=1)
-    source.take(1)
     ended = threading.Event()
 
     def hunt() -> None:
         while not ended.is_set():
-            for worker in list(source._pool._workers):
+            for worker in list(source._pool._workers) if source._pool else []:
                 worker.process.kill()
             time.sleep(0.01)
 
@@ -84,27 +86,22 @@ def test_a_problem_of_the_data_reaches_the_controller_as_such(source_of):
         source.take(12)
 
 
-def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(config_of, make_tokenizer):
-    tokenizer = make_tokenizer()
-    source = PromptSource(config_of(ROWS, num_workers=1), tokenizer, seed=0)
-    setup = source._preparer.setup
-    source._preparer.setup = lambda: {**setup(), "tokenizer_hash": "of another one"}
-    try:
-        with pytest.raises(DataError, match=r"another one once saved and loaded\. Set num_workers = 0"):
-            source.take(1)
-    finally:
-        source.close()
+def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(config_of, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    setup = PromptSource(config_of(ROWS), tokenizer, seed=0)._preparer.setup()
+    changed = {**setup, "tokenizer": str(tmp_path), "tokenizer_hash": "of another one"}
+    with pytest.raises(DataError, match=r"another one once saved and loaded\. Set num_workers = 0"):
+        Preparer.from_setup(changed)
 
 
-def test_closing_ends_the_processes_and_removes_the_tokenizer(source_of):
-    source = source_of(num_workers=1)
-    source.take(1)
-    workers, folder = pids(source), Path(source._pool._folder)
+def test_closing_ends_the_processes_and_removes_the_tokenizer(tokenizer):
+    pool = WorkerPool({}, tokenizer, num_workers=1, ahead=1, where=str)
+    workers, folder = [worker.process.pid for worker in pool._workers], Path(pool._folder)
     assert all(alive(pid) for pid in workers)
-    source.close()
+    assert folder.exists()
+    pool.close()
     assert not any(alive(pid) for pid in workers)
     assert not folder.exists()
-    assert source._pool is None
 
 
 def test_a_script_without_a_main_guard_is_not_run_again_by_its_workers(tmp_path, tokenizer, config_of):
@@ -112,6 +109,7 @@ def test_a_script_without_a_main_guard_is_not_run_again_by_its_workers(tmp_path,
     config = config_of(ROWS)
     script = tmp_path / "script.py"
     script.write_text(
+        "import sys; sys.modules['torch'] = None  # which takes seconds to import\n"
         "from engine_core.config.models import DataConfig, ModelConfig\n"
         "from engine_core.data import PromptSource, load_tokenizer\n"
         f"tokenizer = load_tokenizer(ModelConfig(path={str(tmp_path / 'tokenizer')!r}))\n"
