@@ -68,7 +68,7 @@ def evaluate(
     else:
         folder = RunFolder.open(target)
         checkpoint = checkpoint_of(folder, step)
-        config = read_run(folder, sets, allow_code)
+        config = read_run(folder, sets)
     with closing(trainer_of(config)) as trainer:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
@@ -80,13 +80,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     step: Step = None,
     sets: Sets = None,
-    allow_code: AllowCode = False,
 ) -> None:
     """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer."""
     check_new(out)
     folder = RunFolder.open(run)
     checkpoint = checkpoint_of(folder, step)
-    with closing(trainer_of(read_run(folder, sets, allow_code))) as trainer:
+    with closing(trainer_of(read_run(folder, sets))) as trainer:
         trainer.load_checkpoint(checkpoint)
         trainer.export(out)
     print(out)

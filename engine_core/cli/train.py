@@ -40,10 +40,10 @@ def train(
         print(trainer.folder.path)
 
 
-def resume(run: Run, steps: Steps = None, sets: Sets = None, allow_code: AllowCode = False) -> None:
+def resume(run: Run, steps: Steps = None, sets: Sets = None) -> None:
     """Go on with a run from its newest checkpoint that verifies; prints the run folder at the end."""
     folder = RunFolder.open(run)
-    config = read_run(folder, sets, allow_code, steps)
+    config = read_run(folder, sets, steps)
     done = read_state(checkpoint_of(folder, None))["step"]
     if config.run.steps is not None and done >= config.run.steps:
         more = f"engine resume {run} --steps N"

@@ -268,3 +268,25 @@ def test_a_kl_that_the_schedule_raises_from_zero_has_its_reference(grpo):
     run = Trainer(load_config(overrides=overrides), rewards=[digits])
     run.train()
     assert metrics_of(run)[2]["actor/kl"] > 0
+
+
+def test_a_run_with_code_files_is_resumed_and_exported_from_its_folder_alone(grpo, run_file, tmp_path, capsys):
+    from engine_core.cli.main import main
+
+    watch = "from engine_core import hookimpl\n\n@hookimpl\ndef engine_on_event(event):\n    pass\n"
+    reward = "def score(completions):\n    return [len(text) / 10 for text in completions]\n"
+    text = """
+plugins = ["watch.py"]
+[[reward]]
+name = "python"
+[reward.python]
+path = "mine.py"
+allow_local_code = true
+"""
+    path = run_file(text, watch=watch, mine=reward)
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in grpo.items()]
+    assert main(["train", str(path), *sets]) == 0
+    folder = str(tmp_path / "runs" / "r")
+    assert main(["resume", folder, "--steps", "3"]) == 0
+    assert main(["export", folder, str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
 from engine_core.specs import Options, Reward
@@ -96,7 +96,10 @@ class PythonOptions(Options):
     """Further arguments of the function."""
 
     @model_validator(mode="after")
-    def _allowed(self) -> Self:
+    def _allowed(self, info: ValidationInfo) -> Self:
+        folder = (info.context or {}).get("folder")
+        if folder is not None:  # the full path holds wherever the run is resumed from
+            self.path = str((Path(folder) / self.path).resolve())
         if PurePath(self.path).suffix != ".py":
             raise ValueError(f"path = '{self.path}' must end in .py")
         if not self.allow_local_code:
