@@ -16,7 +16,20 @@ from engine_core.tracking_options import TensorBoardOptions, WandbOptions
 from engine_core.trainers.options import SFTOptions
 
 SHARED = frozenset(
-    {"trainer", "plugins", "model", "actor", "data", "run", "checkpoint", "tracking", "runtime", "placement", "schedule", "eval"}
+    {
+        "trainer",
+        "plugins",
+        "model",
+        "actor",
+        "data",
+        "run",
+        "checkpoint",
+        "tracking",
+        "runtime",
+        "placement",
+        "schedule",
+        "eval",
+    }
 )
 ROLLOUTS = frozenset({"rollout", "reward", "stage"})
 

@@ -89,12 +89,18 @@ class Checkpoints:
             found = problems(self.path(step))
             if not found:
                 return self.path(step)
-            log.warning("Checkpoint %s is not usable: %s. Falling back to an older one.", self.path(step).name, found[0])
+            log.warning(
+                "Checkpoint %s is not usable: %s. Falling back to an older one.",
+                self.path(step).name,
+                found[0],
+            )
         raise DataError(f"No usable checkpoint in {self.folder}. Start again with `engine train`.")
 
     def leftovers(self) -> list[Path]:
         """What interrupted saves and replaced broken checkpoints left behind; nothing reads them."""
-        return sorted(path for sort in ("partial", "broken") for path in self.folder.glob(f".step_*.{sort}-*"))
+        return sorted(
+            path for sort in ("partial", "broken") for path in self.folder.glob(f".step_*.{sort}-*")
+        )
 
     def prune(self, keep: int) -> list[Path]:
         """Delete all but the newest ``keep`` verified checkpoints; returns what went."""

@@ -9,7 +9,7 @@ P prompts, G rollouts a prompt, B = P * G, T tokens of all sequences one after a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from engine_core.trainers.sampling import RolloutSource
 from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
+    from engine_core.specs import Advantage, Loss
     from engine_core.types import Prompt, Rollout
 
 
@@ -41,8 +42,8 @@ class Trainer(TrainingRun):
 
     def prepare(self) -> None:
         algorithm = self.config.algorithm
-        advantage = self.plugins.spec("advantages", algorithm.advantage)
-        loss = self.plugins.spec("losses", algorithm.loss)
+        advantage = cast("Advantage", self.plugins.spec("advantages", algorithm.advantage))
+        loss = cast("Loss", self.plugins.spec("losses", algorithm.loss))
         self.plan = requirements.plan_run(self.config, advantage, loss)
         self.advantage = self.plugins.resolve("advantages", algorithm.advantage)
         self.sampling = RolloutSource(self)
@@ -135,8 +136,9 @@ class Trainer(TrainingRun):
         }
 
     def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
-        """Whole groups, `mini_batch_prompts` at a time; a new order in each epoch after the first."""
+        """Whole groups, `mini_batch_prompts` at a time, weighed; a new order in each epoch after the first."""
         algorithm = self.config_now.algorithm
+        norm = algorithm.loss_length_norm or self.config.rollout.max_response_tokens
         groups = batch["group_ids"]
         order = torch.unique(groups)
         size = algorithm.mini_batch_prompts or max(len(order), 1)
@@ -147,14 +149,8 @@ class Trainer(TrainingRun):
                 order = order[torch.randperm(len(order), generator=generator)]
             for chosen in order.split(size):
                 rows = torch.isin(groups, chosen).nonzero().flatten()
-                minis.append(self.weighed(batch.select(rows)))
+                minis.append(with_weights(batch.select(rows), algorithm.loss_aggregation, norm))
         return minis
-
-    def weighed(self, mini: Batch) -> Batch:
-        """Add each token's share of the aggregated loss, over the whole mini-batch."""
-        algorithm = self.config_now.algorithm
-        norm = algorithm.loss_length_norm or self.config.rollout.max_response_tokens
-        return with_weights(mini, algorithm.loss_aggregation, norm)
 
     def loss_call(self) -> LossCall:
         """The actor's objective, by name and plain values."""

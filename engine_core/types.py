@@ -66,11 +66,11 @@ class Rollout:
 
     A one-turn example: the prompt ``[5, 9]`` was answered by ``[7, 1]`` (1 ends the sequence)::
 
-        token_ids         = [5, 9, 7, 1]
-        loss_mask         = [0, 0, 1, 1]          # True where the policy sampled the token
-        rollout_log_probs = [0, 0, -1.2, -0.1]    # under the distribution that was sampled from
-        policy_versions   = [0, 0, 3, 3]          # weight updates the sampler had seen
-        finish_reason     = "stop"
+        token_ids = [5, 9, 7, 1]
+        loss_mask = [0, 0, 1, 1]  # True where the policy sampled the token
+        rollout_log_probs = [0, 0, -1.2, -0.1]  # under the distribution that was sampled from
+        policy_versions = [0, 0, 3, 3]  # weight updates the sampler had seen
+        finish_reason = "stop"
 
     A second turn appends an observation (``loss_mask`` False) and more sampled tokens.
     """
@@ -110,10 +110,10 @@ class Batch:
 
     Two sequences ``[5, 9, 7]`` and ``[5, 1]``::
 
-        token_ids = [5, 9, 7, 5, 1]            # [T]
-        lengths   = [3, 2]                     # [B]
-        tokens    = {"loss_mask": [0, 0, 1, 0, 1]}     # each [T] or [T, K]
-        sequences = {"rewards": [1.0, 0.0]}            # each [B]
+        token_ids = [5, 9, 7, 5, 1]  # [T]
+        lengths = [3, 2]  # [B]
+        tokens = {"loss_mask": [0, 0, 1, 0, 1]}  # each [T] or [T, K]
+        sequences = {"rewards": [1.0, 0.0]}  # each [B]
     """
 
     token_ids: Tensor  # [T] int64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -95,7 +95,9 @@ def policy(
 def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood ``-sum_t w_t log p_t``: SFT."""
     losses = -outputs["log_probs"]
-    return _weighted_sum(batch["weights"], losses), _summed({"actor/nll": losses.detach()}, batch["token_share"])
+    return _weighted_sum(batch["weights"], losses), _summed(
+        {"actor/nll": losses.detach()}, batch["token_share"]
+    )
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

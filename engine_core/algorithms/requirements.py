@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from engine_core.specs import Advantage, Loss
 
 ROLLOUT_COLUMNS = frozenset(
-    {"loss_mask", "rollout_log_probs", "policy_versions", "rewards", "group_ids", "response_lengths", "truncated", "valid"}
+    {
+        "loss_mask",
+        "rollout_log_probs",
+        "policy_versions",
+        "rewards",
+        "group_ids",
+        "response_lengths",
+        "truncated",
+        "valid",
+    }
 )
 """In every batch (``Batch.from_rollouts``), besides ``reward/NAME``."""
 
@@ -46,7 +55,9 @@ def plan_run(config: EngineConfig, advantage: Advantage, loss: Loss) -> Plan:
     plans = [plan(c.algorithm, advantage, loss, c.data.prompts_per_step) for c in configs]
     made = {column for each in plans for column in each.columns}
     outputs = dict.fromkeys(output for each in plans for output in each.outputs)
-    return Plan(tuple(c for c in PRODUCERS if c in made), tuple(outputs), max(each.updates_per_step for each in plans))
+    return Plan(
+        tuple(c for c in PRODUCERS if c in made), tuple(outputs), max(each.updates_per_step for each in plans)
+    )
 
 
 def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_per_step: int) -> Plan:
@@ -68,7 +79,12 @@ def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_p
         needed.add("old_log_probs")
     problems = []
     for spec, key, name in ((advantage, "advantage", algorithm.advantage), (loss, "loss", algorithm.loss)):
-        unknown = {c for c in spec.needs if not c.startswith("reward/")} - ROLLOUT_COLUMNS - set(PRODUCERS) - {"advantages"}
+        unknown = (
+            {c for c in spec.needs if not c.startswith("reward/")}
+            - ROLLOUT_COLUMNS
+            - set(PRODUCERS)
+            - {"advantages"}
+        )
         problems += [
             f"algorithm.{key} = '{name}' needs the column '{column}', which nothing in this run makes."
             + did_you_mean(column, ROLLOUT_COLUMNS | set(PRODUCERS))

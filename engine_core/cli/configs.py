@@ -64,7 +64,7 @@ def show(
             [(key, str(value), where) for key, value, where in rows], header=("KEY", "VALUE", "ORIGIN")
         )
     else:
-        print(dump_toml(config), end="")
+        print(dump_toml(config, masked=True), end="")
 
 
 def schema(

@@ -29,9 +29,7 @@ def read(
     return load_config(*files, *(more or ()), overrides=overrides, allow_code=allow_code)
 
 
-def read_run(
-    folder: RunFolder, sets: list[str] | None, steps: int | None = None
-) -> EngineConfig:
+def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None) -> EngineConfig:
     """The config that a run was started with, and changes to it.
 
     The plugin files it names were allowed when it was started and are named by their full paths, so

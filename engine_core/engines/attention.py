@@ -145,6 +145,8 @@ def varlen(
         if softcap is not None:
             mask = _causal(query.shape[2], query.device) if attention_mask is None else attention_mask
             return _explicit(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous(), None
+        if query.shape[2] == 1 and kwargs.get("position_bias") is None:
+            return _one_token(query, key, value, attention_mask, scaling), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -152,6 +154,15 @@ def varlen(
         longest = max_length_q or int(cu_seq_lens_q.diff().max())
         return _cuda(query, key, value, cu_seq_lens_q, longest, scaling, sliding_window), None
     return _rectangles(query, key, value, cu_seq_lens_q, scaling, sliding_window, softcap), None
+
+
+def _one_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """One new token a row, as in sampling: query heads with common keys stand as rows, and no key is copied."""
+    rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [batch, kv_heads, heads of each, dim]
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return out.flatten(1, 2)[:, None]
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -39,7 +39,9 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
             done[rollout.request_id] = rollout
         if not finished and not unfinished:
             missing = next(id for id in wanted if id not in done)
-            raise _broken(engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'")
+            raise _broken(
+                engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'"
+            )
     return [done[request.id] for request in requests]
 
 
@@ -67,4 +69,6 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
 
 
 def _broken(engine: RolloutEngine, what: str) -> PluginError:
-    return PluginError(f"Rollout engine {type(engine).__module__}.{type(engine).__name__} {what}. This is a bug of the plugin.")
+    return PluginError(
+        f"Rollout engine {type(engine).__module__}.{type(engine).__name__} {what}. This is a bug of the plugin."
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from engine_core.engines.attention import check_attention
 from engine_core.errors import ConfigError, DataError, did_you_mean
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig
 
 log = logging.getLogger("engine")
+transformers_logging.disable_progress_bar()  # its bars would run through our own display
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from engine_core.runtime.base import Role, Runtime, WorkerGroup
 from engine_core.weight_sync import SyncResult, same_process
 
 if TYPE_CHECKING:
+    from engine_core.specs import RolloutBackend, TrainBackend
     from engine_core.types import Batch
 
 log = logging.getLogger("engine")
@@ -102,8 +103,8 @@ class LocalRuntime(Runtime):
         return engine
 
     def _can_share(self) -> bool:
-        trainer = self.plugins.spec("train_engines", self.config.actor.backend)
-        sampler = self.plugins.spec("rollout_engines", self.config.rollout.backend)
+        trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))
+        sampler = cast("RolloutBackend", self.plugins.spec("rollout_engines", self.config.rollout.backend))
         return "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
 
     def _context(self, role: str, total_steps: int) -> WorkerContext:

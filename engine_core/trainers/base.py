@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from engine_core import machine
 from engine_core.assemble import check_complete, plugins_for
 from engine_core.checkpoint import Checkpoints, read_state
-from engine_core.config import EngineConfig
 from engine_core.config.schedule import changes, config_at
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
@@ -28,6 +27,7 @@ from engine_core.progress import Progress
 from engine_core.tracking import RunFolder, TrackerHub
 
 if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
     from engine_core.runtime.base import Role, Runtime, WorkerGroup
     from engine_core.types import Prompt, StepOutput
 
@@ -92,7 +92,9 @@ class TrainingRun(abc.ABC):
 
     def make_source(self) -> Any:
         """Where training rows come from."""
-        return PromptSource(self.config.data, self.tokenizer, self.config.run.seed, rows=self.live.get("data"))
+        return PromptSource(
+            self.config.data, self.tokenizer, self.config.run.seed, rows=self.live.get("data")
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Scores on the validation files; ``eval/...`` metrics."""
@@ -184,7 +186,9 @@ class TrainingRun(abc.ABC):
         self.load_state(state["trainer"])
         self.step_done = state["step"]
         if state["tokenizer"] != tokenizer_hash(self.tokenizer):
-            log.warning("The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name)
+            log.warning(
+                "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
+            )
 
     def close(self) -> None:
         """Stop workers and trackers; safe to call twice."""
@@ -220,7 +224,11 @@ class TrainingRun(abc.ABC):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if done.skipped else 0
         limit = self.config.actor.optim.max_skipped_steps
         if done.skipped:
-            log.warning("Optimizer step skipped: the gradient norm is %s (%d in a row).", done.grad_norm, self._skipped_in_a_row)
+            log.warning(
+                "Optimizer step skipped: the gradient norm is %s (%d in a row).",
+                done.grad_norm,
+                self._skipped_in_a_row,
+            )
         if self._skipped_in_a_row >= limit:
             raise TrainingFailed(
                 f"{limit} optimizer steps in a row had gradients that are not finite (actor.optim.max_skipped_steps). "
@@ -257,6 +265,7 @@ class TrainingRun(abc.ABC):
         log.info("%s", " ".join(self.derived()))
         self.emit("run_started", {"steps": total})
         metrics: dict[str, float] = {}
+        assert self.folder is not None
         with Progress(total, self.step_done, self.folder.path.name) as self._progress:
             self.start()
             if self.config.eval.at_start and self.step_done == 0:
@@ -316,7 +325,9 @@ class TrainingRun(abc.ABC):
         self.config_now = config_at(self.config, step)
         changed = changes(self.config, step)
         if changed:
-            log.info("Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items()))
+            log.info(
+                "Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items())
+            )
         if "actor.optim.lr" in self.config.schedule:
             self.groups["actor"].call("set_lr", lr=self.config_now.actor.optim.lr).result()
         if "actor.max_tokens_per_rank" in self.config.schedule:
@@ -326,15 +337,23 @@ class TrainingRun(abc.ABC):
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found = {}
         if self._times.get("generate"):
-            found["throughput/generated_tokens_per_second"] = metrics["tokens/generated"] / self._times["generate"]
+            found["throughput/generated_tokens_per_second"] = (
+                metrics["tokens/generated"] / self._times["generate"]
+            )
         if self._times.get("train"):
-            found["throughput/train_tokens_per_second"] = metrics.get("tokens/total", 0.0) / self._times["train"]
+            found["throughput/train_tokens_per_second"] = (
+                metrics.get("tokens/total", 0.0) / self._times["train"]
+            )
         return found
 
     def derived(self) -> list[str]:
         """The numbers that follow from the file, said once at the start."""
         data, group = self.config.data, self.config.rollout.group_size
-        each = f" x {group} responses = {data.prompts_per_step * group} rollouts" if "rollout" in self.roles() else ""
+        each = (
+            f" x {group} responses = {data.prompts_per_step * group} rollouts"
+            if "rollout" in self.roles()
+            else ""
+        )
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each} ({len(self.source)} rows in data.train),",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",

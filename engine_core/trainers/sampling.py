@@ -35,7 +35,11 @@ class RolloutSource:
         result = self.run.runtime.push_weights("actor", "rollout", self.version + updated)
         self.version = result.version
         self.run.emit("weights_synced", {"version": result.version, "bytes": result.bytes})
-        return {"sync/bytes": float(result.bytes), "sync/seconds": result.seconds, "policy_version": float(result.version)}
+        return {
+            "sync/bytes": float(result.bytes),
+            "sync/seconds": result.seconds,
+            "policy_version": float(result.version),
+        }
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
@@ -104,7 +108,13 @@ class RolloutSource:
         self.rewards.close()
 
     def _sample(
-        self, prompts: Sequence[Prompt], step: int, group_size: int, temperature: float, top_p: float, top_k: int
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        group_size: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
     ) -> list[Rollout]:
         config = self.run.config_now.rollout
         requests = []

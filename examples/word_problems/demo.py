@@ -102,7 +102,12 @@ def main() -> None:
     engine("train", str(HERE / "sft.toml"), *common, *model, *sft)
     engine("export", str(folder / "runs" / "sft"), str(folder / "sft"))
     name = "control" if arguments.control else "grpo"
-    data = ["--set", f'data.train="{folder}/data/train.jsonl"', "--set", f'data.validation="{folder}/data/heldout.jsonl"']
+    data = [
+        "--set",
+        f'data.train="{folder}/data/train.jsonl"',
+        "--set",
+        f'data.validation="{folder}/data/heldout.jsonl"',
+    ]
     model = ["--set", f'model.path="{folder}/sft"']
     engine("train", str(HERE / f"{name}.toml"), *common, *model, *data, *steps(arguments.steps))
     run = folder / "runs" / name
@@ -118,8 +123,12 @@ def finish(folder: Path, run: Path, seconds: float) -> None:
     show("Held-out problems before:", samples(run, 0))
     show("... and after:", samples(run, -1))
     question = "Ana has 7 books. She finds 5 more, then gives 4 to Leo. How many books does Ana have now?"
-    print(f"\nThe exported model, loaded by transformers, is asked:\n  {question}\n    {answer(folder / 'trained', question)}")
-    print(f"\nReport: {folder / 'report.html'}   curves: {folder / 'curves.png'}   model: {folder / 'trained'}")
+    print(
+        f"\nThe exported model, loaded by transformers, is asked:\n  {question}\n    {answer(folder / 'trained', question)}"
+    )
+    print(
+        f"\nReport: {folder / 'report.html'}   curves: {folder / 'curves.png'}   model: {folder / 'trained'}"
+    )
     print(f"Wall time: {seconds:.0f} s")
     found = accuracies(run)
     print(f"held-out accuracy {found[0]:.2f} -> {found[-1]:.2f}")

@@ -12,7 +12,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-NAMES = {"Mia": "She", "Tom": "He", "Ana": "She", "Ben": "He", "Zoe": "She", "Leo": "He", "Eva": "She", "Max": "He"}
+NAMES = {
+    "Mia": "She",
+    "Tom": "He",
+    "Ana": "She",
+    "Ben": "He",
+    "Zoe": "She",
+    "Leo": "He",
+    "Eva": "She",
+    "Max": "He",
+}
 THINGS = ("apples", "marbles", "books", "coins", "shells", "cards", "pens", "stamps")
 GAINS = ("finds {n} more", "buys {n} more", "gets {n} from {other}", "wins {n} more")
 LOSSES = ("loses {n}", "sells {n}", "gives {n} to {other}", "breaks {n}")
@@ -49,13 +58,13 @@ def draw(rng: random.Random, largest: int = 9, slip: float = 0.0) -> Problem:
         written += rng.random() < slip
         working.append(f"{counted} {'+' if gain else '-'} {n} = {written}")
         total, counted = result, written
-    question = (
-        f"{name} has {start} {thing}. {NAMES[name]} {', then '.join(clauses)}. How many {thing} does {name} have now?"
-    )
+    question = f"{name} has {start} {thing}. {NAMES[name]} {', then '.join(clauses)}. How many {thing} does {name} have now?"
     return Problem(question, f"{', '.join(working)}. Answer: {counted}", total)
 
 
-def draw_many(count: int, seed: int, exclude: frozenset[str] = frozenset(), slip: float = 0.0) -> list[Problem]:
+def draw_many(
+    count: int, seed: int, exclude: frozenset[str] = frozenset(), slip: float = 0.0
+) -> list[Problem]:
     """``count`` different problems whose questions are not in ``exclude``."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}

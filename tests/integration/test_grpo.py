@@ -74,7 +74,14 @@ def test_two_steps_write_metrics_rollouts_and_a_checkpoint(grpo):
     run.train()
     lines = metrics_of(run)
     assert [line["step"] for line in lines] == [1, 2]
-    wanted = {"reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "mismatch/mean_abs", "time/generate"}
+    wanted = {
+        "reward/mean",
+        "actor/loss",
+        "actor/grad_norm",
+        "actor/entropy",
+        "mismatch/mean_abs",
+        "time/generate",
+    }
     assert wanted <= set(lines[0])
     assert lines[0]["rollouts"] == 16
     rollouts = read_rollouts(sorted(run.folder.rollouts_dir.glob("*.parquet"))[0])
@@ -105,7 +112,12 @@ def test_the_same_seed_gives_the_same_run(grpo, keep_engines):
 
 
 def test_stop_and_resume_is_the_uninterrupted_run_bit_for_bit(grpo, keep_engines):
-    settings = {"run.steps": 4, "data.prompts_per_step": 6, "actor.optim.schedule": "cosine", "actor.optim.decay_steps": 4}
+    settings = {
+        "run.steps": 4,
+        "data.prompts_per_step": 6,
+        "actor.optim.schedule": "cosine",
+        "actor.optim.decay_steps": 4,
+    }
     whole = trainer(grpo, settings | {"run.name": "whole"})
     whole.train()
     first = trainer(grpo, settings | {"run.steps": 2})
@@ -139,7 +151,9 @@ def test_a_kl_in_the_reward_lowers_the_reward_and_not_the_loss(grpo):
 
 def test_a_sampler_with_other_weights_ends_the_run_before_the_update(grpo, keep_engines):
     run = trainer(grpo, {"rollout.max_log_prob_gap": 1e-9})
-    with pytest.raises(TrainingFailed, match=r"differ by .* \(rollout.max_log_prob_gap = 1e-09\).*left alone"):
+    with pytest.raises(
+        TrainingFailed, match=r"differ by .* \(rollout.max_log_prob_gap = 1e-09\).*left alone"
+    ):
         run.train()
     fresh = trainer(grpo, {"run.name": "fresh"})
     fresh.setup()
@@ -147,13 +161,15 @@ def test_a_sampler_with_other_weights_ends_the_run_before_the_update(grpo, keep_
     fresh.close()
 
 
-def test_gradients_that_stay_non_finite_end_the_run_with_the_weights_untouched(grpo, keep_engines, monkeypatch):
+def test_gradients_that_stay_non_finite_end_the_run_with_the_weights_untouched(
+    grpo, keep_engines, monkeypatch
+):
     import engine_core.algorithms.losses as losses
 
     original = losses.ppo_clip
     monkeypatch.setattr(losses, "ppo_clip", lambda *a, **k: (original(*a, **k)[0] * float("nan"), {}))
     run = trainer(grpo, {"run.steps": 5})
-    with pytest.raises(TrainingFailed, match="optimizer steps in a row .* not finite"):
+    with pytest.raises(TrainingFailed, match=r"optimizer steps in a row .* not finite"):
         run.train()
     assert all(tensor.isfinite().all() for tensor in keep_engines["r"].values())
 
@@ -177,7 +193,9 @@ def test_a_step_whose_rewards_all_fail_updates_nothing(grpo):
 
 
 def test_a_schedule_changes_settings_by_step(grpo):
-    overrides = grpo | {"schedule": {"actor.optim.lr": [[0, 1e-3], [2, 1e-4]], "rollout.temperature": [[0, 1.0], [2, 0.5]]}}
+    overrides = grpo | {
+        "schedule": {"actor.optim.lr": [[0, 1e-3], [2, 1e-4]], "rollout.temperature": [[0, 1.0], [2, 0.5]]}
+    }
     run = Trainer(load_config(overrides=overrides), rewards=[digits])
     run.train()
     lines = metrics_of(run)
@@ -252,7 +270,9 @@ def engine_on_event(event, step):
     assert metrics_of(run)[1]["plugins/observer_failures"] == 1
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused_before_the_model_is_built(grpo, world, tmp_path):
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused_before_the_model_is_built(
+    grpo, world, tmp_path
+):
     config = json.loads((world / "model" / "config.json").read_text())
     folder = tmp_path / "small"
     shutil.copytree(world / "model", folder)
@@ -270,7 +290,9 @@ def test_a_kl_that_the_schedule_raises_from_zero_has_its_reference(grpo):
     assert metrics_of(run)[2]["actor/kl"] > 0
 
 
-def test_a_run_with_code_files_is_resumed_and_exported_from_its_folder_alone(grpo, run_file, tmp_path, capsys):
+def test_a_run_with_code_files_is_resumed_and_exported_from_its_folder_alone(
+    grpo, run_file, tmp_path, capsys
+):
     from engine_core.cli.main import main
 
     watch = "from engine_core import hookimpl\n\n@hookimpl\ndef engine_on_event(event):\n    pass\n"

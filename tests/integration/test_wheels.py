@@ -22,7 +22,13 @@ DISTRIBUTIONS = [ROOT, *sorted(p.parent for p in ROOT.glob("plugins/[a-z]*/pypro
 def run(*command, cwd, **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "ENGINE"))}
     return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=240, check=False
+        [str(part) for part in command],
+        cwd=cwd,
+        env=clean | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
@@ -59,7 +65,9 @@ def test_every_wheel_is_typed_and_names_its_licence(wheels):
     assert len(list(wheels.glob("*.whl"))) == len(DISTRIBUTIONS) >= 3
     for wheel in wheels.glob("*.whl"):
         names = zipfile.ZipFile(wheel).namelist()
-        metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
+        metadata = (
+            zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
+        )
         assert "License-Expression: Apache-2.0" in metadata, wheel.name
         assert any(name.endswith("py.typed") for name in names), wheel.name
 
@@ -99,5 +107,7 @@ name = "wheels"
     trained = run(engine, "train", file, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert trained.returncode == 0, trained.stderr
     assert len((tmp_path / "runs" / "wheels" / "metrics.jsonl").read_text().splitlines()) == 2
-    where = run(fresh / "bin" / "python", "-c", "import engine_core; print(engine_core.__file__)", cwd=tmp_path)
+    where = run(
+        fresh / "bin" / "python", "-c", "import engine_core; print(engine_core.__file__)", cwd=tmp_path
+    )
     assert str(fresh) in where.stdout

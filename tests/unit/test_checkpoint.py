@@ -85,5 +85,5 @@ def test_a_checkpoint_is_never_overwritten(store):
 
 
 def test_no_checkpoint_at_all_is_said_with_what_to_do(store):
-    with pytest.raises(DataError, match="No usable checkpoint in .*engine train"):
+    with pytest.raises(DataError, match=r"No usable checkpoint in .*engine train"):
         store.latest()

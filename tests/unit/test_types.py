@@ -21,7 +21,9 @@ def rollout(prompt, response, reward=0.0, **changes):
 
 
 def two():
-    return Batch.from_rollouts([rollout([5, 9], [7], 1.0, group_id=3), rollout([5], [1], 0.5, finish_reason="length")], 0.7)
+    return Batch.from_rollouts(
+        [rollout([5, 9], [7], 1.0, group_id=3), rollout([5], [1], 0.5, finish_reason="length")], 0.7
+    )
 
 
 def test_rollouts_are_packed_one_after_another():
@@ -49,7 +51,10 @@ def test_log_probs_of_a_cut_support_are_brought_back_to_the_whole_vocabulary():
 
 def test_a_reward_that_does_not_apply_is_nan_in_its_column():
     rollouts = [rollout([5], [1], rewards={"a": 1.0}), rollout([5], [1], rewards={"a": None})]
-    assert Batch.from_rollouts(rollouts)["reward/a"].tolist() == [1.0, pytest.approx(float("nan"), nan_ok=True)]
+    assert Batch.from_rollouts(rollouts)["reward/a"].tolist() == [
+        1.0,
+        pytest.approx(float("nan"), nan_ok=True),
+    ]
 
 
 def test_select_takes_sequences_with_all_their_columns_in_the_order_asked():
@@ -67,7 +72,7 @@ def test_sequence_and_token_values_convert_into_each_other():
 
 
 def test_a_missing_column_is_named_with_those_there_are():
-    with pytest.raises(KeyError, match="no column 'values'. It has: .*rewards"):
+    with pytest.raises(KeyError, match=r"no column 'values'. It has: .*rewards"):
         two()["values"]
 
 

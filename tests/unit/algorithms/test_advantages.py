@@ -61,5 +61,7 @@ def test_an_invalid_rollout_counts_in_no_statistic_and_gets_nothing():
 
 def test_statistics_of_an_empty_batch_are_empty():
     empty = torch.zeros(0)
-    mean, std, count = group_statistics(empty, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
+    mean, std, count = group_statistics(
+        empty, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    )
     assert mean.numel() == std.numel() == count.numel() == 0

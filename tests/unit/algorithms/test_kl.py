@@ -13,7 +13,9 @@ from engine_core.algorithms.kl import kl_estimate
 def test_each_estimator_is_its_formula(estimator, formula):
     policy, reference = [-1.0, -0.5, -3.0], [-1.2, -0.1, -3.0]
     found = kl_estimate(torch.tensor(policy), torch.tensor(reference), estimator)
-    assert found.tolist() == pytest.approx([formula(p - r) for p, r in zip(policy, reference, strict=True)], abs=1e-6)
+    assert found.tolist() == pytest.approx(
+        [formula(p - r) for p, r in zip(policy, reference, strict=True)], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

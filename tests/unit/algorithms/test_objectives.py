@@ -36,7 +36,12 @@ def test_the_policy_objective_adds_kl_and_takes_off_entropy():
     ref = torch.tensor([0.0, 0.0, -1.5, -2.0])
     outputs = {"log_probs": LOG_PROBS, "entropy": torch.tensor([9.0, 9.0, 0.4, 0.6])}
     total, metrics = policy(
-        outputs, batch(ref_log_probs=ref), token_loss=ppo_clip, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01
+        outputs,
+        batch(ref_log_probs=ref),
+        token_loss=ppo_clip,
+        kl_coef=0.1,
+        kl_estimator="k2",
+        entropy_coef=0.01,
     )
     surrogate, kl, entropy = (-2.0 + 1.0) / 2, 0.5 * 0.5**2 / 2, (0.4 + 0.6) / 2
     assert total.item() == pytest.approx(surrogate + 0.1 * kl - 0.01 * entropy)
@@ -89,5 +94,5 @@ def test_a_loss_is_resolved_by_name_with_its_options():
 
 
 def test_an_unknown_objective_is_named():
-    with pytest.raises(ValueError, match="Unknown objective 'ppo'. Known: nll, policy."):
+    with pytest.raises(ValueError, match=r"Unknown objective 'ppo'. Known: nll, policy."):
         resolve_loss(LossCall("ppo"), None)

@@ -21,7 +21,8 @@ def test_one_update_without_kl_needs_nothing_from_a_model():
 
 
 @pytest.mark.parametrize(
-    ("settings", "updates"), [({"epochs": 2}, 2), ({"mini_batch_prompts": 4}, 2), ({"mini_batch_prompts": 4, "epochs": 3}, 6)]
+    ("settings", "updates"),
+    [({"epochs": 2}, 2), ({"mini_batch_prompts": 4}, 2), ({"mini_batch_prompts": 4, "epochs": 3}, 6)],
 )
 def test_a_policy_that_moves_between_updates_needs_old_log_probs(settings, updates):
     made = planned(**settings)
@@ -48,14 +49,21 @@ def test_what_an_estimator_declares_is_made():
 
 def test_a_column_that_nobody_makes_is_refused_by_name():
     wrong = Advantage(load=lambda: None, needs=frozenset({"rewards", "old_log_prob"}))
-    with pytest.raises(ConfigError, match=r"algorithm.advantage = 'grpo' needs the column 'old_log_prob'.*Did you mean 'old_log_probs'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm.advantage = 'grpo' needs the column 'old_log_prob'.*Did you mean 'old_log_probs'",
+    ):
         planned(advantage=wrong)
 
 
 def test_a_schedule_is_planned_for_all_its_steps():
     config = EngineConfig(
         data={"prompts_per_step": 8},
-        schedule={"algorithm.kl_coef": [(0, 0.0), (5, 0.1)], "algorithm.epochs": [(3, 2)], "algorithm.entropy_coef": [(4, 0.1)]},
+        schedule={
+            "algorithm.kl_coef": [(0, 0.0), (5, 0.1)],
+            "algorithm.epochs": [(3, 2)],
+            "algorithm.entropy_coef": [(4, 0.1)],
+        },
     )
     made = plan_run(config, GRPO, CLIP)
     assert made.columns == ("old_log_probs", "ref_log_probs")

@@ -80,6 +80,15 @@ def test_config_show_as_json(engine, sft_run):
     assert both["run.epochs"] == {"value": 1, "origin": "default"}
 
 
+def test_config_show_shows_no_secrets(engine, sft_run):
+    secret = ("--set", "model.override.api_key=hunter2")
+    for how in ((), ("--origin",), ("--json",), ("--json", "--origin")):
+        answer = engine("config", "show", "run.toml", *secret, *how)
+        assert "api_key" in answer.out
+        assert "[redacted]" in answer.out
+        assert "hunter2" not in answer.out
+
+
 def test_schema_is_json_over_all_tables_and_installed_names(engine):
     schema = json.loads(engine("schema").out)
     assert set(EngineConfig.model_fields) - {"options"} <= set(schema["properties"])

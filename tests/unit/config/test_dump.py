@@ -116,6 +116,13 @@ def test_every_key_has_its_origin(config_of, tmp_path):
 
 
 def test_values_of_keys_named_like_secrets_are_not_shown(config_of):
-    config = config_of("model.override = { api_key = 'hunter2hunter2' }")
+    config = config_of("model.override = { api_key = 'hunter2hunter2', deep = [{ token = 'abc' }], key = 3 }")
     rows = {key: value for key, value, _ in origins(config)}
     assert rows["model.override.api_key"] == "[redacted]"
+    shown = tomllib.loads(dump_toml(config, masked=True))
+    assert shown["model"]["override"] == {
+        "api_key": "[redacted]",
+        "deep": [{"token": "[redacted]"}],
+        "key": 3,
+    }
+    assert tomllib.loads(dump_toml(config))["model"]["override"]["api_key"] == "hunter2hunter2"

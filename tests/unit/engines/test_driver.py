@@ -64,9 +64,15 @@ def spoiled(change):
     [
         (lambda rs: [*rs, *rs], "returned the rollout for 'r2' twice"),
         (lambda rs: [], "stopped with 3 requests unfinished, such as 'r0'"),
-        (spoiled(lambda r: dataclasses.replace(r, request_id="x")), "a rollout for 'x', which was not requested"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, request_id="x")),
+            "a rollout for 'x', which was not requested",
+        ),
         (spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask[1:])), "2 loss_mask for 3 tokens"),
-        (spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids + 1)), "another prompt than was asked"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids + 1)),
+            "another prompt than was asked",
+        ),
         (
             spoiled(lambda r: dataclasses.replace(r, rollout_log_probs=r.rollout_log_probs * float("inf"))),
             "a log-prob that is not finite",

@@ -81,7 +81,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_everything_alon
     assert not train(engine, batch)[0][1].skipped
 
 
-
 def test_a_reference_has_no_optimizer_and_no_gradients(make_engine, batch):
     engine = make_engine(role="ref", trainable=False)
     assert engine.optimizer is None

@@ -67,7 +67,10 @@ class Plugins:
         return Train if kind == "train_engines" else self.sampler
 
     def spec(self, kind, name):
-        offered = {"train_engines": {"generation_module"}, "rollout_engines": {"share_module"} if self.share else set()}
+        offered = {
+            "train_engines": {"generation_module"},
+            "rollout_engines": {"share_module"} if self.share else set(),
+        }
         return SimpleNamespace(capabilities=frozenset(offered[kind]))
 
 

@@ -1,0 +1,345 @@
+"""README.md and docs/ against the project: every command is run, every block is used, every name exists.
+
+A page is a session in a folder of its own, read from top to bottom:
+
+* a ``bash`` block: each line is run and must succeed;
+* a ``console`` block: each line after ``$`` is run, and must print the lines below it (``...`` stands
+  for anything); with ``engine: ...`` below it, it must be refused with that message;
+* a ``python`` or ``toml`` block that names a file (``` ```python first/short.py ```) is written there;
+* any other ``python`` block is run, any other ``toml`` block must be a valid part of a run file;
+* ``json`` must parse, and ``text`` is a picture.
+
+The folder holds copies of ``examples/``, the ``demo/`` that a short demo leaves, a small ``run.toml``,
+its data and its finished run, so that commands mean here what they mean to a reader.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine_core import hookspecs, load_config
+from engine_core.cli.main import main
+from engine_core.config.models import EngineConfig
+from engine_core.plugins import CAPABILITIES
+from engine_core.specs import TABLE_SPECS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [page.name for page in PAGES]
+
+NOT_RUN_HERE = {
+    r"make (demo|demo-control)": "minutes; tests/integration/test_examples.py runs it in small, and `slow` in full",
+    r"make (install|test|test-full|lint)": "this test is a part of it",
+    r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
+    r"pip install -e .*": "changes the environment of this test; tests/unit/test_scaffold.py installs the template",
+    r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
+}
+"""Commands that cannot be nested in a test, and why. Any other command is run."""
+
+EXIT_CODES = {"doctor": {0, 5}}  # 5: the machine of the test may have a problem
+SMALL = {
+    "ENGINE__RUN__STEPS": "2",
+    "ENGINE__DATA__PROMPTS_PER_STEP": "2",
+    "ENGINE__ROLLOUT__GROUP_SIZE": "4",
+    "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "8",
+}
+ENVIRONMENT = {"README.md": SMALL, "plugins.md": SMALL, "algorithms.md": SMALL}  # their files are whole runs
+
+RUN = """
+[model]
+path = "model"
+[rollout]
+group_size = 3
+max_response_tokens = 6
+[[reward]]
+name = "numeric"
+[data]
+train = "data/train.jsonl"
+validation = "data/heldout.jsonl"
+prompts_per_step = 4
+[run]
+steps = 2
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    line: int
+    language: str
+    file: str
+    text: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    found = re.finditer(r"^```(\w*)(?: +(\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(text[: m.start()].count("\n") + 1, m[1], m[2] or "", m[3]) for m in found]
+
+
+def commands_of(block: Block) -> list[tuple[str, list[str]]]:
+    """(command, lines that it must print) of a bash or console block."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "bash":
+        return [(line, []) for line in lines if line.strip() and not line.startswith("#")]
+    found: list[tuple[str, list[str]]] = []
+    for line in filter(None, lines):
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def reason_not_run(command: str) -> str | None:
+    words = " ".join(shlex.split(command, comments=True))
+    return next((why for pattern, why in NOT_RUN_HERE.items() if re.fullmatch(pattern, words)), None)
+
+
+@pytest.fixture(scope="session")
+def library(world, demo, tmp_path_factory):
+    """What every page's folder begins with."""
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copytree(demo[0], folder, dirs_exist_ok=True, symlinks=True)
+    shutil.copytree(world / "model", folder / "model")
+    shutil.rmtree(folder / "demo" / "sft")
+    shutil.copytree(world / "model", folder / "demo" / "sft")
+    shutil.copytree(world / "data", folder / "demo" / "data", dirs_exist_ok=True)
+    (folder / "data").mkdir()
+    for name, rows in (("train", 16), ("heldout", 4)):
+        lines = (world / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / "data" / f"{name}.jsonl").write_text("".join(lines[:rows]))
+    (folder / "more.jsonl").write_text("".join(lines[:2]))
+    (folder / "run.toml").write_text(RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "run.toml", "--set", "run.name=math", "--steps", "12"]) == 0
+    return folder
+
+
+class Session:
+    """Runs the blocks of one page in its folder and collects what went wrong."""
+
+    def __init__(self, page: str, folder: Path, capsys) -> None:
+        self.page, self.folder, self.capsys = page, folder, capsys
+        self.problems: list[str] = []
+
+    def run(self, block: Block) -> None:
+        """Do with a block what its language asks for."""
+        try:
+            getattr(self, f"_{block.language or 'text'}")(block)
+        except (Exception, SystemExit) as error:
+            shown = self.capsys.readouterr()
+            told = "".join(shown)[-2000:]
+            self.problems.append(f"{self.page}:{block.line}: {type(error).__name__}: {error}\n{told}")
+
+    def _bash(self, block: Block) -> None:
+        for command, expected in commands_of(block):
+            if reason_not_run(command) is None:
+                self._command(command, expected)
+            elif command.startswith("make "):
+                target = shlex.split(command, comments=True)[1]
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+
+    _console = _bash
+
+    def _command(self, command: str, expected: list[str]) -> None:
+        program, *arguments = shlex.split(command, comments=True)
+        self.capsys.readouterr()
+        if program == "engine":
+            code = main(arguments)
+            out, err = self.capsys.readouterr()
+        else:
+            program = sys.executable if program == "python" else program
+            done = subprocess.run(
+                [program, *arguments], capture_output=True, text=True, check=False, timeout=60
+            )
+            code, out, err = done.returncode, done.stdout, done.stderr
+        refused = any(line.startswith("engine: ") for line in expected)
+        wanted = {2, 3, 4} if refused else EXIT_CODES.get((arguments or [""])[0], {0})
+        assert code in wanted, (
+            f"$ {command}\nends with {code}, expected {wanted}:\n{out[-1500:]}\n{err[-1500:]}"
+        )
+        missing = not_printed(expected, out + "\n" + err)
+        assert not missing, f"$ {command}\ndoes not print: {missing}\nbut:\n{out[-1500:]}\n{err[-1500:]}"
+
+    def _python(self, block: Block) -> None:
+        name = block.file or f"block_{block.line}.py"
+        path = self._write(name, block.text)
+        if not block.file:
+            runpy.run_path(str(path), run_name="__main__")
+
+    def _toml(self, block: Block) -> None:
+        parsed = tomllib.loads(block.text)
+        if "project" in parsed:
+            groups = parsed["project"].get("entry-points", {})
+            assert {group.removeprefix("engine.") for group in groups} <= {*TABLE_SPECS, "plugins"}
+        elif block.file:
+            self._write(block.file, block.text)
+        else:
+            load_config("run.toml", self._write(f"part_{block.line}.toml", block.text))
+
+    def _json(self, block: Block) -> None:
+        json.loads(block.text)
+        if block.file:
+            self._write(block.file, block.text)
+
+    def _text(self, block: Block) -> None:
+        pass
+
+    def _write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+
+def not_printed(expected: list[str], printed: str) -> list[str]:
+    """The expected lines that do not come, in their order, among the printed ones."""
+    lines = iter(re.sub(r"[ \t]+", " ", line).strip() for line in printed.splitlines())
+    missing = []
+    for line in expected:
+        pattern = ".*".join(re.escape(part) for part in re.sub(r"[ \t]+", " ", line).strip().split("..."))
+        if not any(re.fullmatch(pattern, found) for found in lines):
+            missing.append(line)
+            break
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_block_of_a_page_works(page, library, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "page"
+    shutil.copytree(library, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in ENVIRONMENT.get(page.name, {}).items():
+        monkeypatch.setenv(name, value)
+    session = Session(page.name, folder, capsys)
+    for block in blocks_of(page.read_text("utf-8")):
+        session.run(block)
+    assert not session.problems, "\n\n".join(session.problems)
+
+
+def test_every_exception_from_running_is_used_and_every_language_is_known():
+    blocks = [block for page in PAGES for block in blocks_of(page.read_text("utf-8"))]
+    commands = [command for block in blocks if block.language == "bash" for command, _ in commands_of(block)]
+    used = {why for command in commands if (why := reason_not_run(command))}
+    assert used == set(NOT_RUN_HERE.values())
+    assert {block.language for block in blocks} <= {"bash", "console", "python", "toml", "json", "text"}
+
+
+def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    wrong = {
+        "bash": "engine frobnicate",
+        "console": "$ engine plugins\nno such line",
+        "python": "from engine_core import no_such_name",
+        "toml": "[data]\nno_such_key = 1",
+        "json": "{",
+        "rust": "fn main() {}",
+    }
+    for number, (language, text) in enumerate(wrong.items(), 1):
+        session = Session("page.md", tmp_path, capsys)
+        session.run(Block(number, language, "", text + "\n"))
+        assert session.problems, language
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_keys_in_the_text_are_keys_of_a_run_file():
+    """Words such as `rollout.top_p` or `[actor.optim]` in running text."""
+    from engine_core.cli.configs import installed_specs
+    from engine_core.config.schema import json_schema, schema_at
+
+    schema = json_schema(installed_specs())
+    tables = "|".join({*EngineConfig.model_fields, "sft"} - {"options", "trainer", "plugins"})
+    own = ("reward.sums", "reward.exact", "reward.NAME", "tracking.NAME")  # of examples; of the reader
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(rf"`(?:\[+)?((?:{tables})(?:\.[\w]+)+)(?:\]+)?(?: = [^`]+)?`", text)
+        for key in set(found) - set(own):
+            assert schema_at(schema, key), f"{page.name}: {key}"
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    text = (ROOT / "README.md").read_text("utf-8")
+    tree = next(block.text for block in blocks_of(text) if block.text.startswith("engine_core/"))
+    said = {name for line in re.findall(r"^  (\S.*?)  ", tree, re.MULTILINE) for name in line.split(", ")}
+    there = {
+        path.name + "/" * path.is_dir()
+        for path in (ROOT / "engine_core").iterdir()
+        if path.name not in {"__init__.py", "__pycache__", "py.typed"}
+        and (path.is_file() or any(path.rglob("*.*")))
+    }
+    assert said == there
+    for folder in re.findall(r"^(\w+)/", tree, re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    for block in blocks_of((ROOT / "README.md").read_text("utf-8")):
+        if block.file:
+            assert (ROOT / block.file).read_text() == block.text
+
+
+def part(page: str, name: str) -> str:
+    """The text of a page between two markers."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return text.split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0]
+
+
+def hook_table() -> str:
+    rows = ["| hook | sort | arguments | what it decides |", "|---|---|---|---|"]
+    for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
+        if (options := getattr(function, "engine_spec", None)) is None:
+            continue
+        sort = (
+            "step"
+            if options["firstresult"]
+            else "table"
+            if not inspect.signature(function).parameters
+            else "observer"
+        )
+        arguments = ", ".join(f"`{argument}`" for argument in inspect.signature(function).parameters)
+        sentence = re.sub("``", "`", inspect.getdoc(function).split("\n\n")[0]).replace("\n", " ")
+        rows.append(f"| `{name}` | {sort} | {arguments} | {sentence} |")
+    return "\n".join(
+        [
+            *rows[:2],
+            *sorted(rows[2:], key=lambda row: ["step", "table", "observer"].index(row.split("|")[2].strip())),
+        ]
+    )
+
+
+def capability_table() -> str:
+    rows = [
+        f"| {TABLE_SPECS[kind].noun} | `{capability}` | `{method}` |"
+        for kind, capabilities in CAPABILITIES.items()
+        for capability, method in capabilities.items()
+    ]
+    return "\n".join(["| of a | capability | method |", "|---|---|---|", *rows])
+
+
+def test_the_table_of_hooks_is_that_of_hookspecs():
+    assert part("plugins.md", "hooks").strip() == hook_table()
+
+
+def test_the_table_of_capabilities_is_that_of_the_loader():
+    assert part("plugins.md", "capabilities").strip() == capability_table()
