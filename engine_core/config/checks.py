@@ -27,8 +27,6 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         now = config if broken else config_at(config, step)
         when = f"from step {step} on ([schedule]): " if step > 1 else ""
         problems += [Problem(found.path, when + found.text) for found in _each_step(now, sections)]
-    if "algorithm" in sections and not broken:
-        problems += _decided_at_start(config)
     return problems + broken
 
 
@@ -91,27 +89,6 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         )
 
 
-def _decided_at_start(config: EngineConfig) -> Iterator[Problem]:
-    """What the first step's values decide for the whole run: which models and columns there are."""
-    first = config_at(config, 1)
-    for step in boundaries(config)[1:]:
-        now = config_at(config, step)
-        for key in ("kl_coef", "entropy_coef"):
-            if getattr(now.algorithm, key) and not getattr(first.algorithm, key):
-                yield Problem(
-                    ("schedule", f"algorithm.{key}"),
-                    f"rises from 0 in step {step}. Expected a value above 0 from the start (a tiny one will do): "
-                    "the first step decides which models are built and what is computed.",
-                )
-        if updates(now) > 1 and updates(first) == 1:
-            key = "algorithm.epochs" if now.algorithm.epochs > 1 else "algorithm.mini_batch_prompts"
-            yield Problem(
-                ("schedule", key),
-                f"makes several updates of a batch from step {step} on, but one before. Expected several from the "
-                "start: the first step decides whether the log-probs before the update are kept.",
-            )
-
-
 def without_effect(config: EngineConfig) -> Iterator[tuple[str, str]]:
     """Keys that this config makes meaningless, and why; harmless, but said when a file sets them."""
     algorithm, optim = config.algorithm, config.actor.optim
@@ -126,9 +103,3 @@ def without_effect(config: EngineConfig) -> Iterator[tuple[str, str]]:
             (f"actor.optim.{key}", "actor.optim.schedule is 'constant'")
             for key in ("decay_steps", "min_lr_ratio")
         )
-
-
-def updates(config: EngineConfig) -> int:
-    """Optimizer steps for the rollouts of one step."""
-    mini = config.algorithm.mini_batch_prompts or config.data.prompts_per_step
-    return config.algorithm.epochs * -(-config.data.prompts_per_step // mini)

@@ -40,12 +40,25 @@ def _plain(model: BaseModel) -> dict[str, Any]:
     return model.model_dump(mode="json", exclude_none=True)
 
 
-def dump_toml(config: EngineConfig) -> str:
+def dump_toml(config: EngineConfig, masked: bool = False) -> str:
     """The resolved config: every key with its value, read back as an equal config.
 
     Relative paths were resolved when it was loaded, so the text means the same from any folder.
+    ``masked`` replaces the values of keys that are named like a secret: for eyes, not to be read back.
     """
-    return "\n".join(_table_lines(as_data(config), ())).lstrip("\n") + "\n"
+    data = as_data(config)
+    return "\n".join(_table_lines(_masked(data) if masked else data, ())).lstrip("\n") + "\n"
+
+
+def _masked(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_masked(entry) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: REDACTED if isinstance(value, str) and any(secrets_in({key: value})) else _masked(value)
+        for key, value in node.items()
+    }
 
 
 def _table_lines(table: Mapping[str, Any], path: Path_) -> Iterator[str]:
@@ -81,15 +94,10 @@ def origins(config: EngineConfig) -> list[tuple[str, Any, str]]:
 
     Values of keys that are named like a secret are replaced.
     """
-    source = config._source
-    known = source.origins if source else {}
+    known = config._source.origins if config._source else {}
     return [
-        (
-            key_text(path),
-            REDACTED if any(secrets_in({path[-1]: value})) else value,
-            str(known.get(key_text(path), "default")),
-        )
-        for path, value in _leaves(as_data(config), ())
+        (key_text(path), value, str(known.get(key_text(path), "default")))
+        for path, value in _leaves(_masked(as_data(config)), ())
     ]
 
 
