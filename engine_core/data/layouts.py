@@ -65,36 +65,32 @@ def detect(row: Mapping[str, Any], columns: ColumnsConfig) -> str:
 
 
 def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: bool) -> Row:
-    """Read ``row`` as ``layout``.
-
-    Args:
-        row: the columns as the file has them.
-        layout: a name of the table above.
-        columns: names of the columns.
-        learn: True for supervised learning, which needs a response.
+    """Read ``row`` as ``layout``, for supervised learning (``learn``, which needs a response) or for sampling.
 
     Raises:
         BadRow: a column is missing or of the wrong type.
     """
     if layout in ("messages", "sharegpt"):
-        name = columns.messages
-        if layout == "sharegpt" and name not in row:
-            name = "conversations"
+        name = "conversations" if layout == "sharegpt" and columns.messages not in row else columns.messages
         turns = _messages(_column(row, name, "messages"), name)
         if layout == "sharegpt" and isinstance(row.get("system"), str):
             turns = with_system(turns, row["system"])
-        result = _conversation(turns, learn)
+        result = Row(turns) if learn else _before_the_answer(turns)
     else:
         name = columns.prompt
         result = Row(_text_or_messages(_column(row, name, "prompt"), name, layout == "verl"))
         if learn:
             response = columns.response
-            if layout == "trl" and columns.response == ColumnsConfig().response:
+            if layout == "trl" and response == ColumnsConfig().response:
                 response = "completion"
             result.response = _text_or_messages(_column(row, response, "response"), response)
-    others = {key: _plain(value) for key, value in row.items() if key != name}
-    result.columns = {**result.columns, **others}
-    _add_answer(result.columns, row, layout, columns)
+    result.columns |= {key: _plain(value) for key, value in row.items() if key != name}
+    if columns.answer in row:
+        result.columns["answer"] = _plain(row[columns.answer])
+    elif layout == "verl":
+        result.columns["answer"] = _plain(_ground_truth(row["reward_model"]))
+    elif columns.answer != ColumnsConfig().answer:  # a resolved config names the default too
+        _column(row, columns.answer, "answer")
     return result
 
 
@@ -105,9 +101,7 @@ def with_system(messages: list[Message], system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _conversation(messages: list[Message], learn: bool) -> Row:
-    if learn:
-        return Row(messages)
+def _before_the_answer(messages: list[Message]) -> Row:
     if messages[-1]["role"] != "assistant":
         return Row(messages)
     if len(messages) == 1:
@@ -115,16 +109,10 @@ def _conversation(messages: list[Message], learn: bool) -> Row:
     return Row(messages[:-1], columns={"response": messages[-1].get("content")})
 
 
-def _add_answer(result: dict[str, Any], row: Mapping[str, Any], layout: str, columns: ColumnsConfig) -> None:
-    if columns.answer in row:
-        result["answer"] = _plain(row[columns.answer])
-    elif layout == "verl":
-        model = row["reward_model"]
-        if not isinstance(model, Mapping) or "ground_truth" not in model:
-            raise BadRow(f"column 'reward_model' must hold a ground_truth, got {_shown(model)}")
-        result["answer"] = _plain(model["ground_truth"])
-    elif columns.answer != ColumnsConfig().answer:  # a resolved config names the default too
-        _column(row, columns.answer, "answer")
+def _ground_truth(model: Any) -> Any:
+    if not isinstance(model, Mapping) or "ground_truth" not in model:
+        raise BadRow(f"column 'reward_model' must hold a ground_truth, got {_shown(model)}")
+    return model["ground_truth"]
 
 
 def _column(row: Mapping[str, Any], name: str, key: str) -> Any:

@@ -86,31 +86,25 @@ class Renderer:
         row = self._prepare(row)
         rendered = self._render(row)
         length = len(rendered.token_ids)
-        for _ in range(64):  # each round is shorter; re-tokenised text may not be by as much as was cut
-            if len(rendered.token_ids) <= limit:
-                return rendered, len(rendered.token_ids) < length
-            if self.config.over_long != "truncate_left":
-                break
-            shorter = self._cut(row, len(rendered.token_ids) - limit)
-            if shorter is None:
-                break
+        # Each round is shorter; text that is tokenised again may not be by as much as was cut.
+        while (excess := len(rendered.token_ids) - limit) > 0:
+            if self.config.over_long != "truncate_left" or (shorter := self._cut(row, excess)) is None:
+                raise OverLong(length)
             row, rendered = shorter, self._render(shorter)
-        raise OverLong(length)
+        return rendered, len(rendered.token_ids) < length
 
     def _prepare(self, row: Row) -> Row:
         """``row`` with its system message, as a conversation where the template is to be used."""
-        use = self.config.chat_template
-        if use is None:
-            use = isinstance(row.prompt, list)
-        if use and not self.tokenizer.chat_template:
-            raise DataError(
-                "The tokenizer has no chat template, and the rows are conversations (or [data] "
-                "chat_template is true). Use the tokenizer of an instruct model, or rows of plain text."
-            )
-        if use:
+        plain, use = isinstance(row.prompt, str), self.config.chat_template
+        if use or (use is None and not plain):
+            if not self.tokenizer.chat_template:
+                raise DataError(
+                    "The tokenizer has no chat template, and the rows are conversations (or [data] "
+                    "chat_template is true). Use the tokenizer of an instruct model, or rows of plain text."
+                )
             turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
             return replace(row, prompt=with_system(turns, self.config.system))
-        if isinstance(row.prompt, list):
+        if not plain:
             raise DataError("[data] chat_template is false, but a row is a conversation. Remove the key.")
         if self.config.system is not None:
             raise DataError(
@@ -150,8 +144,10 @@ class Renderer:
             raise BadRow("the prompt is text, so the response must be text")
         if not response:
             raise BadRow("the response is empty")
-        before = self._text_ids(prompt)
-        learned = [*self._ids(response), self._end_id()]
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
+        before, learned = self._text_ids(prompt), [*self._ids(response), end]
         mask = [False] * len(before) + [True] * len(learned)
         return Rendered(prompt + response, before + learned, mask)
 
@@ -160,16 +156,16 @@ class Renderer:
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
         messages, first = [*prompt, *(response or [])], len(prompt) if response is not None else 0
+        text = self._template(messages)
         if first == 0 and GENERATION.search(str(self.tokenizer.chat_template)):
             encoded: Any = self.tokenizer.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-            ids, mask = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
-            return Rendered(self._template(messages), ids, mask, messages)
-        text = self._template(messages)
-        spans = self._assistant_spans(messages, text, first)
-        encoded = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = _inside(encoded["offset_mapping"], spans)
+            mask = [bool(m) for m in encoded["assistant_masks"]]
+        else:
+            spans = self._assistant_spans(messages, text, first)
+            encoded = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)
+            mask = _inside(encoded["offset_mapping"], spans)
         return Rendered(text, list(encoded["input_ids"]), mask, messages)
 
     def _assistant_spans(self, messages: list[Message], text: str, first: int) -> list[tuple[int, int]]:
@@ -200,23 +196,22 @@ class Renderer:
         if isinstance(row.prompt, str):
             text = self._without_first(row.prompt, excess)
             return replace(row, prompt=text) if text else None
-        turns = row.prompt
-        start = 1 if turns[0]["role"] in ("system", "developer") else 0
-        later = [i for i in range(start + 1, len(turns)) if turns[i]["role"] == "user"]
+        start = 1 if row.prompt[0]["role"] in ("system", "developer") else 0
+        system, turns = row.prompt[:start], row.prompt[start:]
+        later = [i for i, turn in enumerate(turns) if turn["role"] == "user" and i > 0]
         if later:
-            return replace(row, prompt=[*turns[:start], *turns[later[0] :]])
-        if start >= len(turns) or turns[start]["role"] != "user":
+            return replace(row, prompt=[*system, *turns[later[0] :]])
+        if not turns or turns[0]["role"] != "user":
             return None
-        content = self._without_first(turns[start]["content"], excess)
-        if not content:
-            return None
-        return replace(
-            row, prompt=[*turns[:start], {**turns[start], "content": content}, *turns[start + 1 :]]
+        content = self._without_first(turns[0]["content"], excess)
+        return (
+            replace(row, prompt=[*system, turns[0] | {"content": content}, *turns[1:]]) if content else None
         )
 
     def _without_first(self, text: str, count: int) -> str:
+        """``text`` without its first ``count`` tokens; without as many characters where offsets are not known."""
         if not self.tokenizer.is_fast:
-            return str(self.tokenizer.decode(self._ids(text)[count:]))
+            return text[count:]
         offsets = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
 
@@ -242,12 +237,6 @@ class Renderer:
         """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
         ids = list(self._encode(text)["input_ids"])
         return ids[:-1] if self._adds_end else ids
-
-    def _end_id(self) -> int:
-        end = self.tokenizer.eos_token_id
-        if end is None:
-            raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
-        return int(end)
 
 
 def _inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import csv
-import difflib
 import hashlib
 import itertools
 import json
@@ -18,9 +17,9 @@ import tempfile
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from engine_core.errors import DataError
+from engine_core.errors import DataError, nearest
 
 MAX_ROW_BYTES = 8 * 2**20  # one line of JSONL, one value of Parquet; more is a broken file, not a prompt
 
@@ -29,33 +28,33 @@ class BadRow(Exception):
     """A row that cannot be used; the message is the reason, without the place."""
 
 
-class RowFile(Protocol):
-    """One file, or a list in memory."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-    def row(self, index: int) -> dict[str, Any]:
-        """Row ``index``; raises `BadRow`."""
-
-    def where(self, index: int) -> str:
-        """Where a person finds the row."""
-
-
 class MemoryRows:
-    """Rows that a program holds: a list of dicts, or a ``datasets.Dataset``."""
+    """Rows in memory or mapped into it: a list of dicts, or a ``datasets.Dataset``.
 
-    def __init__(self, rows: Sequence[Any], name: str = "rows in memory", unit: str = "row") -> None:
-        self.rows, self.name, self.unit = rows, name, unit
+    Args:
+        rows: any sequence of dicts.
+        name: of the file they come from.
+        unit: what a row is called in messages.
+        lines: the line of each row in its file, where known.
+    """
+
+    def __init__(
+        self, rows: Sequence[Any], name: str = "rows in memory", unit: str = "row", lines: Sequence[int] = ()
+    ) -> None:
+        self.rows, self.name, self.unit, self.lines = rows, name, unit, lines
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        return _mapping(self.rows[index])
+        row = _mapping(self.rows[index])
+        for column, value in row.items():
+            if isinstance(value, str | bytes) and len(value) > MAX_ROW_BYTES:
+                raise BadRow(f"column '{column}' is longer than {MAX_ROW_BYTES:,} bytes")
+        return row
 
     def where(self, index: int) -> str:
-        return f"{self.name}, {self.unit} {index}"
+        return f"{self.name}:{self.lines[index]}" if self.lines else f"{self.name}, {self.unit} {index}"
 
 
 class JsonLines:
@@ -78,19 +77,16 @@ class JsonLines:
         return len(self.starts)
 
     def row(self, index: int) -> dict[str, Any]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.starts[index])
-                line = file.readline(MAX_ROW_BYTES + 1)
-        except OSError as error:
-            raise DataError(f"[data] '{self.path}' cannot be read any more: {error.strerror}.") from error
+        with self.path.open("rb") as file:
+            file.seek(self.starts[index])
+            line = file.readline(MAX_ROW_BYTES + 1)
         if len(line) > MAX_ROW_BYTES:
             raise BadRow(f"the line is longer than {MAX_ROW_BYTES:,} bytes")
         try:
             return _mapping(json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8")))
         except UnicodeDecodeError as error:
-            byte = line[error.start]
-            raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {error.start + 1})") from error
+            byte, column = line[error.start], error.start + 1
+            raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {column})") from error
         except json.JSONDecodeError as error:
             raise BadRow(f"not valid JSON ({error.msg} at column {error.colno})") from error
         except RecursionError as error:
@@ -100,31 +96,6 @@ class JsonLines:
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self.lines[index]}"
-
-
-class ArrowRows:
-    """A Parquet or CSV file, memory-mapped by the datasets library."""
-
-    def __init__(self, path: Path, cache: str) -> None:
-        self.name = path.name
-        self.lines: array[int] | None = None
-        header: list[str] = []
-        if path.suffix == ".csv":
-            header, self.lines = _csv_layout(path)
-        self.table = _load_table(path, cache, header) if self.lines != array("Q") else []
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def row(self, index: int) -> dict[str, Any]:
-        row = _mapping(self.table[index])
-        for column, value in row.items():
-            if isinstance(value, str | bytes) and len(value) > MAX_ROW_BYTES:
-                raise BadRow(f"column '{column}' is longer than {MAX_ROW_BYTES:,} bytes")
-        return row
-
-    def where(self, index: int) -> str:
-        return f"{self.name}:{self.lines[index]}" if self.lines else f"{self.name}, row {index}"
 
 
 class Rows:
@@ -140,21 +111,18 @@ class Rows:
     """
 
     def __init__(self, files: Sequence[str] | MemoryRows, cache: str | None = None) -> None:
+        self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
         self.cache = cache or os.environ.get("HF_DATASETS_CACHE") or ""
-        arrow = not isinstance(files, MemoryRows) and any(
-            file.endswith((".csv", ".parquet")) for file in files
-        )
-        if arrow and not self.cache:
+        if not self.cache and any(path.suffix in (".csv", ".parquet") for path in self.paths):
             self._folder = tempfile.TemporaryDirectory(prefix="engine-data-", ignore_cleanup_errors=True)
             self.cache = self._folder.name
-        self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
-        self.files: list[RowFile] = (
-            [files] if isinstance(files, MemoryRows) else [open_file(path, self.cache) for path in self.paths]
+        self.files = (
+            [files] if isinstance(files, MemoryRows) else [_open(path, self.cache) for path in self.paths]
         )
         self._ends = list(itertools.accumulate(len(file) for file in self.files))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
     def locate(self, index: int) -> tuple[int, int]:
         """Number of the file that holds row ``index``, and the row's number in it."""
@@ -180,24 +148,24 @@ class Rows:
         return prints
 
 
-def open_file(path: Path, cache: str) -> RowFile:
+def _open(path: Path, cache: str) -> MemoryRows | JsonLines:
     """The reader that the file's ending asks for; refuses a file without rows."""
     if not path.is_file():
-        names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, names, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
+        close = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
+        hint = f" Did you mean '{close}'?" if close else ""
         raise DataError(f"[data] There is no file '{path}'.{hint}")
-    if path.suffix not in (".jsonl", ".json", ".parquet", ".csv"):
-        raise DataError(f"[data] '{path}' ends in '{path.suffix}'; known: .jsonl, .json, .parquet, .csv.")
+    readers = {".jsonl": _open_json, ".json": _open_json, ".parquet": _open_table, ".csv": _open_table}
+    if path.suffix not in readers:
+        raise DataError(f"[data] '{path}' ends in '{path.suffix}'; known: {', '.join(readers)}.")
     if path.stat().st_size == 0:
         raise DataError(f"[data] '{path}' is empty (0 bytes).")
-    file = _open_json(path) if path.suffix.startswith(".json") else ArrowRows(path, cache)
+    file = readers[path.suffix](path, cache)
     if len(file) == 0:
         raise DataError(f"[data] '{path}' has 0 rows.")
     return file
 
 
-def _open_json(path: Path) -> RowFile:
+def _open_json(path: Path, cache: str) -> MemoryRows | JsonLines:
     with path.open("rb") as file:
         first = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":
@@ -206,6 +174,27 @@ def _open_json(path: Path) -> RowFile:
         return MemoryRows(json.loads(path.read_text("utf-8-sig")), path.name, "item")
     except (ValueError, RecursionError) as error:
         raise DataError(f"[data] '{path}' begins as a JSON list and is not one: {error}.") from error
+
+
+def _open_table(path: Path, cache: str) -> MemoryRows:
+    import datasets
+    import pyarrow.parquet
+
+    datasets.utils.disable_progress_bars()
+    table: Any = []
+    lines: Sequence[int] = ()
+    try:
+        if path.suffix == ".csv":
+            header, lines = _csv_layout(path)
+            # Every value stays the text it is: "007" and "NA" are answers, not a number and a hole.
+            text = datasets.Features({name: datasets.Value("string") for name in header})
+            options: dict[str, Any] = {"features": text, "cache_dir": cache, "keep_default_na": False}
+            table = datasets.Dataset.from_csv(str(path), **options) if lines else []
+        elif pyarrow.parquet.read_metadata(path).num_rows > 0:  # the library takes none for a broken file
+            table = datasets.Dataset.from_parquet(str(path), cache_dir=cache)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"[data] '{path}' cannot be read: {error.__cause__ or error}.") from error
+    return MemoryRows(table, path.name, lines=lines)
 
 
 def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
@@ -236,27 +225,6 @@ def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"[data] '{path}' has more than one column '{twice[0]}'.")
     return header, lines
-
-
-def _load_table(path: Path, cache: str, header: list[str]) -> Any:
-    import datasets
-    import pyarrow.parquet
-
-    shown = not datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()
-    try:
-        if path.suffix == ".parquet":
-            if pyarrow.parquet.read_metadata(path).num_rows == 0:
-                return []  # the library takes it for a broken file
-            return datasets.Dataset.from_parquet(str(path), cache_dir=cache)
-        # Every value stays the text it is: "007" and "NA" are answers, not a number and a hole.
-        text = datasets.Features({name: datasets.Value("string") for name in header})
-        return datasets.Dataset.from_csv(str(path), features=text, cache_dir=cache, keep_default_na=False)
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"[data] '{path}' cannot be read: {error.__cause__ or error}.") from error
-    finally:
-        if shown:
-            datasets.utils.enable_progress_bars()
 
 
 def _mapping(value: Any) -> dict[str, Any]:
