@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from engine_core.types import Request
 from engine_plugin_hf_rollout.distribution import draw, log_distribution, uniforms
+
+if TYPE_CHECKING:
+    from engine_core.types import Request
 
 COMPACT_BELOW = 0.75  # rows are put away once fewer than this share still run
 

@@ -41,7 +41,8 @@ def log_distribution(
     probs = ranked.exp() * kept
     probs = probs / probs.sum(-1, keepdim=True)
     before = probs.cumsum(-1) - probs  # mass of better tokens: the one that crosses top_p stays
-    kept &= (before < top_p[:, None]) | (rank == 0)
+    whole = top_p[:, None] >= 1  # asked for: rounding may bring `before` to 1 ahead of the last token
+    kept &= (before < top_p[:, None]) | whole | (rank == 0)
     ranked = ranked.masked_fill(~kept, -torch.inf)
     mass = ranked.logsumexp(-1)
     return torch.empty_like(ranked).scatter_(1, order, ranked - mass[:, None]), mass
