@@ -12,32 +12,20 @@ import logging.handlers
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
+    from engine_core.redaction import Redactor
     from engine_core.tracking import RunFolder
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGERS = ("engine", "engine_core")  # the run's own notes, and those of modules named after themselves
 MAX_BYTES, OLD_FILES = 20 * 1024**2, 3
-_FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s rank %(rank)d  %(name)s: %(message)s"
-
-
-def log_level(env: dict[str, str] | os._Environ[str] = os.environ) -> str:
-    """The level that ``LOG_LEVEL`` names.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    level = env.get("LOG_LEVEL", "").upper() or "INFO"
-    if level not in LEVELS:
-        raise ConfigError(f"LOG_LEVEL is '{env['LOG_LEVEL']}', no level.{did_you_mean(level, LEVELS)}")
-    return level
+_FILE_FORMAT = "%(asctime)s %(levelname)-7s rank %(rank)d  %(name)s: %(message)s"
 
 
 def setup_logging(run: RunFolder, rank: int = 0) -> contextlib.ExitStack:
@@ -48,21 +36,23 @@ def setup_logging(run: RunFolder, rank: int = 0) -> contextlib.ExitStack:
 
     Returns:
         A context whose end undoes it (``close_logging``); it need not be entered.
+
+    Raises:
+        ConfigError: ``LOG_LEVEL`` names no level.
     """
-    level = log_level()
-    folder = run.attempt_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{rank}.log"
+    level = os.environ.get("LOG_LEVEL", "").upper() or "INFO"
+    if level not in LEVELS:
+        raise ConfigError(f"LOG_LEVEL is '{os.environ['LOG_LEVEL']}', no level.{did_you_mean(level, LEVELS)}")
     close_logging()
+    run.attempt_dir.mkdir(parents=True, exist_ok=True)
+    path = run.attempt_dir / f"rank_{rank}.log"
     file = logging.handlers.RotatingFileHandler(
         path, maxBytes=MAX_BYTES, backupCount=OLD_FILES, encoding="utf-8"
     )
-    file.setFormatter(_Formatter(run.redactor, rank, _FILE_FORMAT, "%Y-%m-%d %H:%M:%S"))
-    console = _Console()
-    console.setFormatter(
-        _Formatter(run.redactor, rank, "%(levelname)s %(message)s" if rank == 0 else _FILE_FORMAT)
-    )
-    console.setLevel(level if rank == 0 else max(logging.WARNING, getattr(logging, level)))
+    file.setFormatter(_Formatter(run.redactor, rank, _FILE_FORMAT))
+    console = _Console(level if rank == 0 else max(logging.WARNING, getattr(logging, level)))
+    shown = "%(levelname)s %(message)s" if rank == 0 else _FILE_FORMAT
+    console.setFormatter(_Formatter(run.redactor, rank, shown))
     for logger in map(logging.getLogger, LOGGERS):
         logger.setLevel(level)
         logger.addHandler(file)
@@ -98,15 +88,14 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
+            print(self.format(record), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
 
 
 class _Formatter(logging.Formatter):
-    def __init__(self, redact: Callable[[str], str], rank: int, *format: Any) -> None:
-        super().__init__(*format)
+    def __init__(self, redact: Redactor, rank: int, format: str) -> None:
+        super().__init__(format)
         self._redact, self._rank = redact, rank
 
     def format(self, record: logging.LogRecord) -> str:

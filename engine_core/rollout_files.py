@@ -3,7 +3,7 @@
 Columns: ``step``, ``request_id``, ``prompt_id``, ``group_id``, ``index``, ``prompt``, ``response`` (texts),
 ``prompt_ids``, ``token_ids``, ``loss_mask``, ``rollout_log_probs``, ``policy_versions`` (lists),
 ``finish_reason``, ``reward``, ``rewards`` (map of name to value, null where it did not apply), ``valid``,
-``columns`` (the row of the data, JSON) and ``extras`` (tensors by name: dtype, shape, bytes). Any Parquet
+``columns`` (the row of the data, JSON) and ``extras`` (tensors by name, as a safetensors file). Any Parquet
 reader shows them; ``read_rollouts`` rebuilds what ``write_rollouts`` was given.
 """
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine_core.tracking import RunFolder
-
-ROWS_PER_GROUP = 1024
 
 
 def rollout_path(folder: Path, step: int) -> Path:
@@ -49,60 +47,51 @@ def write_rollouts(run: RunFolder | Path, step: int, rollouts: Sequence[Rollout]
     target = path if path.suffix == ".parquet" else rollout_path(path, step)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp")
-    pq.write_table(_table(step, rollouts), temporary, compression="zstd", row_group_size=ROWS_PER_GROUP)
+    pq.write_table(_table(step, rollouts), temporary, compression="zstd", row_group_size=1024)
     temporary.replace(target)
     return target
 
 
 def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
     import pyarrow as pa
-    import torch
+    from safetensors.torch import save
 
-    prompt_ids = [torch.tensor(r.prompt.token_ids, dtype=torch.int64) for r in rollouts]
-    extra = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int64())), ("data", pa.binary())])
-    columns = {
-        "step": pa.array([step] * len(rollouts), pa.int64()),
-        "request_id": pa.array([r.request_id for r in rollouts], pa.string()),
-        "prompt_id": pa.array([r.prompt.id for r in rollouts], pa.string()),
-        "group_id": pa.array([r.group_id for r in rollouts], pa.int64()),
-        "index": pa.array([r.index for r in rollouts], pa.int64()),
-        "prompt": pa.array([r.prompt.text for r in rollouts], pa.string()),
-        "response": pa.array([r.text for r in rollouts], pa.string()),
-        "prompt_ids": _lists(prompt_ids, torch.int64),
-        "token_ids": _lists([r.token_ids for r in rollouts], torch.int64),
-        "loss_mask": _lists([r.loss_mask for r in rollouts], torch.bool),
-        "rollout_log_probs": _lists([r.rollout_log_probs for r in rollouts], torch.float32),
-        "policy_versions": _lists([r.policy_versions for r in rollouts], torch.int32),
-        "finish_reason": pa.array([r.finish_reason for r in rollouts], pa.string()),
-        "reward": pa.array([r.reward for r in rollouts], pa.float64()),
-        "rewards": pa.array([list(r.rewards.items()) for r in rollouts], pa.map_(pa.string(), pa.float64())),
-        "valid": pa.array([r.valid for r in rollouts], pa.bool_()),
-        "columns": pa.array([json.dumps(r.prompt.columns, default=str) for r in rollouts], pa.string()),
-        "extras": pa.array([_packed(r.extras) for r in rollouts], pa.map_(pa.string(), extra)),
-    }
-    return pa.table(columns)
+    def column(kind: pa.DataType, values: list[Any]) -> pa.Array:
+        return pa.array(values, kind)
 
+    def lists(kind: pa.DataType, tensors: list[Tensor]) -> pa.Array:
+        return pa.array([tensor.detach().cpu().numpy() for tensor in tensors], pa.large_list(kind))
 
-def _lists(tensors: list[Tensor], dtype: Any) -> pa.ListArray:
-    """One list a tensor, without a Python number a token."""
-    import pyarrow as pa
-    import torch
-
-    flat = torch.cat([tensor.detach().cpu().to(dtype) for tensor in tensors] or [torch.zeros(0, dtype=dtype)])
-    lengths = torch.tensor([0, *(len(tensor) for tensor in tensors)])
-    return pa.LargeListArray.from_arrays(lengths.cumsum(0).numpy(), pa.array(flat.numpy()))
-
-
-def _packed(extras: dict[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    import torch
-
-    rows = []
-    for name, tensor in extras.items():
-        flat = tensor.detach().cpu().contiguous()
-        data = flat.reshape(-1).view(torch.uint8).numpy().tobytes()  # also dtypes that NumPy has not
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        rows.append((name, {"dtype": dtype, "shape": list(tensor.shape), "data": data}))
-    return rows
+    return pa.table(
+        {
+            "step": column(pa.int64(), [step] * len(rollouts)),
+            "request_id": column(pa.string(), [r.request_id for r in rollouts]),
+            "prompt_id": column(pa.string(), [r.prompt.id for r in rollouts]),
+            "group_id": column(pa.int64(), [r.group_id for r in rollouts]),
+            "index": column(pa.int64(), [r.index for r in rollouts]),
+            "prompt": column(pa.string(), [r.prompt.text for r in rollouts]),
+            "response": column(pa.string(), [r.text for r in rollouts]),
+            "prompt_ids": column(pa.large_list(pa.int64()), [r.prompt.token_ids for r in rollouts]),
+            "token_ids": lists(pa.int64(), [r.token_ids for r in rollouts]),
+            "loss_mask": lists(pa.bool_(), [r.loss_mask for r in rollouts]),
+            "rollout_log_probs": lists(pa.float32(), [r.rollout_log_probs for r in rollouts]),
+            "policy_versions": lists(pa.int32(), [r.policy_versions for r in rollouts]),
+            "finish_reason": column(pa.string(), [r.finish_reason for r in rollouts]),
+            "reward": column(pa.float64(), [r.reward for r in rollouts]),
+            "rewards": column(
+                pa.map_(pa.string(), pa.float64()), [list(r.rewards.items()) for r in rollouts]
+            ),
+            "valid": column(pa.bool_(), [r.valid for r in rollouts]),
+            "columns": column(pa.string(), [json.dumps(r.prompt.columns, default=str) for r in rollouts]),
+            "extras": column(
+                pa.binary(),
+                [
+                    save({name: tensor.contiguous().clone() for name, tensor in r.extras.items()})
+                    for r in rollouts
+                ],
+            ),
+        }
+    )
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -113,6 +102,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from safetensors import SafetensorError
 
     if not path.is_file():
         near = sorted(file.name for file in path.parent.glob("*.parquet"))
@@ -121,26 +111,20 @@ def read_rollouts(path: Path) -> list[Rollout]:
             f"No rollouts at {path}. That folder holds {listed}; see tracking.rollouts_every_steps."
         )
     try:
-        table = pq.read_table(path)
-        return [_rollout(row) for row in _rows(table)]
-    except (pa.ArrowInvalid, KeyError) as error:
+        return [_rollout(row) for row in pq.read_table(path).to_pylist()]
+    except (pa.ArrowInvalid, KeyError, SafetensorError) as error:
         raise DataError(
             f"{path} is not a file of rollouts ({error}). Expected what 'engine generate' or a run writes."
         ) from error
 
 
-def _rows(table: pa.Table) -> list[dict[str, Any]]:
-    arrays = {name: table[name].to_pylist() for name in table.column_names}
-    return [dict(zip(arrays, values, strict=True)) for values in zip(*arrays.values(), strict=True)]
-
-
 def _rollout(row: dict[str, Any]) -> Rollout:
     import torch
+    from safetensors.torch import load
 
-    prompt = Prompt(row["prompt_id"], row["prompt_ids"], row["prompt"], json.loads(row["columns"]))
     return Rollout(
         request_id=row["request_id"],
-        prompt=prompt,
+        prompt=Prompt(row["prompt_id"], row["prompt_ids"], row["prompt"], json.loads(row["columns"])),
         token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
         loss_mask=torch.tensor(row["loss_mask"], dtype=torch.bool),
         rollout_log_probs=torch.tensor(row["rollout_log_probs"], dtype=torch.float32),
@@ -152,16 +136,5 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         reward=row["reward"],
         rewards=dict(row["rewards"]),
         valid=row["valid"],
-        extras={name: _unpacked(**packed) for name, packed in row["extras"]},
+        extras=load(row["extras"]),
     )
-
-
-def _unpacked(dtype: str, shape: list[int], data: bytes) -> Tensor:
-    import torch
-
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise KeyError(f"unknown dtype '{dtype}'")
-    if not data:
-        return torch.zeros(shape, dtype=kind)
-    return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape)
