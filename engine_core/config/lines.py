@@ -6,10 +6,10 @@ the text is no TOML it stops, and ``tomllib`` words the error.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import re
 import tomllib
+from collections.abc import Sequence
 
 from engine_core.errors import ConfigError
 
@@ -18,17 +18,10 @@ MAX_KEYS = 10_000
 
 KeyPath = tuple[str | int, ...]
 
-_SPACE = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
-_BLANK = re.compile(r"[ \t]*")
-_STRING = re.compile(
-    r'"""(?:[^\\]|\\.)*?"{3,5}' + r"|'''.*?'{3,5}" + r'|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'", re.DOTALL
-)
-_KEY = re.compile(r'[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'")
-_SCALAR = re.compile(r"[^,\]}\n#]+")
-
-
-class _NotTOML(Exception):
-    """The text is malformed here; ``tomllib`` says how."""
+_STRING = r'"""(?:[^\\]|\\.)*?"{3,5}' + r"|'''.*?'{3,5}" + r'|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'"
+_SIGNS = "[]{}=,.\n"
+_BARE = r"""[^\s#"'\[\]{}=,.]+"""
+_TOKEN = re.compile(rf"(?:[ \t]|#[^\n]*+)*+({_STRING}|[{re.escape(_SIGNS)}]|{_BARE})", re.DOTALL)
 
 
 def key_lines(text: str, file: str) -> dict[KeyPath, int]:
@@ -42,118 +35,112 @@ def key_lines(text: str, file: str) -> dict[KeyPath, int]:
         ConfigError: nested deeper than ``MAX_DEPTH`` or more than ``MAX_KEYS`` keys.
     """
     scanner = _Scanner(text, file)
-    with contextlib.suppress(_NotTOML):  # tomllib reads the same text next and words the error
+    with contextlib.suppress(ValueError):  # no TOML: tomllib reads the same text next and says why
         scanner.document()
     return scanner.lines
 
 
 class _Scanner:
     def __init__(self, text: str, file: str) -> None:
-        self.text, self.file, self.at = text, file, 0
+        self.text, self.file = text, file
+        self.at, self.line, self.token = 0, 1, ""  # the current token, its line, and where it ends
         self.lines: dict[KeyPath, int] = {}
         self.last: dict[KeyPath, int] = {}  # array of tables -> number of its latest element
-        self.line_ends = [match.start() for match in re.finditer("\n", text)]
 
     def document(self) -> None:
         table: KeyPath = ()
-        while self.peek(_SPACE):
-            if self.take("[["):
-                *parents, name = self.key()
-                array = (*self.resolve(parents), name)
-                self.last[array] = self.last.get(array, -1) + 1
-                table = (*array, self.last[array])
-                self.record(array)
-                self.expect("]]")
-            elif self.take("["):
-                table = self.resolve(self.key())
-                self.expect("]")
+        self.take()
+        while self.after_newlines():
+            if self.token == "[":
+                table = self.header()
             else:
                 self.pair(table)
-                continue
-            self.record(table)
 
-    def resolve(self, parts: list[str]) -> KeyPath:
-        """The path of a header, in which the name of an array of tables means its latest element."""
+    def header(self) -> KeyPath:
+        """``[a.b]`` or ``[[a.b]]``: the path, in which the name of an array means its latest element."""
+        self.take("[")
+        is_array = self.token == "["
+        if is_array:
+            self.take("[")
+        *parents, name = self.key()
         path: KeyPath = ()
-        for part in parts:
-            path = (*path, part)
-            if path in self.last:
-                path = (*path, self.last[path])
+        for part in parents:
+            path = self.element((*path, part))
+        path = (*path, name)
+        if is_array:
+            self.last[path] = self.last.get(path, -1) + 1
+            self.record(path)
+            self.take("]")
+        self.record(path := self.element(path))
+        self.take("]")
         return path
+
+    def element(self, path: KeyPath) -> KeyPath:
+        return (*path, self.last[path]) if path in self.last else path
 
     def pair(self, table: KeyPath) -> None:
         parts = self.key()
         for count in range(1, len(parts) + 1):
             self.record((*table, *parts[:count]))
-        self.expect("=")
+        self.take("=")
         self.value((*table, *parts))
 
     def value(self, path: KeyPath) -> None:
-        opening = self.peek(_BLANK)
-        if len(path) > MAX_DEPTH:
-            self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
-        if self.take("["):
-            number = 0
-            while self.peek(_SPACE) != "]":
-                self.value((*path, number))
-                number += 1
-                if self.peek(_SPACE) != "]":
-                    self.expect(",")
-            self.take("]")
-        elif self.take("{"):
-            while self.peek(_SPACE) != "}":
+        self.check_depth(path)
+        closing = {"[": "]", "{": "}"}.get(self.token)
+        if closing is None:
+            while self.token and self.token not in ",]}\n":
+                self.take()
+            return
+        self.take()
+        number = 0
+        while self.after_newlines() != closing:
+            if closing == "}":
                 self.pair(path)
-                if self.peek(_SPACE) != "}":
-                    self.expect(",")
-            self.take("}")
-        else:
-            self.match(_STRING if opening and opening in "\"'" else _SCALAR)
+            else:
+                self.value((*path, number))
+            number += 1
+            if self.after_newlines() != closing:
+                self.take(",")
+        self.take(closing)
 
     def key(self) -> list[str]:
         parts: list[str] = []
-        while not parts or self.take("."):
-            self.match(_BLANK)
-            part = self.match(_KEY)
-            try:
-                parts.append(str(tomllib.loads(f"k={part}")["k"]) if part[0] in "\"'" else part)
-            except ValueError:
-                raise _NotTOML from None
-            self.match(_BLANK)
-            if len(parts) > MAX_DEPTH:
-                self.refuse(f"a key of more than {MAX_DEPTH} parts. Nothing in a run needs that")
+        while not parts or self.token == ".":
+            if parts:
+                self.take(".")
+            part = self.take()
+            if part in _SIGNS:  # or the end
+                raise ValueError
+            parts.append(tomllib.loads(f"k={part}")["k"] if part[0] in "\"'" else part)
+            self.check_depth(parts)
         return parts
 
     def record(self, path: KeyPath) -> None:
         self.lines.setdefault(path, self.line)
-        if len(path) > MAX_DEPTH:
-            self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
+        self.check_depth(path)
         if len(self.lines) > MAX_KEYS:
             self.refuse(f"more than {MAX_KEYS} keys. Keep data in data files, named under [data]")
 
-    @property
-    def line(self) -> int:
-        return bisect.bisect_left(self.line_ends, self.at) + 1
+    def after_newlines(self) -> str:
+        while self.token == "\n":
+            self.take()
+        return self.token
 
-    def peek(self, skipped: re.Pattern[str]) -> str:
-        """The next character after ``skipped``; empty at the end."""
-        self.match(skipped)
-        return self.text[self.at : self.at + 1]
+    def take(self, expected: str | None = None) -> str:
+        """Go to the next token; it is empty at the end, and where nothing of TOML follows."""
+        token = self.token
+        if expected not in (None, token):
+            raise ValueError
+        self.line += token.count("\n")
+        found = _TOKEN.match(self.text, self.at)
+        self.token = found[1] if found else ""
+        self.at = found.end() if found else self.at
+        return token
 
-    def take(self, token: str) -> bool:
-        found = self.text.startswith(token, self.at)
-        self.at += len(token) if found else 0
-        return found
-
-    def expect(self, token: str) -> None:
-        if not self.take(token):
-            raise _NotTOML
-
-    def match(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self.text, self.at)
-        if found is None:
-            raise _NotTOML
-        self.at = found.end()
-        return found.group()
+    def check_depth(self, path: Sequence[str | int]) -> None:
+        if len(path) > MAX_DEPTH:
+            self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
 
     def refuse(self, what: str) -> None:
         raise ConfigError(f"{self.file}:{self.line}: {what}.")

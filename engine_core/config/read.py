@@ -35,7 +35,9 @@ Path_ = tuple[str, ...]
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_KEY_PART = re.compile(r"""("(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)(\.|$)""")
+_KEY_PART = r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
+_KEY = re.compile(rf"{_KEY_PART}(?:\.{_KEY_PART})*")
+_OVERRIDE = re.compile(r"""((?:"(?:[^"\\]|\\.)*"|[^"=])+)=(.*)""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ def read_config(
             tree.assign(path, _parse_value(environment[variable]), Origin(env=variable))
     for path, value in _override_items(overrides):
         tree.assign(path, value, Origin(override=key_text(path)))
-    origins = {key_text(path): origin for path, origin in tree.origins.items() if tree.holds(path)}
+    kept = set(_paths(tree.data))  # a later file may have replaced a table by a value
+    origins = {key_text(path): origin for path, origin in tree.origins.items() if path in kept}
     return RawConfig(tree.data, origins, tree.files, allow_code)
 
 
@@ -187,16 +190,6 @@ class _Tree:
         for inner in _paths(value):
             self.origins[(*path, *inner)] = origin
 
-    def holds(self, path: Path_) -> bool:
-        """Whether the key still exists after all merges."""
-        node: Any = self.data
-        for part in path:
-            node = _elements(node) if isinstance(node, list) else node
-            if not isinstance(node, dict) or part not in node:
-                return False
-            node = node[part]
-        return True
-
 
 def _enter(node: Any, part: str, path: Path_, origin: Origin) -> Any:
     """The table ``part`` of a table, made where it is missing; or the element of that name of an array."""
@@ -254,17 +247,13 @@ def _read_text(file: Path, shown: str) -> str:
 
 
 def _override_items(overrides: Overrides) -> Iterator[tuple[Path_, Any]]:
-    for text in [overrides] if isinstance(overrides, Mapping) else overrides:
-        if isinstance(text, Mapping):
-            yield from ((split_key(key), value) for key, value in text.items())
-            continue
-        key, equals, value = text.partition("=")
-        while equals and key.count('"') % 2:  # the sign was inside a quoted key
-            more, equals, value = value.partition("=")
-            key = f"{key}={more}"
-        if not equals or not key.strip():
-            raise ConfigError(f"--set {text}: expected KEY=VALUE, like --set actor.optim.lr=1e-6.")
-        yield split_key(key.strip()), _parse_value(value)
+    for entry in [overrides] if isinstance(overrides, Mapping) else overrides:
+        if isinstance(entry, Mapping):
+            yield from ((split_key(key), value) for key, value in entry.items())
+        elif match := _OVERRIDE.fullmatch(entry):
+            yield split_key(match[1].strip()), _parse_value(match[2])
+        else:
+            raise ConfigError(f"--set {entry}: expected KEY=VALUE, like --set actor.optim.lr=1e-6.")
 
 
 def split_key(key: str) -> Path_:
@@ -273,17 +262,10 @@ def split_key(key: str) -> Path_:
     Raises:
         ConfigError: an empty part or an open quote.
     """
-    parts: list[str] = []
-    at = 0
-    while at < len(key):
-        match = _KEY_PART.match(key, at)
-        if match is None:
-            break
-        parts.append(_parse_value(match[1]) if match[1][0] in "\"'" else match[1].strip())
-        at = match.end()
-    if at < len(key) or not parts or key.endswith("."):
+    if not _KEY.fullmatch(key):
         raise ConfigError(f"--set {key}: this is no key. Expected one like actor.optim.lr.")
-    return tuple(parts)
+    parts = (match[1] for match in re.finditer(_KEY_PART, key))
+    return tuple(_parse_value(part) if part[0] in "\"'" else part.strip() for part in parts)
 
 
 def _parse_value(text: str) -> Any:
@@ -316,20 +298,14 @@ def _merge_tables(into: dict[str, Any], over: Mapping[str, Any]) -> None:
         if isinstance(old, dict) and isinstance(value, dict):
             _merge_tables(old, value)
         elif _is_named(old) and _is_named(value):
-            into[key] = _merge_by_name(old, value)
+            known = _elements(old)
+            for element in value:
+                if element["name"] in known:
+                    _merge_tables(known[element["name"]], element)
+                else:  # also a second one of that name in one file, which is refused later
+                    into[key].append(copy.deepcopy(element))
         else:
             into[key] = copy.deepcopy(value)
-
-
-def _merge_by_name(old: Any, new: Any) -> list[dict[str, Any]]:
-    """Old elements in their order, then new ones; two of one name in one file stay two and are refused later."""
-    merged, known = list(old), _elements(old)
-    for element in new:
-        if element["name"] in known:
-            _merge_tables(known[element["name"]], element)
-        else:
-            merged.append(copy.deepcopy(element))
-    return merged
 
 
 def _named(data: Any, path: KeyPath) -> Path_:
@@ -337,13 +313,9 @@ def _named(data: Any, path: KeyPath) -> Path_:
     named: list[str] = []
     node = data
     for part in path:
-        is_element = isinstance(part, int)
         node = node[part]
-        named.append(
-            node["name"]
-            if is_element and isinstance(node, dict) and isinstance(node.get("name"), str)
-            else str(part)
-        )
+        name = node.get("name") if isinstance(part, int) and isinstance(node, dict) else None
+        named.append(name if isinstance(name, str) else str(part))
     return tuple(named)
 
 

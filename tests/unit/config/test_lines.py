@@ -63,6 +63,11 @@ def test_every_key_has_its_line():
     assert lines["r", 1, "s", 1, "k"] == 23
 
 
+def test_a_comment_on_the_last_line_holds_no_keys():
+    assert key_lines("a = 1 # b = 2", "f") == {("a",): 1}
+    assert key_lines("a = 1\n# b.c = 2", "f") == {("a",): 1}
+
+
 def test_the_scanner_finds_the_keys_that_tomllib_finds():
     found = {path for path in key_lines(SAMPLE, "f") if isinstance(path[-1], str)}
     assert found == {path for path in paths(tomllib.loads(SAMPLE)) if isinstance(path[-1], str)}
