@@ -130,6 +130,15 @@ def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Place:
     return Place(section, path, table, tuple(chosen))
 
 
+def holder_of(config: EngineConfig, path: tuple[str, ...]) -> Any:
+    """The model of the table of a ``Place``."""
+    holder: Any = config
+    for part in path:
+        is_array = isinstance(holder, list)
+        holder = next(entry for entry in holder if entry.name == part) if is_array else getattr(holder, part)
+    return holder
+
+
 def used_names(data: Mapping[str, Any], sections: Collection[str] | None = None) -> dict[str, set[str]]:
     """The names that a run uses, by kind.
 

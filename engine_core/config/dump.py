@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from engine_core.config.choices import CHOICES, bare
+from engine_core.config.choices import holder_of, places
 from engine_core.config.read import Path_, key_text, quoted
 from engine_core.redaction import REDACTED, secrets_in
 
@@ -18,22 +18,14 @@ if TYPE_CHECKING:
 def as_data(config: EngineConfig) -> dict[str, Any]:
     """Plain values as a TOML holds them: option tables under their names, keys without a value left out."""
     data = _plain(config)
-    for section, choices in CHOICES.items():
-        holder = getattr(config, section) if section else config
-        holders = holder if isinstance(holder, list) else [holder]
-        tables = data[section] if isinstance(holder, list) else [data.get(section) if section else data]
-        for model, table in zip(holders, tables, strict=True):
-            if model is not None:
-                for key, kind, field in choices:
-                    _mount(table, kind, getattr(model, key), getattr(model, field))
+    for place in places(data):
+        holder = holder_of(config, place.path)
+        for chosen in place.chosen:
+            found = getattr(holder, chosen.field)
+            options = found.get(chosen.name) if chosen.kind == "trackers" else found
+            if isinstance(options, BaseModel) and type(options).model_fields:
+                place.table[chosen.table] = place.table.get(chosen.table, {}) | _plain(options)
     return data
-
-
-def _mount(table: dict[str, Any], kind: str, name: Any, options: Any) -> None:
-    by_name = options if kind == "trackers" else {name: options}
-    for each, model in by_name.items():
-        if isinstance(model, BaseModel) and type(model).model_fields:
-            table[bare(each)] = {**table.get(bare(each), {}), **_plain(model)}
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:

@@ -6,13 +6,11 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.choices import CHOICES, model_in
+from engine_core.config.choices import CHOICES, model_of
 from engine_core.config.models import EngineConfig
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from engine_core.specs import Spec
 
 Schema = dict[str, Any]
@@ -24,25 +22,12 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
     Args:
         specs: kind -> name -> spec, of everything whose tables are to be known.
     """
-    schema = EngineConfig.model_json_schema()
+    schema = EngineConfig.model_json_schema(mode="serialization")  # without what the loader fills in
     definitions = schema["$defs"]
-    models: dict[str, type[BaseModel]] = {"EngineConfig": EngineConfig}
-    for info in EngineConfig.model_fields.values():
-        if model := model_in(info.annotation):
-            models[model.__name__] = model
-    for name, model in models.items():
-        table = schema if name == "EngineConfig" else definitions[name]
-        for key, info in model.model_fields.items():
-            if info.exclude:
-                del table["properties"][key]
-    done = set()
-    for section, choices in CHOICES.items():
-        model = model_in(EngineConfig.model_fields[section].annotation) if section else EngineConfig
-        if model is None or model in done:  # actor and ref are one model
-            continue
-        done.add(model)
-        table = definitions[model.__name__] if section else schema
+    tables = {model_of(section): choices for section, choices in CHOICES.items()}  # actor and ref are one
+    for model, choices in tables.items():
         for key, kind, _ in choices:
+            table = schema if model is EngineConfig else definitions[model.__name__]
             _mount(table, key, specs.get(kind, {}), definitions)
     schema["properties"]["extends"] = {
         "description": "Files that this one builds on, relative to it.",

@@ -9,18 +9,29 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from engine_core.config.checks import cross_problems, without_effect
-from engine_core.config.choices import Chosen, Place, bare, keys_of, model_in, model_of, places, prepared
+from engine_core.config.choices import (
+    Chosen,
+    Place,
+    bare,
+    holder_of,
+    keys_of,
+    model_in,
+    model_of,
+    places,
+    prepared,
+)
 from engine_core.config.models import EngineConfig
 from engine_core.config.read import Path_, RawConfig, key_text
-from engine_core.config.wording import Problem, in_order, type_problems, unknown_keys
+from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
-from engine_core.specs import Spec
+from engine_core.specs import Spec, TrainerSpec
 
+Model = TypeVar("Model", bound=BaseModel)
 SpecOf = Callable[[str, str], Spec | None]
 
 
@@ -57,29 +68,37 @@ class _Validation:
     ) -> None:
         self.raw, self.spec_of, self.known = raw, spec_of, known
         self.context = dict(context or {})
+        self.data = prepared(raw.data)  # option tables are taken out of it
+        self.places = {place.path: place for place in places(self.data)}
         self.problems: list[Problem] = []
         self.unread: list[str] = []
-        self.options: dict[tuple[Path_, Chosen], BaseModel] = {}
-        self.models: dict[Path_, type[BaseModel]] = dict(_core_tables())  # tables by path, for hints
+        self.options: list[tuple[Place, Chosen, BaseModel]] = []
+        self.tables = dict(_tables_in((), EngineConfig))  # models by header, for hints
 
     def run(self) -> EngineConfig:
-        data = prepared(self.raw.data)
-        sections = None
-        for chosen in next(places(data)).chosen:
-            sections = getattr(self.spec_of(chosen.kind, chosen.name), "sections", None) or None
-            core = set(data) & set(EngineConfig.model_fields) - {"trainer"}
-            for name in sorted(core - set(sections or core)):
-                self.unread.append(f"[{name}]: trainer '{chosen.name}' does not read it")
-        for place in list(places(data)):
-            self.take_options(place, sections is None or place.section in ("", *sections))
-        config = self.core(data)
+        sections = self.sections_read()
+        for place in list(places(self.data)):
+            self.take_options(place, place.section in ("", *sections))
+        config = self.check(EngineConfig, self.data, ())
         if config is not None:
-            self.problems += cross_problems(config, sections or frozenset(EngineConfig.model_fields))
+            self.attach(config)
+            self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
         self.unread += [f"{key}: {why}" for key, why in without_effect(config) if key in self.raw.origins]
         config._source = dataclasses.replace(self.raw, unread=self.unread)
         return config
+
+    def sections_read(self) -> Collection[str]:
+        """The core's tables that the trainer reads; those that are present all the same are noted."""
+        for chosen in self.places[()].chosen:
+            spec = self.spec_of(chosen.kind, chosen.name)
+            if isinstance(spec, TrainerSpec) and spec.sections:
+                core = set(self.data) & set(EngineConfig.model_fields) - {"trainer"}
+                for name in sorted(core - spec.sections):
+                    self.unread.append(f"[{name}]: trainer '{chosen.name}' does not read it")
+                return spec.sections
+        return EngineConfig.model_fields
 
     def take_options(self, place: Place, read: bool) -> None:
         """Take the option tables out of a core table and validate those of the chosen names."""
@@ -88,16 +107,15 @@ class _Validation:
         for key in [key for key in place.table if key not in keys_of(model)]:
             if key in chosen:
                 tables[key] = place.table.pop(key)
-            elif any(key in self.known(kind) for kind in place.kinds) and isinstance(place.table[key], dict):
+            elif isinstance(place.table[key], dict) and any(key in self.known(kind) for kind in place.kinds):
                 del place.table[key]
                 names = ", ".join(f"'{c.name}'" for c in place.chosen) or "none"
-                self.unread.append(f"[{key_text(_header(place, key))}]: the run uses {names}")
+                self.unread.append(f"[{key_text(_header((*place.path, key)))}]: the run uses {names}")
             elif key in model.model_fields:  # filled in by the loader, unknown to a file
-                self.unknown((*place.path, key), model, place)
+                self.unknown((*place.path, key))
                 del place.table[key]
-        if read:
-            for name in sorted(chosen):
-                self.validate_options(place, name, tables.get(name, {}))
+        for name in sorted(chosen):
+            self.validate_options(place, name, tables.get(name, {}))
 
     def validate_options(self, place: Place, table: str, data: Any) -> None:
         """One table; where an advantage and a loss share its name, each takes the keys that it has."""
@@ -109,43 +127,31 @@ class _Validation:
             if isinstance(data, dict) and len(users) > 1:  # unknown keys are told by the first
                 foreign = {key for _, other in users for key in other.config.model_fields} - own
                 mine = {k: v for k, v in data.items() if (k in own if number else k not in foreign)}
-            owner = f" Table of {spec.noun} '{table}'; see: engine schema {key_text(_header(place, table))}"
-            self.models[_header(place, table)] = spec.config
-            done = self.check(spec.config, mine, path, owner)
-            if done is not None:
-                self.options[place.path, chosen] = done
+            self.tables |= _tables_in(_header(path), spec.config)
+            owner = f" Table of {spec.noun} '{table}'; see: engine schema {key_text(_header(path))}"
+            options = self.check(spec.config, mine, path, owner)
+            if options is not None:
+                self.options.append((place, chosen, options))
 
-    def check(self, model: type[BaseModel], data: Any, path: Path_, owner: str) -> BaseModel | None:
+    def check(self, model: type[Model], data: Any, path: Path_, owner: str = "") -> Model | None:
+        """Validate one table; ``owner`` ends each message: whose table it is, and how to see its keys."""
+        text = json.dumps(data, default=str)
         try:
-            text = json.dumps(data, default=str)
             return model.model_validate_json(text, strict=True, context=self.context)
         except ValidationError as error:
-            self.problems += type_problems(error, path, data, self.raw, owner)
-            for inner in unknown_keys(error, data):
-                self.unknown(path + inner, _model_at(model, inner[:-1]), None, owner)
+            for inner, (value, details) in located(error, data).items():
+                key = path + inner
+                if details[0]["type"] == "extra_forbidden":
+                    self.unknown(key, owner)
+                else:
+                    wrong = sentence(value, key, details, self.raw)
+                    self.problems.append(Problem(key, wrong + (owner or _core_owner(key))))
         return None
 
-    def core(self, data: dict[str, Any]) -> EngineConfig | None:
-        """The core's tables, option tables already taken out."""
-        by_path = {place.path: place for place in places(data)}
-        try:
-            config = EngineConfig.model_validate_json(json.dumps(data, default=str), strict=True)
-        except ValidationError as error:
-            for problem in type_problems(error, (), data, self.raw, ""):
-                self.problems.append(Problem(problem.path, problem.text + _core_owner(problem.path)))
-            for path in unknown_keys(error, data):
-                self.unknown(path, _model_at(EngineConfig, _core_header(path[:-1])), by_path.get(path[:-1]))
-            return None
-        self.attach(config, data)
-        return config
-
-    def attach(self, config: EngineConfig, data: dict[str, Any]) -> None:
+    def attach(self, config: EngineConfig) -> None:
         """Put validated option tables where the engines look for them."""
-        for (path, chosen), options in self.options.items():
-            holder: Any = config
-            for part in path:
-                by_name = {entry.name: entry for entry in holder} if isinstance(holder, list) else {}
-                holder = by_name[part] if by_name else getattr(holder, part)
+        for place, chosen, options in self.options:
+            holder = holder_of(config, place.path)
             if chosen.kind == "trackers":
                 holder.options = {**holder.options, chosen.name: options}
             else:
@@ -154,53 +160,35 @@ class _Validation:
         if ref and ref.backend == actor.backend and bare(ref.backend) not in self.raw.data["ref"]:
             ref.options = actor.options
 
-    def unknown(
-        self, path: Path_, model: type[BaseModel] | None, place: Place | None, owner: str | None = None
-    ) -> None:
+    def unknown(self, path: Path_, owner: str = "") -> None:
         """An unknown key: the nearest known one, the tables that do have it, who owns this one."""
-        key = path[-1]
+        key, model, place = path[-1], self.tables.get(_header(path[:-1])), self.places.get(path[:-1])
         names = set(keys_of(model)) if model else set()
         if place is not None and isinstance(place.table.get(key), dict):
             names |= {name for kind in place.kinds for name in self.known(kind)}
         nearest = did_you_mean(key, names)
-        homes = [f"[{key_text(t)}]" for t, other in self.models.items() if t and key in keys_of(other)]
+        homes = [f"[{key_text(t)}]" for t, other in self.tables.items() if t and key in keys_of(other)]
         elsewhere = f" '{key}' is a key of {' and of '.join(homes[:3])}." if homes else ""
         self.problems.append(Problem(path, f"unknown key.{nearest}{elsewhere}{owner or _core_owner(path)}"))
 
 
-def _header(place: Place, table: str) -> Path_:
-    """As the file writes it: ``[reward.format]``, whichever reward it belongs to."""
-    return (place.section, table) if place.section else (table,)
-
-
-def _core_header(path: Path_) -> Path_:
-    """The same for a core table: the name of an array's element left out."""
+def _header(path: Path_) -> Path_:
+    """A table as the file writes it: ``[reward.format]``, whichever reward it belongs to."""
     return (path[0], *path[2:]) if path and path[0] in ("reward", "stage") else path
 
 
 def _core_owner(path: Path_) -> str:
     """The end of a message about a key of the core."""
-    table = key_text(_core_header(path[:-1]))
+    table = key_text(_header(path[:-1]))
     return f" Table of the core; see: engine schema {table}" if table else " See: engine schema"
 
 
-def _core_tables() -> Iterator[tuple[Path_, type[BaseModel]]]:
-    pending: list[tuple[Path_, type[BaseModel]]] = [((), EngineConfig)]
-    while pending:
-        path, model = pending.pop(0)
-        yield path, model
-        for name in keys_of(model):
-            inner = model_in(model.model_fields[name].annotation)
-            if inner is not None:
-                pending.append(((*path, name), inner))
-
-
-def _model_at(model: type[BaseModel], path: Path_) -> type[BaseModel] | None:
-    """The model of the table at ``path`` below ``model``."""
-    for part in path:
-        info = model.model_fields.get(part)
-        inner = model_in(info.annotation) if info else None
-        if inner is None:
-            return None
-        model = inner
-    return model
+def _tables_in(
+    header: Path_, model: type[BaseModel], above: tuple[type[BaseModel], ...] = ()
+) -> Iterator[tuple[Path_, type[BaseModel]]]:
+    """A table and those in it, by header; a model that holds itself is entered once."""
+    yield header, model
+    for name in keys_of(model):
+        inner = model_in(model.model_fields[name].annotation)
+        if inner is not None and inner not in (*above, model):
+            yield from _tables_in((*header, name), inner, (*above, model))
