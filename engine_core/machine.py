@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import psutil
 
+if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.plugins import PluginSet
 
@@ -36,14 +36,8 @@ PACKAGES = (
     "pydantic",
 )
 ENVIRONMENT = (
-    "CUDA_VISIBLE_DEVICES",
-    "HF_HUB_OFFLINE",
-    "LOG_LEVEL",
-    "NCCL_DEBUG",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "TOKENIZERS_PARALLELISM",
-    "WORLD_SIZE",
+    *("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "LOG_LEVEL", "NCCL_DEBUG", "OMP_NUM_THREADS"),
+    *("PYTORCH_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "WORLD_SIZE"),
 )
 """The environment variables that ``env.json`` shows; no other is written."""
 
@@ -57,14 +51,7 @@ NETWORK_FILE_SYSTEMS = re.compile(
 
 
 def check_start(run_path: Path) -> list[str]:
-    """Raise the limit of open files, then look at shared memory and at the disk of the run folder.
-
-    Args:
-        run_path: the run folder, or the folder where it will be.
-
-    Returns:
-        One sentence a problem.
-    """
+    """Raise the limit of open files, look at shared memory and at the disk of the run folder; a sentence a problem."""
     found = (
         raise_open_file_limit(),
         check_shared_memory(),
@@ -104,36 +91,20 @@ def check_shared_memory(path: Path = Path("/dev/shm"), need: int = MIN_SHARED_ME
     )
 
 
-def check_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """A sentence where ``path`` lies on a network file system.
-
-    Args:
-        path: any path; it need not exist.
-        mounts: text of ``/proc/mounts``; default: this machine's. A machine without it is not checked.
-    """
-    if mounts is None:
-        source = Path("/proc/mounts")
-        mounts = source.read_text() if source.exists() else ""
-    kind, mount_point = _file_system_of(path.absolute(), mounts)
-    if not NETWORK_FILE_SYSTEMS.fullmatch(kind):
+def check_file_system(path: Path) -> str | None:
+    """A sentence where ``path``, which need not exist, lies on a network file system."""
+    below = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if path.absolute().is_relative_to(mount.mountpoint)
+    ]
+    mount = max(below, key=lambda mount: len(mount.mountpoint), default=None)
+    if mount is None or not NETWORK_FILE_SYSTEMS.fullmatch(mount.fstype):
         return None
     return (
-        f"Network file system: the run folder {path} lies on {mount_point} ({kind}). Checkpoints and metrics will be slow, "
-        "and file locks may not hold. Set run.dir to a local disk and copy the run afterwards."
+        f"Network file system: the run folder {path} lies on {mount.mountpoint} ({mount.fstype}). Checkpoints and metrics "
+        "will be slow, and file locks may not hold. Set run.dir to a local disk and copy the run afterwards."
     )
-
-
-def _file_system_of(path: Path, mounts: str) -> tuple[str, str]:
-    """Type and mount point of the file system below ``path``: the longest mount point that leads to it."""
-    best = ("", "")
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = fields[1].replace("\\040", " ")  # how /proc/mounts writes a space
-        if path.is_relative_to(point) and len(point) >= len(best[1]):
-            best = (fields[2], point)
-    return best
 
 
 def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
@@ -150,6 +121,9 @@ def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
 
 def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
     """What the run depends on besides its config: the content of ``env.json``."""
+    train, validation = (
+        [files] if isinstance(files, str) else files for files in (config.data.train, config.data.validation)
+    )
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -159,9 +133,9 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "plugins": dict(plugins.versions()) if plugins else {},
-        "git": _git_state(Path.cwd()),
+        "git": _git_state(),
         "seeds": {"run": config.run.seed, "model": config.model.seed},
-        "data": {name: _fingerprint(Path(name)) for name in _data_files(config)},
+        "data": {name: _fingerprint(Path(name)) for name in (*train, *validation)},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
@@ -173,23 +147,19 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the project around ``folder`` and whether files differ from it; None without git."""
-    outputs = []
-    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=5, check=True
-            )
-        except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, too slow a disk
-            return None
-        outputs.append(done.stdout.strip())
-    return {"sha": outputs[0], "changed_files": len(outputs[1].splitlines())}
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the project around the working directory and whether files differ from it; None without git."""
 
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
+        ).stdout
 
-def _data_files(config: EngineConfig) -> Iterator[str]:
-    for files in (config.data.train, config.data.validation):
-        yield from [files] if isinstance(files, str) else files
+    try:
+        sha, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, too slow a disk
+        return None
+    return {"sha": sha.strip(), "changed_files": len(changed.splitlines())}
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -206,9 +176,7 @@ def memory_metrics() -> dict[str, float]:
         ``memory/rss_gib``; with an accelerator also ``memory/allocated_gib``, ``memory/reserved_gib``
         and ``memory/peak_gib`` (allocated, since the process began). torch is not imported for it.
     """
-    import psutil
-
-    metrics = {"memory/rss_gib": psutil.Process(os.getpid()).memory_info().rss / GIB}
+    metrics = {"memory/rss_gib": psutil.Process().memory_info().rss / GIB}
     torch = sys.modules.get("torch")
     if torch is None or not torch.accelerator.is_available():
         return metrics

@@ -6,33 +6,38 @@ the live display (see ``engine_core.logs``).
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from rich.console import RenderableType
     from rich.live import Live
 
-PHASES = ("generate", "reward", "annotate", "train", "sync", "eval", "checkpoint")
-COLORS = ("cyan", "yellow", "blue", "green", "magenta", "white", "red")
-SHORT = {"generate": "gen", "annotate": "ann", "checkpoint": "save"}
-BLOCKS = " ▁▂▃▄▅▆▇█"
+PHASES = {  # name in metrics -> as shown, colour
+    "generate": ("gen", "cyan"),
+    "reward": ("reward", "yellow"),
+    "annotate": ("ann", "blue"),
+    "train": ("train", "green"),
+    "sync": ("sync", "magenta"),
+    "eval": ("eval", "white"),
+    "checkpoint": ("save", "red"),
+}
+BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 40  # steps in the little curve
 
-LOSSES = ("actor/loss", "sft/loss", "loss")
 # label, metric names of which the first present one is shown, format
 FIGURES = (
     ("reward", ("reward/mean",), "{:.3f}"),
-    ("loss", LOSSES, "{:.4f}"),
+    ("loss", ("actor/loss",), "{:.4f}"),
     ("acc", ("eval/accuracy",), "{:.3f}"),
     ("kl", ("actor/kl",), "{:.2g}"),
-    ("mismatch", ("mismatch/kl", "mismatch/mean_abs"), "{:.1e}"),
+    ("mismatch", ("mismatch/mean_abs", "mismatch/kl"), "{:.1e}"),
     ("len", ("response_length/mean",), "{:.1f}"),
     ("", ("throughput/generated_tokens_per_second", "throughput/train_tokens_per_second"), "{:,.0f} tok/s"),
 )
@@ -76,7 +81,7 @@ class Progress:
         now = time.monotonic()
         self._seconds.append(now - self._last)
         self._last, self.current, self.metrics = now, step, dict(metrics)
-        lead = next((metrics[name] for name in ("reward/mean", *LOSSES) if name in metrics), None)
+        lead = metrics.get("reward/mean", metrics.get("actor/loss"))
         if lead is not None:
             self._history.append(lead)
         if self._live is None:
@@ -89,11 +94,6 @@ class Progress:
             return None
         return statistics.fmean(self._seconds) * max(0, self.total - self.current)
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start of this attempt."""
-        return time.monotonic() - self._began
-
     def close(self) -> None:
         """Leave the last state on the screen. May be called again."""
         self._now = "finished" if self.current >= self.total else f"stopped after step {self.current}"
@@ -101,41 +101,34 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __rich__(self) -> RenderableType:
         """The live display: progress, figures, phase times, what is going on."""
+        from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
+        gone, eta = clock(time.monotonic() - self._began), "-" if self.eta is None else clock(self.eta)
         bar = Table.grid(padding=(0, 1))
-        counted = Text.assemble(("step ", "dim"), (f"{self.current}/{self.total}", "bold"))
-        remaining = f"{clock(self.elapsed)} gone, " + (
-            "ETA -" if self.eta is None else f"ETA {clock(self.eta)}"
-        )
         bar.add_row(
             Text(self.title, style="bold"),
-            counted,
+            Text.assemble(("step ", "dim"), (f"{self.current}/{self.total}", "bold")),
             ProgressBar(self.total, self.current, 30),
-            Text(remaining, style="dim"),
+            Text(f"{gone} gone, ETA {eta}", style="dim"),
         )
-        shown = Text("  ").join(
-            Text.assemble((f"{label} " if label else "", "dim"), (value, "bold"))
+        shown = [
+            Text.assemble((f"{label} ".lstrip(), "dim"), (value, "bold"))
             for label, value in figures(self.metrics)
-        )
+        ]
         if len(self._history) > 1:
-            shown = Text.assemble((sparkline(list(self._history)), "green"), "  ", shown)
-        rows = Table.grid()
-        for row in (bar, shown, phase_bar(self.metrics, self._now, self._console.no_color)):
-            rows.add_row(row)
-        return rows
+            shown.insert(0, Text(sparkline(list(self._history)), "green"))
+        return Group(bar, Text("  ").join(shown), phase_bar(self.metrics, self._now, self._console.no_color))
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -143,34 +136,21 @@ def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     shown = []
     for label, names, form in FIGURES:
         name = next((name for name in names if name in metrics), None)
-        if name is None or (label == "loss" and "reward/mean" in metrics):
-            continue
-        shown.append((label, form.format(metrics[name])))
+        if name is not None and not (label == "loss" and "reward/mean" in metrics):
+            shown.append((label, form.format(metrics[name])))
     return shown
-
-
-def phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """(phase, seconds) of a step, in the order of the loop."""
-    return [(phase, metrics[f"time/{phase}"]) for phase in PHASES if f"time/{phase}" in metrics]
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | None) -> str:
     """One step in one line: ``step 12/100  reward 0.412  kl 0.001  ...  gen 0.8s train 0.5s  ETA 1m20s``."""
-    width = len(str(total))
-    parts = [
-        f"step {step:>{width}}/{total}",
+    times = [f"{name} {seconds:.1f}s" for name, seconds, _ in _phase_times(metrics) if seconds >= 0.05]
+    parts = (
+        f"step {step:>{len(str(total))}}/{total}",
         *(f"{label} {value}".strip() for label, value in figures(metrics)),
-    ]
-    times = [
-        f"{SHORT.get(phase, phase)} {seconds:.1f}s"
-        for phase, seconds in phase_times(metrics)
-        if seconds >= 0.05
-    ]
-    if times:
-        parts.append(" ".join(times))
-    if eta is not None:
-        parts.append(f"ETA {clock(eta)}")
-    return "  ".join(parts)
+        " ".join(times),
+        "" if eta is None else f"ETA {clock(eta)}",
+    )
+    return "  ".join(part for part in parts if part)
 
 
 def clock(seconds: float) -> str:
@@ -186,13 +166,10 @@ def clock(seconds: float) -> str:
 
 def sparkline(values: list[float]) -> str:
     """A curve of block characters from the smallest value to the largest."""
-    finite = [value for value in values if abs(value) < float("inf")]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    top = len(BLOCKS) - 2
-    heights = [round((value - low) / span * top) if span else top // 2 for value in finite]
-    return "".join(BLOCKS[1 + height] for height in heights)
+    finite = [value for value in values if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round((value - low) / span * top) if span else top // 2] for value in finite)
 
 
 def phase_bar(
@@ -201,14 +178,18 @@ def phase_bar(
     """The phases of the last step as one bar with its legend, and the phase of the moment."""
     from rich.text import Text
 
-    times = phase_times(metrics)
-    total = sum(seconds for _, seconds in times)
+    times = _phase_times(metrics)
+    total = sum(seconds for _, seconds, _ in times)
+    glyphs = dict(zip((name for name, _ in PHASES.values()), "█▓▒░█▓▒", strict=True))
     bar, legend = Text(), Text()
-    for phase, seconds in times:
-        if total <= 0 or seconds / total < 0.01:
-            continue
-        index = PHASES.index(phase)
-        glyph = "█▓▒░"[index % 4] if no_color else "█"
-        bar.append(glyph * max(1, round(seconds / total * width)), style=COLORS[index])
-        legend.append(f"  {SHORT.get(phase, phase)} {seconds:.2f}s", style=COLORS[index])
+    for name, seconds, color in times:
+        if seconds > total / 100:
+            bar.append((glyphs[name] if no_color else "█") * max(1, round(seconds / total * width)), color)
+            legend.append(f"  {name} {seconds:.2f}s", color)
     return Text.assemble(bar, legend, "  " if times else "", (f"now: {now}", "dim italic"))
+
+
+def _phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
+    """(phase as shown, seconds, colour) of a step, in the order of the loop."""
+    found = ((name, metrics.get(f"time/{phase}"), color) for phase, (name, color) in PHASES.items())
+    return [(name, seconds, color) for name, seconds, color in found if seconds is not None]

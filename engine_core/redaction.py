@@ -18,12 +18,9 @@ from typing import Any
 REDACTED = "[redacted]"
 MIN_LENGTH = 6  # a shorter value would be found in ordinary words
 
-_ENV_NAME = re.compile(
-    r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)($|_)", re.IGNORECASE
-)
-_CONFIG_KEY = re.compile(
-    r"(^|_)(token|key|apikey|secret|password|passwd|passphrase|credentials?)$", re.IGNORECASE
-)
+_WORD = r"(^|_)(token|key|apikey|secret|password|passwd|passphrase|credentials?)"
+_ENV_NAME = re.compile(_WORD + "(_|$)", re.IGNORECASE)  # any word of it
+_CONFIG_KEY = re.compile(_WORD + "$", re.IGNORECASE)  # the last: `stop_token_ids` is no secret
 
 
 class Redactor:

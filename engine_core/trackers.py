@@ -12,7 +12,6 @@ from engine_core.tracking_options import TensorBoardOptions, WandbOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 
 class TensorBoard(Tracker):
@@ -50,12 +49,15 @@ class Wandb(Tracker):
     def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
         import wandb
 
+        id_file = run.path / "wandb_id.txt"  # under which W&B knows the run, also when it is resumed
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
             project=self.options.project,
             entity=self.options.entity,
             mode=self.options.mode,
             name=run.path.name,
-            id=_run_id(run.path / "wandb_id.txt"),
+            id=id_file.read_text(),
             resume="allow",
             dir=str(run.path),
             config=dict(config),
@@ -66,10 +68,3 @@ class Wandb(Tracker):
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _run_id(file: Path) -> str:
-    """The id under which W&B knows the run: a new one, or that of the first attempt."""
-    if not file.exists():
-        file.write_text(secrets.token_hex(8))
-    return file.read_text()

@@ -53,19 +53,18 @@ class RunFolder:
     Args:
         path: the folder.
         redactor: removes secrets from what is written; default: knows those of the environment.
-        attempt: number of starts of this run before this one.
     """
 
-    def __init__(self, path: Path, redactor: Redactor | None = None, attempt: int = 0) -> None:
+    def __init__(self, path: Path, redactor: Redactor | None = None) -> None:
         self.path = path
         self.redactor = redactor or Redactor.of()
-        self.attempt = attempt
+        self.attempt = 0  # starts of this run before this one
         self.start_step = 0  # the step this attempt went on from
-        self._lock_file: TextIO | None = None
         self.metrics_file = path / "metrics.jsonl"
         self.rollouts_dir = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.logs_dir = path / "logs"
+        self._lock_file: TextIO | None = None
 
     @property
     def attempt_dir(self) -> Path:
@@ -85,17 +84,14 @@ class RunFolder:
             ConfigError: the name exists already or is no folder name. Nothing was written.
             EnvironmentProblem: the folder cannot be made.
         """
-        root = Path(config.run.dir)
-        redactor = Redactor.of(as_data(config))
         description = _describe(config, plugins)
-        path = _make_folder(root, config.run.name, f"{_stem(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run = cls(path, redactor)
+        run = cls(_make_folder(config), Redactor.of(as_data(config)))
         run._lock()
         for folder in (run.rollouts_dir, run.checkpoints, run.attempt_dir):
             folder.mkdir(parents=True)
-        run._write(description, path)
         run.metrics_file.touch()
-        _point_latest_at(path)
+        run._write(description, run.path)
+        run._become_latest()
         return run
 
     @classmethod
@@ -142,12 +138,12 @@ class RunFolder:
         if config is not None:
             self.redactor = Redactor.of(as_data(config))
             self._write(_describe(config, plugins), self.attempt_dir)
-        kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= step]
-        _replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
+        _replace_text(self.metrics_file, "".join(kept))
         for file in self.rollouts_dir.rglob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
-        _point_latest_at(self.path)
+        self._become_latest()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -165,15 +161,14 @@ class RunFolder:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock_file.seek(0)
-            holder = self._lock_file.read().strip() or "an unknown process"
+            holder = self._lock_file.read() or "an unknown process"
             self.close()
             raise EnvironmentProblem(
                 f"Run {self.path} is in use by {holder}. Wait for it to end or stop it; a run has one process at a time."
             ) from error
         except OSError as error:  # a network file system without locks
-            logger.warning(
-                "Cannot lock %s (%s): see to it that one process at a time works there.", self.path, error
-            )
+            message = "Cannot lock %s (%s): see to it that one process at a time works there."
+            logger.warning(message, self.path, error)
         self._lock_file.truncate(0)
         self._lock_file.write(f"process {os.getpid()} on {platform.node()}")
         self._lock_file.flush()
@@ -190,8 +185,6 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; a last line cut off by a crash is left out."""
-        if not self.metrics_file.exists():
-            return []
         lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]  # after the last newline: nothing, or a cut line
 
@@ -199,40 +192,42 @@ class RunFolder:
         for name, text in description.items():
             _replace_text(folder / name, self.redactor(text))
 
+    def _become_latest(self) -> None:
+        """Make ``latest`` beside the folder a link to it, in one rename."""
+        latest, link = self.path.with_name("latest"), self.path.with_name(f".latest-{os.getpid()}")
+        try:
+            link.unlink(missing_ok=True)
+            link.symlink_to(self.path.name)
+            link.replace(latest)
+        except OSError as error:  # a file system without links; only a convenience is lost
+            logger.warning("Cannot link %s to this run: %s", latest, error)
+
 
 def _describe(config: EngineConfig, plugins: PluginSet | None) -> dict[str, str]:
     """The describing files by name, not yet redacted."""
-    environment = describe_environment(config, plugins)
     where = {key: origin for key, _, origin in origins(config)}
     return {
         "config.resolved.toml": dump_toml(config),
         "config.origin.json": json.dumps(where, indent=2, ensure_ascii=False),
-        "env.json": json.dumps(environment, indent=2, ensure_ascii=False),
+        "env.json": json.dumps(describe_environment(config, plugins), indent=2, ensure_ascii=False),
     }
 
 
-def _stem(config: EngineConfig) -> str:
-    files: Sequence[Any] = getattr(config._source, "files", ())
-    stem = Path(files[-1]).stem if files else "run"
-    return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
-
-
-def _make_folder(root: Path, name: str | None, default: str) -> Path:
+def _make_folder(config: EngineConfig) -> Path:
     """A folder that did not exist: ``mkdir`` decides, so two starts at once never get the same."""
+    root, name = Path(config.run.dir), config.run.name
     if name is not None and (name in ("", ".", "..", "latest") or Path(name).name != name):
         raise ConfigError(
             f"run.name: '{name}' is no name for a folder. Expected one like 'first-try', without '/'."
         )
+    default = f"{_stem(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = [name] if name else [default, *(f"{default}-{i}" for i in range(2, 1000))]
     try:
         root.mkdir(parents=True, exist_ok=True)
         for candidate in names:
-            path = (root / candidate).resolve()
-            try:
-                path.mkdir()
-            except FileExistsError:
-                continue
-            return path
+            with contextlib.suppress(FileExistsError):
+                (root / candidate).mkdir()
+                return (root / candidate).resolve()
     except OSError as error:
         raise EnvironmentProblem(
             f"run.dir: cannot make a run folder in '{root}': {error.strerror or error}. Set run.dir to a folder you may write to."
@@ -243,15 +238,10 @@ def _make_folder(root: Path, name: str | None, default: str) -> Path:
     )
 
 
-def _point_latest_at(path: Path) -> None:
-    """Make ``latest`` beside ``path`` a link to it, in one rename."""
-    link = path.parent / f".latest-{os.getpid()}"
-    try:
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        link.replace(path.parent / "latest")
-    except OSError as error:  # a file system without links; only a convenience is lost
-        logger.warning("Cannot link %s to this run: %s", path.parent / "latest", error)
+def _stem(config: EngineConfig) -> str:
+    files: Sequence[Any] = getattr(config._source, "files", ())
+    stem = Path(files[-1]).stem if files else "run"
+    return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
 
 
 def _replace_text(path: Path, text: str) -> None:
@@ -306,8 +296,8 @@ class _Feeder(threading.Thread):
         self.label, self.tracker, self._begin, self._size = name, tracker, begin, size
         self.failed = False
         self.dropped = 0  # steps not queued
-        self._taken = 0  # steps that the tracker took without an error
-        self._offered = 0
+        self._offered = 0  # written by the training thread alone
+        self._taken = 0  # steps that the tracker took without an error; written by this thread alone
         self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
 
     @property
@@ -367,9 +357,8 @@ class TrackerHub:
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
             tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
-            self._feeders.append(
-                _Feeder(name, tracker, functools.partial(tracker.start, run, plain), queue_size)
-            )
+            begin = functools.partial(tracker.start, run, plain)
+            self._feeders.append(_Feeder(name, tracker, begin, queue_size))
         for feeder in self._feeders:
             feeder.start()
 
@@ -413,9 +402,7 @@ class TrackerHub:
                 message = "Tracker '%s' missed %d steps; metrics.jsonl has them all."
                 logger.warning(message, feeder.label, feeder.pending)
             elif feeder.is_alive():
-                logger.warning(
-                    "Tracker '%s' has not closed after %.0f s and is left behind.", feeder.label, timeout
-                )
+                logger.warning("Tracker '%s' has not closed in time and is left behind.", feeder.label)
 
 
 def _number(name: str, value: Any) -> float:
