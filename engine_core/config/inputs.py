@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from engine_core.errors import did_you_mean, nearest
 SCAN_BYTES = 1_000_000  # about 50 ms a file
 SHOWN = 5  # problems told of one file
 
+KINDS = (".jsonl", ".json", ".csv", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -70,46 +71,40 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     """Files that are absent, empty, of an unknown kind, or whose rows cannot be used."""
     for key, value in (("data.train", data.train), ("data.validation", data.validation)):
         for file in files_of(value):
-            yield from _file_problems(key, Path(file), data)
+            try:
+                yield from _file_problems(key, Path(file), data)
+            except OSError as error:
+                yield f"{file}: cannot be read: {error.strerror}."
 
 
 def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:
+    kind = path.suffix.lower()
     if not path.is_file():
         yield f"{key}: there is no file '{path}'.{_neighbour(path)}"
-        return
-    if path.stat().st_size == 0:
+    elif path.stat().st_size == 0:
         yield f"{path}: empty. {key} needs at least one row."
-        return
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        yield f"{key}: '{path}' has the ending '{path.suffix}'. Expected one of {', '.join(READERS)}."
-        return
-    bad = list(_row_problems(path, reader, data))
-    if len([line for line, _ in bad if line]) <= data.max_bad_rows:
-        bad = [(line, problem) for line, problem in bad if not line]
-    yield from (
-        f"{path}:{line}: {problem}" if line else f"{path}: {problem}" for line, problem in bad[:SHOWN]
-    )
-    if len(bad) > SHOWN:
-        yield f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them."
+    elif kind not in KINDS:
+        yield f"{key}: '{path}' has the ending '{path.suffix}'. Expected one of {', '.join(KINDS)}."
+    elif kind == ".parquet":
+        if not _is_parquet(path):
+            yield f"{path}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
+    elif kind != ".json" or not _is_array(path):
+        yield from _row_problems(path, _csv(path) if kind == ".csv" else _jsonl(path), data)
 
 
-def _row_problems(path: Path, reader: Callable[[Path], Rows], data: DataConfig) -> Iterator[tuple[int, str]]:
-    """Line (0: the whole file) and what is wrong."""
-    count = 0
-    try:
-        for line, row in reader(path):
-            count += 1
-            if isinstance(row, str):
-                yield line, row
-            elif problem := _column_problem(row, data):
-                yield line, problem
-    except _Unread:
-        return
-    except OSError as error:
-        yield 0, f"cannot be read: {error.strerror}."
-    if not count:
-        yield 0, "no rows."
+def _row_problems(path: Path, rows: Rows, data: DataConfig) -> Iterator[str]:
+    """Rows that cannot be used, where they are more than may be."""
+    bad, empty = [], True
+    for line, row in rows:
+        empty = False
+        if problem := row if isinstance(row, str) else _column_problem(row, data):
+            bad.append(f"{path}:{line}: {problem}")
+    if empty:
+        yield f"{path}: no rows."
+    if len(bad) > data.max_bad_rows:
+        yield from bad[:SHOWN]
+        if len(bad) > SHOWN:
+            yield f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them."
 
 
 def _column_problem(row: dict[str, Any], data: DataConfig) -> str | None:
@@ -134,19 +129,16 @@ def _jsonl(path: Path) -> Rows:
     for line, text in _lines(path):
         if not text.strip():
             continue
-        if problem := _not_utf8(text):
-            yield line, problem
-            continue
         try:
             row = json.loads(text.strip())
-        except ValueError as error:
-            where = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            yield line, f"no JSON: {getattr(error, 'msg', error)}{where}."
-            continue
+            wrong = None if isinstance(row, dict) else f"expected an object {{...}}, got {text.strip()[:40]}."
+        except json.JSONDecodeError as error:
+            wrong = f"no JSON: {error.msg}, column {error.colno}."
+        except ValueError as error:  # a number of too many digits
+            wrong = f"no JSON: {error}."
         except RecursionError:
-            yield line, "no usable JSON: nested too deeply."
-            continue
-        yield line, row if isinstance(row, dict) else f"expected an object {{...}}, got {text.strip()[:40]}."
+            wrong = "no usable JSON: nested too deeply."
+        yield line, _not_utf8(text) or wrong or row
 
 
 def _csv(path: Path) -> Rows:
@@ -165,19 +157,17 @@ def _csv(path: Path) -> Rows:
         yield start, f"no CSV: {error}."
 
 
-def _parquet(path: Path) -> Rows:
+def _is_parquet(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(4)
         file.seek(max(0, path.stat().st_size - 4))
-        end = file.read(4)
-    if (start, end) != (b"PAR1", b"PAR1"):
-        yield 0, "no Parquet file (it does not begin and end with PAR1). Was it cut off?"
-    else:
-        raise _Unread
+        return start == file.read(4) == b"PAR1"
 
 
-class _Unread(Exception):
-    """The kind of file is right; its rows are left to the loader."""
+def _is_array(path: Path) -> bool:
+    """A JSON file that is one list is left to the loader."""
+    with path.open("rb") as file:
+        return file.read(64).lstrip().startswith(b"[")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -201,19 +191,3 @@ def _not_utf8(text: str) -> str | None:
         byte = ord(text[error.start]) - 0xDC00
         return f"not UTF-8 (byte 0x{byte:02x}). Save the file as UTF-8."
     return None
-
-
-def _json(path: Path) -> Rows:
-    with path.open("rb") as file:
-        is_array = file.read(64).lstrip().startswith(b"[")
-    if is_array:
-        raise _Unread
-    yield from _jsonl(path)
-
-
-READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}

@@ -10,19 +10,21 @@ engine cannot change (names, shapes, paths).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from engine_core.config.choices import bare, keys_of
 from engine_core.errors import ConfigError, did_you_mean
 
 if typing.TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
+    from engine_core.config.read import Path_
 
 FIXED_SETTINGS = (
     "rollout.temperature",
@@ -34,27 +36,21 @@ FIXED_SETTINGS = (
 )
 """Besides every number and switch of ``[algorithm]`` and its option tables."""
 
-Path_ = tuple[str, ...]
+_WORDS: dict[type | None, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def config_at(config: EngineConfig, step: int) -> EngineConfig:
     """The config as it is during ``step`` (from 1); ``config`` itself where nothing is scheduled."""
-    for key in config.schedule:
-        value = _scheduled(config, key, step)
-        if value is not None:
-            config = with_setting(config, key, value)
+    for key, entries in config.schedule.items():
+        if held := [value for start, value in entries if start <= max(step, 1)]:
+            config = with_setting(config, key, held[-1])
     return config
 
 
 def changes(config: EngineConfig, step: int) -> dict[str, Any]:
     """Settings that have another value in ``step`` than in the step before; in step 1, than in the file."""
-    changed = {}
     now, before = config_at(config, step), config_at(config, step - 1) if step > 1 else config
-    for key in config.schedule:
-        value = setting(now, key)
-        if value != setting(before, key):
-            changed[key] = value
-    return changed
+    return {key: setting(now, key) for key in config.schedule if setting(now, key) != setting(before, key)}
 
 
 def boundaries(config: EngineConfig) -> list[int]:
@@ -64,19 +60,14 @@ def boundaries(config: EngineConfig) -> list[int]:
 
 def settings(config: EngineConfig) -> dict[str, type]:
     """Every key that can be scheduled, with its type: bool, int or float."""
-    found = {}
-    for key in (*FIXED_SETTINGS, *_algorithm_keys(config)):
-        model, field = _holder(config, key)
-        kind = _number(type(model).model_fields[field].annotation)
-        if kind is not None:
-            found[key] = kind
-    return found
+    kinds = {key: _kind(config, key) for key in (*FIXED_SETTINGS, *_algorithm_keys(config))}
+    return {key: kind for key, kind in kinds.items() if kind is not None}
 
 
 def setting(config: EngineConfig, key: str) -> Any:
     """The value of a key that can be scheduled."""
-    model, field = _holder(config, key)
-    return getattr(model, field)
+    *tables, field = _path(config, key)
+    return getattr(_inside(config, tables), field)
 
 
 def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineConfig:
@@ -85,22 +76,11 @@ def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineC
     Raises:
         ConfigError: the value is none for this setting.
     """
-    model, field = _holder(config, key)
-    kind = _number(type(model).model_fields[field].annotation)
+    kind = _kind(config, key)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if (
-        kind is None
-        or isinstance(value, bool) != (kind is bool)
-        or (kind is int and isinstance(value, float))
-    ):
-        words: dict[type | None, str] = {
-            bool: "true or false",
-            int: "a whole number",
-            float: "a number",
-            None: "nothing",
-        }
-        raise ConfigError(f"got {str(value).lower()}, expected {words[kind]}.")
+    if type(value) is not kind and (kind, type(value)) != (float, int):
+        raise ConfigError(f"got {str(value).lower()}, expected {_WORDS[kind]}.")
     try:
         return _replaced(config, _path(config, key), value)
     except ValidationError as error:
@@ -125,11 +105,6 @@ def schedule_problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
                 yield key, f"from step {start} on: {error}"
 
 
-def _scheduled(config: EngineConfig, key: str, step: int) -> float | bool | None:
-    held = [value for start, value in config.schedule[key] if start <= max(step, 1)]
-    return held[-1] if held else None
-
-
 def _algorithm_keys(config: EngineConfig) -> Iterator[str]:
     algorithm = config.algorithm
     yield from (f"algorithm.{key}" for key in keys_of(type(algorithm)))
@@ -151,12 +126,13 @@ def _path(config: EngineConfig, key: str) -> Path_:
     return (*parents, field)
 
 
-def _holder(config: EngineConfig, key: str) -> tuple[BaseModel, str]:
-    *parents, field = _path(config, key)
-    model: Any = config
-    for name in parents:
-        model = getattr(model, name)
-    return model, field
+def _inside(model: Any, tables: Sequence[str]) -> Any:
+    return functools.reduce(getattr, tables, model)
+
+
+def _kind(config: EngineConfig, key: str) -> type | None:
+    *tables, field = _path(config, key)
+    return _number(type(_inside(config, tables)).model_fields[field].annotation)
 
 
 def _replaced(model: Any, path: Path_, value: Any) -> Any:
