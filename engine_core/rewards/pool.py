@@ -206,7 +206,8 @@ def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
         while any(pool.pending for pool in pools):
             for pool in pools:
                 pool.tend(on_failure)
-            pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+            if any(pool.pending for pool in pools):  # else nothing more comes, and pump would wait in vain
+                pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
     except BaseException:
         for pool in pools:
             pool.abandon()
