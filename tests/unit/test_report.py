@@ -10,7 +10,7 @@ import torch
 
 from engine_core.config import EngineConfig
 from engine_core.errors import DataError
-from engine_core.report import plot_curves, write_report
+from engine_core.report import write_report
 from engine_core.tracking import RunFolder, TrackerHub, write_rollouts
 from engine_core.types import Prompt, Rollout
 
@@ -38,7 +38,8 @@ def rollout(text: str, reward: float) -> Rollout:
 RL = [
     {
         "reward/mean": 0.2 + i / 100,
-        "mismatch/kl": 1e-6,
+        "mismatch/kl": -1e-9,  # k3 of nearly equal numbers may round below zero
+        "mismatch/mean_abs": 1e-6,
         "response_length/mean": 14.0,
         "time/generate": 0.5,
         "time/step": 0.75,
@@ -93,25 +94,8 @@ def test_the_numbers_at_the_top_are_first_and_last(tmp_path):
     assert tiles["held-out accuracy"] == "0.50"
     assert "0.30 before" in text
     assert tiles["reward"] == "0.395"  # mean of the last two of 21: (0.39 + 0.40) / 2
-    assert tiles["sampler gap (KL)"] == "1.0e-06"
+    assert tiles["sampler gap"] == "1.0e-06"
     assert "15.8 s" in text  # 21 * 0.75
-
-
-def test_given_samples_and_accuracies_take_their_place(tmp_path):
-    run = make_run(tmp_path, RL)
-    write_rollouts(run, 1, [rollout("from the file", 0.0)])
-    extra = {
-        "title": "Demo",
-        "accuracy": {"before": 0.34, "after": 0.88},
-        "before": [{"prompt": "2+2", "response": "5"}],
-        "after": [{"prompt": "2+2", "response": "4", "reward": 1.0}],
-    }
-    text = write_report(run.path, extra).read_text()
-    assert "<h1>Demo</h1>" in text
-    assert "<b>0.88</b>" in text
-    assert "0.34 before" in text
-    assert "from the file" not in text
-    assert text.index("<h3>before</h3>") < text.index("<pre>5</pre>") < text.index("<h3>after</h3>")
 
 
 def test_completions_of_evaluations_are_preferred(tmp_path):
@@ -163,11 +147,3 @@ def test_the_picture_has_a_panel_a_question(tmp_path):
     assert picture.shape[0] > 300
     assert picture.shape[1] > 900
     assert len({tuple(pixel) for pixel in picture[::7, ::7, :3].reshape(-1, 3).round(2)}) > 5  # not blank
-
-
-def test_runs_are_drawn_over_each_other(tmp_path):
-    runs = {"demo": [{"step": 1, "reward/mean": 0.1}], "control": [{"step": 1, "reward/mean": 0.2}]}
-    text = plot_curves(runs, tmp_path / "both.svg").read_text()
-    assert "<!-- demo -->" in text
-    assert "<!-- control -->" in text
-    assert plot_curves(runs, tmp_path / "both.png").stat().st_size > 1000
