@@ -64,15 +64,20 @@ SMALL = {
 """Environment in which the examples' own files make small runs."""
 
 
-def run_demo(root, *arguments, small=True):
+@pytest.fixture(scope="session")
+def run_demo():
     """``python examples/word_problems/demo.py ...`` in ``root``, a copy of the repository's examples."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (SMALL if small else {})
-    command = [sys.executable, "examples/word_problems/demo.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+    def run(root, *arguments, small=True):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | (SMALL if small else {})
+        command = [sys.executable, "examples/word_problems/demo.py", *map(str, arguments)]
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+
+    return run
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory):
+def demo(run_demo, tmp_path_factory):
     """A folder with ``examples/`` and the ``demo/`` that a short run of the demo leaves, and what it printed."""
     root = tmp_path_factory.mktemp("demo")
     shutil.copytree(ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("__pycache__"))

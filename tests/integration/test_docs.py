@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core import hookspecs, load_config
+from engine_core import Trainer, hookspecs, load_config
 from engine_core.cli.main import main
 from engine_core.config.models import EngineConfig
 from engine_core.plugins import CAPABILITIES
@@ -51,7 +51,6 @@ NOT_RUN_HERE = {
 EXIT_CODES = {"doctor": {0, 5}}  # 5: the machine of the test may have a problem
 SMALL = {
     "ENGINE__RUN__STEPS": "2",
-    "ENGINE__DATA__PROMPTS_PER_STEP": "2",
     "ENGINE__ROLLOUT__GROUP_SIZE": "4",
     "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "8",
 }
@@ -140,7 +139,7 @@ class Session:
         """Do with a block what its language asks for."""
         try:
             getattr(self, f"_{block.language or 'text'}")(block)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             shown = self.capsys.readouterr()
             told = "".join(shown)[-2000:]
             self.problems.append(f"{self.page}:{block.line}: {type(error).__name__}: {error}\n{told}")
@@ -157,6 +156,7 @@ class Session:
 
     def _command(self, command: str, expected: list[str]) -> None:
         program, *arguments = shlex.split(command, comments=True)
+        arguments, target = (arguments[:-2], arguments[-1]) if ">" in arguments[-2:] else (arguments, None)
         self.capsys.readouterr()
         if program == "engine":
             code = main(arguments)
@@ -167,6 +167,8 @@ class Session:
                 [program, *arguments], capture_output=True, text=True, check=False, timeout=60
             )
             code, out, err = done.returncode, done.stdout, done.stderr
+        if target:
+            self._write(target, out)
         refused = any(line.startswith("engine: ") for line in expected)
         wanted = {2, 3, 4} if refused else EXIT_CODES.get((arguments or [""])[0], {0})
         assert code in wanted, (
@@ -260,7 +262,9 @@ def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
 def test_links_lead_somewhere():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
-            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+            assert link.startswith(("https://", "http://")) or (page.parent / link).exists(), (
+                f"{page.name}: {link}"
+            )
 
 
 def test_keys_in_the_text_are_keys_of_a_run_file():
@@ -274,7 +278,7 @@ def test_keys_in_the_text_are_keys_of_a_run_file():
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         found = re.findall(rf"`(?:\[+)?((?:{tables})(?:\.[\w]+)+)(?:\]+)?(?: = [^`]+)?`", text)
-        for key in set(found) - set(own):
+        for key in set(found) - set(own) - {"run.toml"}:
             assert schema_at(schema, key), f"{page.name}: {key}"
 
 
@@ -343,3 +347,34 @@ def test_the_table_of_hooks_is_that_of_hookspecs():
 
 def test_the_table_of_capabilities_is_that_of_the_loader():
     assert part("plugins.md", "capabilities").strip() == capability_table()
+
+
+def documented_metrics() -> list[str]:
+    section = (ROOT / "docs" / "algorithms.md").read_text("utf-8").split("## Metrics")[1]
+    return [
+        name
+        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for name in re.findall("`(.*?)`", row)
+    ]
+
+
+def as_pattern(metric: str) -> str:
+    return re.escape(metric).replace("NAME", "[^/]+").replace(re.escape("..."), ".+")
+
+
+def test_every_metric_is_explained_and_every_explained_metric_exists(library, monkeypatch):
+    monkeypatch.chdir(library)
+    off_policy = {"data.prompts_per_step": 4, "algorithm.mini_batch_prompts": 2, "algorithm.kl_coef": 0.1}
+    off_policy |= {"algorithm.kl_in": "reward", "run.steps": 1}
+    Trainer(load_config("run.toml", off_policy)).train()
+    lines = [line for file in library.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    logged = {metric for line in lines for metric in json.loads(line)}
+    patterns = documented_metrics()
+    assert len(logged) > 50
+    assert [
+        metric for metric in logged if not any(re.fullmatch(as_pattern(p), metric) for p in patterns)
+    ] == []
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "engine_core").rglob("*.py"))
+    for pattern in patterns:
+        in_source = f'"{pattern.split("NAME")[0]}' in sources
+        assert in_source or any(re.fullmatch(as_pattern(pattern), metric) for metric in logged), pattern

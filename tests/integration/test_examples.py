@@ -1,0 +1,120 @@
+"""The examples do what they say: the one-file plugin trains, and the demo goes from nothing to a report."""
+
+import json
+import re
+
+import pytest
+
+from engine_core.cli.main import main
+
+LAST_LINE = r"held-out accuracy (\d\.\d\d) -> (\d\.\d\d)"
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def before_and_after(printed):
+    found = re.fullmatch(LAST_LINE, printed.strip().splitlines()[-1])
+    assert found, printed[-2000:]
+    return float(found[1]), float(found[2])
+
+
+def test_the_one_file_plugin_trains(demo, tmp_path, monkeypatch):
+    root, _ = demo
+    settings = [f"run.dir={json.dumps(str(tmp_path))}", "run.name=one", "run.steps=2"]
+    settings += ["data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=8"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    assert main(["train", str(root / "examples" / "one_file_plugin" / "run.toml"), *sets]) == 0
+    assert [0 <= line["reward/short"] <= 1 for line in metrics(tmp_path / "one")] == [True, True]
+    env = json.loads((tmp_path / "one" / "env.json").read_text())
+    assert env["plugins"]["short.py"].startswith("sha256:")
+
+
+def test_the_last_line_of_the_demo_is_the_accuracy_before_and_after(demo):
+    root, printed = demo
+    lines = metrics(root / "demo" / "runs" / "grpo")
+    known = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert before_and_after(printed) == (round(known[0], 2), round(known[-1], 2))
+
+
+def test_the_demo_shows_each_command_and_samples_before_and_after(demo):
+    _, printed = demo
+    assert re.findall(r"^\$ engine (\w+)", printed, re.MULTILINE) == [
+        "train",
+        "export",
+        "train",
+        "export",
+        "report",
+    ]
+    assert len(re.findall(r"^    (?:right|wrong): ", printed, re.MULTILINE)) == 6
+
+
+def test_the_demo_leaves_a_report_curves_and_a_checkpoint(demo):
+    folder = demo[0] / "demo"
+    report = (folder / "report.html").read_text()
+    assert "reward" in report
+    assert not re.search(r'(?:src|href)="https?:', report)  # nothing is fetched
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "runs" / "grpo" / "checkpoints" / "step_00000010" / "manifest.json").exists()
+
+
+def test_the_exported_model_answers_through_transformers_alone(demo):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = demo[0] / "demo" / "trained"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(
+        "Mia has 7 marbles. She finds 5 more. How many marbles does Mia have now?\n", return_tensors="pt"
+    )
+    out = model.generate(ids.input_ids, max_new_tokens=4, do_sample=False)
+    assert out.shape[1] > ids.input_ids.shape[1]
+    assert (out < len(tokenizer)).all()
+
+
+def test_the_demo_leaves_a_folder_alone_that_it_did_not_make(demo, run_demo, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = run_demo(demo[0], "--folder", tmp_path)
+    assert done.returncode == 1
+    assert "was not made by the demo. Move it away or give --folder." in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_control_runs_with_the_rewards_dealt_out_at_random(demo, run_demo, tmp_path):
+    folder = tmp_path / "control"
+    done = run_demo(demo[0], "--control", "--folder", folder, "--sft-steps", 1, "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    before_and_after(done.stdout)
+    run = folder / "runs" / "control"
+    assert "shuffled_rewards" in (run / "config.resolved.toml").read_text()
+    assert "shuffled_rewards.py" in json.loads((run / "env.json").read_text())["plugins"]
+
+
+def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts(demo):
+    from runpy import run_path
+    from types import SimpleNamespace
+
+    shuffle = run_path(str(demo[0] / "examples" / "word_problems" / "shuffled_rewards.py"))["shuffle"]
+    rollouts = [SimpleNamespace(reward=float(i)) for i in range(32)]
+    shuffle(rollouts, step=3)
+    assert sorted(r.reward for r in rollouts) == [float(i) for i in range(32)]
+    assert [r.reward for r in rollouts] != [float(i) for i in range(32)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_demo_learns(demo, run_demo, tmp_path):
+    done = run_demo(demo[0], "--folder", tmp_path / "demo", small=False)
+    assert done.returncode == 0, done.stderr
+    before, after = before_and_after(done.stdout)
+    assert before <= 0.40
+    assert after >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_control_does_not_learn(demo, run_demo, tmp_path):
+    done = run_demo(demo[0], "--control", "--folder", tmp_path / "control", small=False)
+    assert done.returncode == 0, done.stderr
+    before, after = before_and_after(done.stdout)
+    assert after <= before + 0.10
