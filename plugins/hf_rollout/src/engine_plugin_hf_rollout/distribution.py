@@ -64,9 +64,10 @@ def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
     cumulative = log_probs.exp().cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    # where rounding put the target at the very end: the last token that can come
-    last = cumulative.shape[1] - 1 - log_probs.isfinite().flip(1).to(torch.uint8).argmax(1)
-    return torch.where(greedy, log_probs.argmax(-1), torch.minimum(drawn, last))
+    drawn = drawn.clamp(max=log_probs.shape[1] - 1)
+    # sums made in parallel may rise by rounding at a token that was cut
+    cut = log_probs.gather(1, drawn[:, None]).squeeze(1).isneginf()
+    return torch.where(greedy | cut, log_probs.argmax(-1), drawn)
 
 
 def uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
