@@ -6,6 +6,7 @@ a run: a small shared memory is fatal to one set-up and of no interest to anothe
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -52,28 +53,20 @@ NETWORK_FILE_SYSTEMS = re.compile(
 
 def check_start(run_path: Path) -> list[str]:
     """Raise the limit of open files, look at shared memory and at the disk of the run folder; a sentence a problem."""
-    found = (
-        raise_open_file_limit(),
-        check_shared_memory(),
-        check_file_system(run_path),
-        check_disk(run_path),
-    )
-    return [problem for problem in found if problem]
+    checks = raise_open_file_limit(), check_shared_memory(), check_file_system(run_path), check_disk(run_path)
+    return [problem for problem in checks if problem]
 
 
 def raise_open_file_limit() -> str | None:
     """Set this process's soft limit of open files to the hard one; a sentence where that is low too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = hard
-    if sys.platform == "darwin":  # its hard limit reads as infinite, and setting that is refused
-        target = 10240 if hard == resource.RLIM_INFINITY else min(hard, 10240)
-    if soft != resource.RLIM_INFINITY and (target == resource.RLIM_INFINITY or soft < target):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-        soft = target
-    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+    # The hard limit of macOS reads as infinite, and setting that is refused.
+    limit = max(soft, min(hard, 10240)) if sys.platform == "darwin" else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == resource.RLIM_INFINITY or limit >= ENOUGH_FILES:
         return None
     return (
-        f"Open files: the limit is {soft} even after raising it to the hard limit; {ENOUGH_FILES} or more are expected. "
+        f"Open files: the limit is {limit} even after raising it to the hard limit; {ENOUGH_FILES} or more are expected. "
         "Raise the hard limit ('nofile' in /etc/security/limits.conf, or --ulimit nofile=65536 of a container)."
     )
 
@@ -178,12 +171,10 @@ def memory_metrics() -> dict[str, float]:
     """
     metrics = {"memory/rss_gib": psutil.Process().memory_info().rss / GIB}
     torch = sys.modules.get("torch")
-    if torch is None or not torch.accelerator.is_available():
-        return metrics
-    try:
-        metrics["memory/allocated_gib"] = torch.accelerator.memory_allocated() / GIB
-        metrics["memory/reserved_gib"] = torch.accelerator.memory_reserved() / GIB
-        metrics["memory/peak_gib"] = torch.accelerator.max_memory_allocated() / GIB
-    except (NotImplementedError, RuntimeError):  # an accelerator whose allocator keeps no statistics (MPS)
-        return metrics
+    if torch is not None and torch.accelerator.is_available():
+        # An accelerator whose allocator keeps no statistics (MPS) has no more to say.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            metrics["memory/allocated_gib"] = torch.accelerator.memory_allocated() / GIB
+            metrics["memory/reserved_gib"] = torch.accelerator.memory_reserved() / GIB
+            metrics["memory/peak_gib"] = torch.accelerator.max_memory_allocated() / GIB
     return metrics

@@ -20,9 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pyarrow as pa
-    from torch import Tensor
 
     from engine_core.tracking import RunFolder
+
+
+PLAIN = {
+    "request_id": "string",
+    "group_id": "int64",
+    "index": "int64",
+    "finish_reason": "string",
+    "reward": "float64",
+    "valid": "bool",
+}
+"""Columns that are fields of a rollout, with their Arrow types."""
+TENSORS = {
+    "token_ids": "int64",
+    "loss_mask": "bool",
+    "rollout_log_probs": "float32",
+    "policy_versions": "int32",
+}
+"""Fields with a value a token, with the name of the type in Arrow and in torch."""
 
 
 def rollout_path(folder: Path, step: int) -> Path:
@@ -56,42 +73,28 @@ def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
     import pyarrow as pa
     from safetensors.torch import save
 
-    def column(kind: pa.DataType, values: list[Any]) -> pa.Array:
-        return pa.array(values, kind)
+    def lists(values: list[Any], kind: str) -> pa.Array:
+        return pa.array(values, pa.large_list(pa.type_for_alias(kind)))
 
-    def lists(kind: pa.DataType, tensors: list[Tensor]) -> pa.Array:
-        return pa.array([tensor.detach().cpu().numpy() for tensor in tensors], pa.large_list(kind))
-
-    return pa.table(
-        {
-            "step": column(pa.int64(), [step] * len(rollouts)),
-            "request_id": column(pa.string(), [r.request_id for r in rollouts]),
-            "prompt_id": column(pa.string(), [r.prompt.id for r in rollouts]),
-            "group_id": column(pa.int64(), [r.group_id for r in rollouts]),
-            "index": column(pa.int64(), [r.index for r in rollouts]),
-            "prompt": column(pa.string(), [r.prompt.text for r in rollouts]),
-            "response": column(pa.string(), [r.text for r in rollouts]),
-            "prompt_ids": column(pa.large_list(pa.int64()), [r.prompt.token_ids for r in rollouts]),
-            "token_ids": lists(pa.int64(), [r.token_ids for r in rollouts]),
-            "loss_mask": lists(pa.bool_(), [r.loss_mask for r in rollouts]),
-            "rollout_log_probs": lists(pa.float32(), [r.rollout_log_probs for r in rollouts]),
-            "policy_versions": lists(pa.int32(), [r.policy_versions for r in rollouts]),
-            "finish_reason": column(pa.string(), [r.finish_reason for r in rollouts]),
-            "reward": column(pa.float64(), [r.reward for r in rollouts]),
-            "rewards": column(
-                pa.map_(pa.string(), pa.float64()), [list(r.rewards.items()) for r in rollouts]
-            ),
-            "valid": column(pa.bool_(), [r.valid for r in rollouts]),
-            "columns": column(pa.string(), [json.dumps(r.prompt.columns, default=str) for r in rollouts]),
-            "extras": column(
-                pa.binary(),
-                [
-                    save({name: tensor.contiguous().clone() for name, tensor in r.extras.items()})
-                    for r in rollouts
-                ],
-            ),
-        }
-    )
+    prompts = [r.prompt for r in rollouts]
+    numbers = pa.map_(pa.string(), pa.float64())
+    extras = [{name: tensor.contiguous().clone() for name, tensor in r.extras.items()} for r in rollouts]
+    columns = {
+        "step": pa.array([step] * len(rollouts), "int64"),
+        **{name: pa.array([getattr(r, name) for r in rollouts], kind) for name, kind in PLAIN.items()},
+        **{
+            name: lists([getattr(r, name).numpy(force=True) for r in rollouts], kind)
+            for name, kind in TENSORS.items()
+        },
+        "prompt_id": pa.array([prompt.id for prompt in prompts], "string"),
+        "prompt": pa.array([prompt.text for prompt in prompts], "string"),
+        "prompt_ids": lists([prompt.token_ids for prompt in prompts], "int64"),
+        "columns": pa.array([json.dumps(prompt.columns, default=str) for prompt in prompts], "string"),
+        "response": pa.array([r.text for r in rollouts], "string"),
+        "rewards": pa.array([list(r.rewards.items()) for r in rollouts], numbers),
+        "extras": pa.array([save(tensors) for tensors in extras], "binary"),
+    }
+    return pa.table(columns)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -122,19 +125,14 @@ def _rollout(row: dict[str, Any]) -> Rollout:
     import torch
     from safetensors.torch import load
 
+    tensors: dict[str, Any] = {
+        name: torch.tensor(row[name], dtype=getattr(torch, kind)) for name, kind in TENSORS.items()
+    }
     return Rollout(
-        request_id=row["request_id"],
+        **{name: row[name] for name in PLAIN},
+        **tensors,
         prompt=Prompt(row["prompt_id"], row["prompt_ids"], row["prompt"], json.loads(row["columns"])),
-        token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
-        loss_mask=torch.tensor(row["loss_mask"], dtype=torch.bool),
-        rollout_log_probs=torch.tensor(row["rollout_log_probs"], dtype=torch.float32),
-        policy_versions=torch.tensor(row["policy_versions"], dtype=torch.int32),
-        finish_reason=row["finish_reason"],
-        group_id=row["group_id"],
-        index=row["index"],
         text=row["response"],
-        reward=row["reward"],
         rewards=dict(row["rewards"]),
-        valid=row["valid"],
         extras=load(row["extras"]),
     )

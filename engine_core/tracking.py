@@ -48,16 +48,11 @@ logger = logging.getLogger("engine")
 
 
 class RunFolder:
-    """One run on disk: made by ``create``, found and continued by ``open``, locked until ``close``.
+    """One run on disk: made by ``create``, found and continued by ``open``, locked until ``close``."""
 
-    Args:
-        path: the folder.
-        redactor: removes secrets from what is written; default: knows those of the environment.
-    """
-
-    def __init__(self, path: Path, redactor: Redactor | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.redactor = redactor or Redactor.of()
+        self.redactor = Redactor.of()  # removes secrets from what is written
         self.attempt = 0  # starts of this run before this one
         self.start_step = 0  # the step this attempt went on from
         self.metrics_file = path / "metrics.jsonl"
@@ -73,24 +68,20 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: EngineConfig, plugins: PluginSet | None = None) -> RunFolder:
-        """Make a new run folder and describe the run in it.
+        """Make a new run folder where ``[run]`` says and describe the run in it.
 
-        Args:
-            config: its ``[run] dir`` and ``name`` say where; the default name is that of the TOML
-                with date and time, and is new even twice in a second.
-            plugins: what the run loaded, for ``env.json``.
+        The default name is that of the TOML with date and time, and is new even twice in a second.
 
         Raises:
             ConfigError: the name exists already or is no folder name. Nothing was written.
             EnvironmentProblem: the folder cannot be made.
         """
-        description = _describe(config, plugins)
-        run = cls(_make_folder(config), Redactor.of(as_data(config)))
+        run = cls(_make_folder(config))
         run._lock()
         for folder in (run.rollouts_dir, run.checkpoints, run.attempt_dir):
             folder.mkdir(parents=True)
         run.metrics_file.touch()
-        run._write(description, run.path)
+        run._describe(run.path, config, plugins)
         run._become_latest()
         return run
 
@@ -109,8 +100,7 @@ class RunFolder:
             path: which run.
             resume_step: go on from the checkpoint of this step: a new attempt, locked, without the
                 metrics and rollouts of later steps, since those will be done again. None: only look.
-            config: what the attempt runs with, written to its log folder; the first one stays.
-            plugins: what it loaded.
+            config, plugins: what the attempt runs with, written to its log folder; the first stays.
             runs: folder of run folders.
 
         Raises:
@@ -136,8 +126,7 @@ class RunFolder:
         self.attempt, self.start_step = max(attempts, default=-1) + 1, step
         self.attempt_dir.mkdir(parents=True)
         if config is not None:
-            self.redactor = Redactor.of(as_data(config))
-            self._write(_describe(config, plugins), self.attempt_dir)
+            self._describe(self.attempt_dir, config, plugins)
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         _replace_text(self.metrics_file, "".join(kept))
         for file in self.rollouts_dir.rglob("step_*.parquet"):
@@ -188,8 +177,16 @@ class RunFolder:
         lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]  # after the last newline: nothing, or a cut line
 
-    def _write(self, description: Mapping[str, str], folder: Path) -> None:
-        for name, text in description.items():
+    def _describe(self, folder: Path, config: EngineConfig, plugins: PluginSet | None) -> None:
+        """Write what was asked for, where each key came from, and what the run depends on besides."""
+        self.redactor = Redactor.of(as_data(config))
+        where = {key: origin for key, _, origin in origins(config)}
+        environment = describe_environment(config, plugins)
+        for name, text in {
+            "env.json": json.dumps(environment, indent=2, ensure_ascii=False),
+            "config.origin.json": json.dumps(where, indent=2, ensure_ascii=False),
+            "config.resolved.toml": dump_toml(config),  # last: it makes the folder a run
+        }.items():
             _replace_text(folder / name, self.redactor(text))
 
     def _become_latest(self) -> None:
@@ -201,16 +198,6 @@ class RunFolder:
             link.replace(latest)
         except OSError as error:  # a file system without links; only a convenience is lost
             logger.warning("Cannot link %s to this run: %s", latest, error)
-
-
-def _describe(config: EngineConfig, plugins: PluginSet | None) -> dict[str, str]:
-    """The describing files by name, not yet redacted."""
-    where = {key: origin for key, _, origin in origins(config)}
-    return {
-        "config.resolved.toml": dump_toml(config),
-        "config.origin.json": json.dumps(where, indent=2, ensure_ascii=False),
-        "env.json": json.dumps(describe_environment(config, plugins), indent=2, ensure_ascii=False),
-    }
 
 
 def _make_folder(config: EngineConfig) -> Path:
@@ -337,13 +324,9 @@ class _Feeder(threading.Thread):
 
 
 class TrackerHub:
-    """Sends each step's metrics to ``metrics.jsonl`` at once and to the trackers in their own time.
+    """Sends each step's metrics to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` in their own time.
 
-    Args:
-        run: the run folder.
-        config: its ``[tracking]`` names the trackers.
-        plugins: resolves the names.
-        queue_size: steps that wait for a slow tracker before some are dropped.
+    When ``queue_size`` steps wait for a slow tracker, further ones are dropped for it.
 
     Raises:
         EngineError: a tracker refuses its set-up, before any step.

@@ -124,19 +124,17 @@ def _column(row: Mapping[str, Any], name: str, key: str) -> Any:
 def _text_or_messages(value: Any, name: str, only_messages: bool = False) -> str | list[Message]:
     if isinstance(value, str) and not only_messages:
         return value
-    if isinstance(value, str | list) and value:
-        return _messages(value, name)
-    raise BadRow(f"column '{name}' must be text or a list of messages, got {_shown(value)}")
+    return _messages(value, name, "text or a list of messages")
 
 
-def _messages(value: Any, name: str) -> list[Message]:
+def _messages(value: Any, name: str, expected: str = "a list of messages") -> list[Message]:
     if isinstance(value, str):  # CSV has no lists
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise BadRow(f"column '{name}' must be a list of messages, got text that is no JSON") from error
+            raise BadRow(f"column '{name}' must be {expected}, got text that is no JSON") from error
     if not isinstance(value, list) or not value:
-        raise BadRow(f"column '{name}' must be a list of messages, got {_shown(value)}")
+        raise BadRow(f"column '{name}' must be {expected}, got {_shown(value)}")
     return [_message(turn, f"{name}[{i}]") for i, turn in enumerate(value)]
 
 
