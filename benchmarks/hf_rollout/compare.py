@@ -9,6 +9,7 @@ ratios. Only tokens that were asked for count. Prompts have 8 to 40 tokens, eigh
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import statistics
 import time
@@ -110,12 +111,12 @@ def engine_sampler(model: PreTrainedModel, batch_size: int) -> Callable[..., Non
     words = Tokenizer(models.WordLevel({str(i): i for i in range(model.config.vocab_size)}, unk_token="0"))
     context = WorkerContext(
         plugins=plugins, role="rollout", device=model.device,
-        live={"model": model, "tokenizer": PreTrainedTokenizerFast(tokenizer_object=words)},
+        live={"model": copy.deepcopy(model), "tokenizer": PreTrainedTokenizerFast(tokenizer_object=words)},
     )  # fmt: skip
     context.live["tokenizer"].eos_token = "0"  # some engines want an end; id 0 hardly ever comes
     spec = plugins.spec("rollout_engines", "hf")
     config = RolloutConfig(backend="hf", options=spec.config(batch_size=batch_size))
-    engine = plugins.resolve("rollout_engines", "hf")(config, ModelConfig(attention="sdpa"), context)
+    engine = plugins.resolve("rollout_engines", "hf")(config, ModelConfig(), context)
 
     def sample(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int]) -> None:
         engine.add([

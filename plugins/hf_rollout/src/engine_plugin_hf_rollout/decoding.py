@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +178,8 @@ def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.devic
         ids[i, longest - len(prompt) :] = torch.tensor(prompt)
         mask[i, longest - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
-    cache = DynamicCache(config=module.config)
+    config: Any = module.config
+    cache = DynamicCache(config=config)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     out = module(
         input_ids=ids,

@@ -42,7 +42,7 @@ class HFRolloutEngine(RolloutEngine):
         super().__init__(config, model_config, context)
         self.options: HFOptions = config.options or HFOptions()
         live = context.live or {}
-        self.tokenizer = live.get("tokenizer") or load_tokenizer(model_config)
+        self.tokenizer: Any = live.get("tokenizer") or load_tokenizer(model_config)
         if self.tokenizer.eos_token_id is None:
             raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
         self._trainer: TrainEngine | None = None

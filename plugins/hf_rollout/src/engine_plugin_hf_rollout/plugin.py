@@ -14,7 +14,7 @@ from engine_core.specs import Options, RolloutBackend
 class HFOptions(Options):
     """``[rollout.hf]``"""
 
-    batch_size: int = Field(256, gt=0)
+    batch_size: int = Field(default=256, gt=0)
     """Sequences sampled at one time. More is faster until memory or the cores are full."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights, where the sampler has a model of its own."""
