@@ -57,11 +57,7 @@ class OverLong(Exception):
 class Renderer:
     """Renders rows for one tokenizer and one ``[data]`` table.
 
-    Args:
-        tokenizer: with a chat template where rows are conversations.
-        config: ``[data]``.
-        learn: True renders whole sequences with a loss mask, False prompts to sample from.
-        train_on_prompt: learn every token.
+    With ``learn`` whole sequences with a loss mask, else prompts to sample from.
     """
 
     def __init__(
@@ -204,9 +200,8 @@ class Renderer:
         if not turns or turns[0]["role"] != "user":
             return None
         content = self._without_first(turns[0]["content"], excess)
-        return (
-            replace(row, prompt=[*system, turns[0] | {"content": content}, *turns[1:]]) if content else None
-        )
+        first = {**turns[0], "content": content}
+        return replace(row, prompt=[*system, first, *turns[1:]]) if content else None
 
     def _without_first(self, text: str, count: int) -> str:
         """``text`` without its first ``count`` tokens; without as many characters where offsets are not known."""
