@@ -5,7 +5,7 @@ Nothing here imports torch, transformers or datasets, so that ``engine validate`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from engine_core.config.validate import validate
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
+from engine_core.specs import TrainerSpec
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
-    from engine_core.specs import Spec
 
 
 def load_config(
@@ -44,27 +44,23 @@ def load_config(
         ConfigError: every problem, with file and line.
         PluginError: something that the run names cannot be had; nothing else was wrong.
     """
-    raw = read_config(
-        [file for file in files if not isinstance(file, Mapping)],
-        [
-            *(f for f in files if isinstance(f, Mapping)),
-            *([overrides] if isinstance(overrides, Mapping) else overrides or ()),
-        ],
-        allow_code=allow_code,
-    )
+    mappings = [file for file in files if isinstance(file, Mapping)]
+    given = [overrides] if isinstance(overrides, Mapping) else overrides or ()
+    paths = [file for file in files if not isinstance(file, Mapping)]
+    raw = read_config(paths, [*mappings, *given], allow_code=allow_code)
+    lines: list[str] = []
     try:
         plugins = _load(raw)
-    except PluginProblems as error:
+    except PluginProblems as error:  # everything else can be judged all the same
+        plugins = error.loaded
         lines = [f"{_where(raw, kind, name)}{message}" for kind, name, message in error.problems]
-        try:  # everything else can be judged all the same
-            validate(
-                raw, _specs_without(raw, {(kind, name) for kind, name, _ in error.problems}), _known(None)
-            )
-        except ConfigError as config_error:
-            raise ConfigError([*config_error.problems, *lines]) from None
-        raise PluginError("\n".join(lines)) from error
-    context = {"folder": raw.folder, "allow_code": allow_code}
-    config = validate(raw, plugins.spec, _known(plugins), context)
+    try:
+        context = {"folder": raw.folder, "allow_code": allow_code}
+        config = validate(raw, plugins.find, _known(plugins), context)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *lines]) from None
+    if lines:
+        raise PluginError("\n".join(lines))
     _resolve_paths(config, raw)
     return config
 
@@ -120,41 +116,32 @@ def _source(config: EngineConfig) -> RawConfig:
     return RawConfig(as_data(config), source.origins, source.files, source.allow_code)
 
 
-def _load(raw: RawConfig, without: Collection[tuple[str, str]] = ()) -> PluginSet:
+def _load(raw: RawConfig) -> PluginSet:
     """The trainer first: it says which sections of the file are read."""
     entries = raw.data.get("plugins")
     modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
-    modules = [entry for entry in modules if ("plugins", entry) not in without]
 
-    def load(sections: Collection[str] | None) -> PluginSet:
-        names = used_names(raw.data, sections)
-        kept = {kind: {name for name in names[kind] if (kind, name) not in without} for kind in names}
-        return PluginSet.load(kept, modules, raw.folder, raw.allow_code)
+    def load(sections: Collection[str] | None) -> tuple[PluginSet, list[tuple[str, str, str]]]:
+        try:
+            return PluginSet.load(used_names(raw.data, sections), modules, raw.folder, raw.allow_code), []
+        except PluginProblems as error:
+            return error.loaded, error.problems
 
-    first = load(()).chosen
-    sections = next(
-        (getattr(spec, "sections", None) for (kind, _), (spec, _) in first.items() if kind == "trainers"),
-        None,
-    )
-    return load(sections or None)  # a trainer that names none reads all
-
-
-def _specs_without(raw: RawConfig, failed: Collection[tuple[str, str]]) -> Callable[[str, str], Spec | None]:
-    """Specs of what can be loaded; None for the rest."""
-    try:
-        chosen = _load(raw, failed).chosen
-    except PluginProblems:  # told already, under another name
-        chosen = {}
-    return lambda kind, name: chosen[kind, name][0] if (kind, name) in chosen else None
+    first, problems = load(())
+    trainers = [spec for spec, _ in first.chosen.values() if isinstance(spec, TrainerSpec)]
+    plugins, more = load((trainers and trainers[0].sections) or None)  # one that names none reads all
+    if trainers:
+        problems = more
+    if problems:  # without a trainer nobody knows what else the run needs: that is judged, not asked for
+        raise PluginProblems(problems, plugins)
+    return plugins
 
 
-def _known(plugins: PluginSet | None) -> Any:
+def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:
     """Kind -> names whose tables may stand in a file: installed, of one-file plugins, or published by us."""
 
     def known(kind: str) -> Collection[str]:
-        local = {
-            name for plugin in (plugins.named if plugins else ()) for name in plugin.tables.get(kind, {})
-        }
+        local = {name for plugin in plugins.named for name in plugin.tables.get(kind, {})}
         return {*known_names(kind), *local, *(name for our_kind, name in our_plugins() if our_kind == kind)}
 
     return known
@@ -178,24 +165,17 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
 
     ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
-    for key, holder, field in _model_paths(config):
-        text = getattr(holder, field)
-        path = _absolute(raw, key, text or "")
-        if text and (path.parent.is_dir() or not HUB_NAME.fullmatch(text)):
-            setattr(holder, field, str(path))
+    for table, field in (("model", "path"), ("model", "tokenizer"), ("actor", "path"), ("ref", "path")):
+        holder = getattr(config, table)
+        if text := holder and getattr(holder, field):
+            path = _absolute(raw, f"{table}.{field}", text)
+            if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
+                setattr(holder, field, str(path))
     config.plugins = [str(raw.folder / name) if name.endswith(".py") else name for name in config.plugins]
     for field in ("train", "validation"):
         value = getattr(config.data, field)
         files = [str(_absolute(raw, f"data.{field}", file)) for file in files_of(value)]
         setattr(config.data, field, files[0] if isinstance(value, str) and files else files)
-
-
-def _model_paths(config: EngineConfig) -> Iterator[tuple[str, Any, str]]:
-    yield "model.path", config.model, "path"
-    yield "model.tokenizer", config.model, "tokenizer"
-    yield "actor.path", config.actor, "path"
-    if config.ref is not None:
-        yield "ref.path", config.ref, "path"
 
 
 def _absolute(raw: RawConfig, key: str, text: str) -> Path:

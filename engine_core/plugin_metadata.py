@@ -22,7 +22,7 @@ from itertools import chain
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 import engine_core
 from engine_core.errors import did_you_mean, nearest
@@ -148,9 +148,8 @@ def _version_problem(distribution: Distribution) -> str | None:
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if applies and not requirement.specifier.contains(ours, prereleases=True):
             fits = sorted(requirement.specifier, key=str)
-            core_is_old = any(
-                spec.operator in (">=", ">", "~=", "==") and _over(spec.version, ours) for spec in fits
-            )
+            least = [spec.version for spec in fits if spec.operator in (">=", ">", "~=", "==")]
+            core_is_old = any(Version(version.removesuffix(".*")) > ours for version in least)
             upgrade = CORE if core_is_old else distribution.name
             return (
                 f"needs {CORE}{','.join(map(str, fits))}, but this is {CORE} {ours}. "
@@ -159,17 +158,10 @@ def _version_problem(distribution: Distribution) -> str | None:
     return None
 
 
-def _over(version: str, ours: Version) -> bool:
-    try:
-        return Version(version.removesuffix(".*")) > ours
-    except InvalidVersion:  # "===" takes any text
-        return False
-
-
 def module_exists(name: str) -> bool:
     """Whether a module could be found, without importing it or the packages above it."""
     parts = name.split(".")
-    if parts[0] in sys.modules:
+    if parts[0] in sys.modules:  # find_spec raises for one without a spec, such as __main__
         found = sys.modules[parts[0]].__spec__
     else:
         found = importlib.util.find_spec(parts[0])

@@ -74,23 +74,23 @@ def _import_error(label: str, module: str, exc: BaseException) -> EngineError:
         return PluginError(
             f"{label} is absent: its metadata is installed, its module '{module}' is not. Reinstall the distribution."
         )
-    return PluginError(f"{label} is broken, it does not import: {describe(exc, module.partition('.')[0])}")
+    return PluginError(f"{label} is broken, it does not import: {describe(exc, module)}")
 
 
-def describe(exc: BaseException, package: str | None = None, code: CodeType | None = None) -> str:
+def describe(exc: BaseException, module: str) -> str:
     """``ValueError: text (file.py:7: the line)``: the innermost line of the plugin itself.
 
     Args:
         exc: what was raised.
-        package: the plugin's lines are those of modules below this package;
-        code: or those of this function and what it calls in the same file.
+        module: the plugin's lines are those of its top-level package.
     """
     text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, SyntaxError) and exc.filename:
         return f"{text}: {(exc.text or '').strip()}"
+    package = module.partition(".")[0]
     for frame, number in reversed(list(traceback.walk_tb(exc.__traceback__))):
-        file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-        if (package and module.partition(".")[0] == package) or (code and file == code.co_filename):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            file = frame.f_code.co_filename
             return f"{text} ({file}:{number}: {linecache.getline(file, number).strip()})"
     return text
 
@@ -139,10 +139,9 @@ def import_file(entry: str, root: Path, allow_code: bool) -> tuple[ModuleType, s
 
 def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
     loader = _FileLoader(name, str(path), source)
-    spec = importlib.util.spec_from_loader(name, loader, origin=str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(path)
     sys.modules[name] = module  # before running: dataclasses look their module up
     try:
         loader.exec_module(module)

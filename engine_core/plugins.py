@@ -55,10 +55,11 @@ class PluginProblems(PluginError):
 
     Args:
         problems: kind, name as the run wrote it, message.
+        loaded: what could be loaded all the same.
     """
 
-    def __init__(self, problems: Sequence[tuple[str, str, str]]) -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Sequence[tuple[str, str, str]], loaded: PluginSet) -> None:
+        self.problems, self.loaded = list(problems), loaded
         super().__init__("\n".join(message for _, _, message in problems))
 
 
@@ -80,7 +81,7 @@ class PluginSet:
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager("engine")
         self.manager.add_hookspecs(hookspecs)
-        self.plugins: list[Plugin] = []  # in the order of registration; asked from the last to the first
+        self.plugins: list[Plugin] = []
         self.named: list[Plugin] = []  # those of `plugins = [...]`
         self.observer_failures = 0
         self.modules: Sequence[str] = ()  # as given to `load`, so that another process can do the same
@@ -109,21 +110,23 @@ class PluginSet:
             PluginProblems: everything that is wrong, at once.
         """
         plugin_set = cls()
-        plugin_set.modules, plugin_set.root = tuple(modules), root or Path.cwd()
-        plugin_set.allow_code = allow_code
-        loader = _Loader(plugin_set, plugin_set.root, allow_code)
-        loader.load(names, modules)
-        if loader.problems:
-            raise PluginProblems(loader.problems)
+        plugin_set.modules, plugin_set.allow_code = tuple(modules), allow_code
+        plugin_set.root = root or plugin_set.root
+        if problems := _Loader(plugin_set).load(names):
+            raise PluginProblems(problems, plugin_set)
         return plugin_set
+
+    def find(self, kind: str, name: str) -> Spec | None:
+        """The spec behind a name; None if the run does not use it or it could not be loaded."""
+        return self.chosen[kind, name][0] if (kind, name) in self.chosen else None
 
     def spec(self, kind: str, name: str) -> Spec:
         """The spec behind a name that this run uses."""
-        if (kind, name) not in self.chosen:
-            raise PluginError(
-                f"{NOUNS[kind].capitalize()} '{name}' is not loaded: the run file does not name it."
-            )
-        return self.chosen[kind, name][0]
+        if spec := self.find(kind, name):
+            return spec
+        raise PluginError(
+            f"{NOUNS[kind].capitalize()} '{name}' is not loaded: the run file does not name it."
+        )
 
     def resolve(self, kind: str, name: str) -> Any:
         """The class or function behind a name, imported now; an engine's capabilities are checked."""
@@ -150,17 +153,17 @@ class PluginSet:
             The step hooks by name, as functions of keyword arguments; each gives the first answer,
             or None when the default is to be used.
         """
-        asked = list(self.named)
+        asked = self.named[::-1]
         if backend is not None:
             self.spec(*backend)
             asked.append(self.chosen[backend][1])
-        return SimpleNamespace(**{hook: partial(self.ask, asked, role, hook) for hook in STEP_HOOKS})
+        return SimpleNamespace(**{hook: partial(self._first, asked, role, hook) for hook in STEP_HOOKS})
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:
         """Tell every observer; a failing one is logged, counted in ``observer_failures``, and passed over."""
         for plugin in reversed(self.plugins):
             try:
-                self._caller("engine_on_event", [plugin])(event=event, step=step, data=dict(data))
+                self._caller("engine_on_event", plugin)(event=event, step=step, data=dict(data))
             except Exception:
                 self.observer_failures += 1
                 log.exception(
@@ -171,47 +174,46 @@ class PluginSet:
         """Version of the core and of each distribution in use; of a one-file plugin, its hash."""
         return {CORE: engine_core.__version__} | {plugin.source: plugin.version for plugin in self.plugins}
 
-    def _caller(self, hook: str, asked: Collection[Plugin]) -> pluggy.HookCaller:
-        others = [plugin.module for plugin in self.plugins if plugin not in asked]
+    def _caller(self, hook: str, plugin: Plugin) -> pluggy.HookCaller:
+        others = [other.module for other in self.plugins if other is not plugin]
         return self.manager.subset_hook_caller(hook, others)
 
-    def ask(self, asked: Collection[Plugin], asker: str, hook: str, /, **arguments: Any) -> Any:
-        """Call a hook of some plugins; what one raises carries its name and version."""
-        caller = self._caller(hook, asked)
+    def _first(self, asked: Sequence[Plugin], role: str, hook: str, /, **arguments: Any) -> Any:
+        answers = (self.ask(plugin, role, hook, **arguments) for plugin in asked)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def ask(self, plugin: Plugin, asker: str, hook: str, /, **arguments: Any) -> Any:
+        """Call a hook of one plugin; what it raises carries its name and version."""
         try:
-            return caller(**arguments)
+            return self._caller(hook, plugin)(**arguments)
+        except EngineError as exc:
+            exc.add_note(f"{plugin.label} raised this in {hook} ({asker}).")
+            raise
         except Exception as exc:
-            impls = {getattr(impl.function, "__code__", None): impl.plugin for impl in caller.get_hookimpls()}
-            frame = exc.__traceback__
-            while frame and frame.tb_frame.f_code not in impls:
-                frame = frame.tb_next
-            if frame is None:
-                raise
-            code = frame.tb_frame.f_code
-            label = next(plugin.label for plugin in self.plugins if plugin.module is impls[code])
-            if isinstance(exc, EngineError):
-                exc.add_note(f"{label} raised this in {hook} ({asker}).")
-                raise
-            raise PluginError(f"{label} failed in {hook} ({asker}): {describe(exc, code=code)}") from exc
+            what = describe(exc, plugin.module.__name__)
+            raise PluginError(f"{plugin.label} failed in {hook} ({asker}): {what}") from exc
 
 
 class _Loader:
     """One call of ``PluginSet.load``: goes on after a problem, so that all are found."""
 
-    def __init__(self, plugin_set: PluginSet, root: Path, allow_code: bool) -> None:
-        self.plugin_set, self.root, self.allow_code = plugin_set, root, allow_code
+    def __init__(self, plugin_set: PluginSet) -> None:
+        self.plugin_set = plugin_set
         self.problems: list[tuple[str, str, str]] = []
         self.imported: dict[str, Plugin | None] = {}  # by module; None: failed, and was told once
 
-    def load(self, names: Mapping[str, Collection[str]], modules: Sequence[str]) -> None:
-        named = [plugin for entry in modules if (plugin := self._named(entry))]
+    def load(self, names: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
+        named = [plugin for entry in self.plugin_set.modules if (plugin := self._named(entry))]
         used = [(kind, name) for kind in names for name in sorted(names[kind])]
         behind = [plugin for kind, name in used if (plugin := self._behind(kind, name))]
-        # pluggy asks the last registered first: the plugins of `plugins = [...]` come last.
-        for plugin in dict.fromkeys([p for p in behind if p not in named] + named):
-            self._register(plugin, named=plugin in named)
+        for plugin in dict.fromkeys([*behind, *named]):
+            self._register(plugin)
+        self.plugin_set.named = [
+            plugin for plugin in dict.fromkeys(named) if plugin in self.plugin_set.plugins
+        ]
         for kind, name in used:
             self._choose(kind, name)
+        return self.problems
 
     @contextlib.contextmanager
     def _collecting(self, kind: str, name: str) -> Iterator[None]:
@@ -228,7 +230,7 @@ class _Loader:
                 self.problems.append(("plugins", entry, unknown_name("plugins", entry)))
             return plugin
         with self._collecting("plugins", entry):
-            module, digest = import_file(entry, self.root, self.allow_code)
+            module, digest = import_file(entry, self.plugin_set.root, self.plugin_set.allow_code)
             label = f"Plugin file '{entry}' ({digest})"
             plugin = Plugin(module, label, Path(entry).name, digest)
             return self.imported.setdefault(module.__name__, plugin)
@@ -253,7 +255,7 @@ class _Loader:
         offered = f"{NOUNS[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}"
         self.problems.append((kind, name, f"{offered}. Write {choices}."))
 
-    def _register(self, plugin: Plugin, named: bool) -> None:
+    def _register(self, plugin: Plugin) -> None:
         """Check the hooks, register, collect and check the tables."""
         plugin_set, name = self.plugin_set, plugin.module.__name__
         wrong = list(hook_problems(plugin_set.manager, plugin.module, plugin.label))
@@ -267,8 +269,6 @@ class _Loader:
             self.imported[name] = None
             return
         plugin_set.plugins.append(plugin)
-        if named:
-            plugin_set.named.append(plugin)
         for kind in TABLE_SPECS:
             with self._collecting(kind, plugin.label):
                 plugin.tables[kind] = self._table(plugin, kind)
@@ -276,9 +276,8 @@ class _Loader:
     def _table(self, plugin: Plugin, kind: str) -> dict[str, Spec]:
         """One table of one plugin; it must hold every name that the metadata promised."""
         hook = f"engine_{kind}"
-        caller = getattr(self.plugin_set.manager.hook, hook)
-        offers = any(impl.plugin is plugin.module for impl in caller.get_hookimpls())
-        answers = self.plugin_set.ask([plugin], "while it was loaded", hook) if offers else [{}]
+        offers = self.plugin_set._caller(hook, plugin).get_hookimpls()
+        answers = self.plugin_set.ask(plugin, "while it was loaded", hook) if offers else [{}]
         table: dict[str, Spec] = {}
         for answer in answers or [None]:  # pluggy leaves None out
             _check_table(plugin.label, kind, answer)

@@ -6,14 +6,14 @@ three exact words, so what is tested there is what is written here.
 
 from __future__ import annotations
 
-import importlib.resources
 import keyword
 import re
-from collections.abc import Iterator
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from engine_core.errors import ConfigError
+
+TEMPLATES = Path(__file__).parent / "templates"
+LEFT_BY_TOOLS = re.compile(r"\..*|__pycache__|build|.*\.egg-info")
 
 
 def new_plugin(name: str, folder: Path) -> Path:
@@ -61,9 +61,12 @@ def new_run(folder: Path) -> Path:
 
 
 def _copy(template: str, target: Path, words: dict[str, str]) -> Path:
+    source = TEMPLATES / template
     files: dict[Path, str] = {}
-    for path, file in _files(importlib.resources.files("engine_core") / "templates" / template):
-        files[target / _replaced(path, words)] = _replaced(file.read_text("utf-8"), words)
+    for file in source.rglob("*"):
+        path = file.relative_to(source)
+        if file.is_file() and not any(LEFT_BY_TOOLS.fullmatch(part) for part in path.parts):
+            files[target / _replaced(str(path), words)] = _replaced(file.read_text("utf-8"), words)
     if existing := [str(file) for file in files if file.exists()]:
         raise ConfigError(
             f"Not written, because it exists: {', '.join(sorted(existing))}. Choose another name or folder."
@@ -72,16 +75,6 @@ def _copy(template: str, target: Path, words: dict[str, str]) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, "utf-8")
     return target
-
-
-def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if re.fullmatch(r"\..*|__pycache__|build|.*\.egg-info", entry.name):
-            continue  # left by an installation of the template itself
-        if entry.is_dir():
-            yield from _files(entry, f"{above}{entry.name}/")
-        else:
-            yield f"{above}{entry.name}", entry
 
 
 def _replaced(text: str, words: dict[str, str]) -> str:

@@ -147,6 +147,19 @@ def test_an_unknown_trainer_is_a_plugin_error(run):
         load_config(run('trainer = "sfft"\n'))
 
 
+def test_an_unknown_trainer_hides_no_other_error(run):
+    found = problems(
+        run(RL.replace("scale = 2.0", "scale = 'x'") + '[actor.torch]\ndevce = "cpu"\n', "run.toml"),
+        overrides={"trainer": "sfft"},
+    )
+    assert [line.partition(": ")[2].partition(": ")[0] for line in found[:2]] == [
+        "reward.seven.seven.scale",
+        "actor.torch.devce",
+    ]
+    assert found[2].startswith("--set trainer: trainer: Unknown trainer 'sfft'.")
+    assert len(found) == 3
+
+
 def test_a_plugin_file_elsewhere_needs_to_be_allowed(run, tmp_path):
     (tmp_path / "out.py").write_text(PLUGIN)
     file = run(RL.replace("say_seven.py", "../out.py"))
