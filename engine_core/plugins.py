@@ -156,7 +156,7 @@ class PluginSet:
         asked = self.named[::-1]
         if backend is not None:
             self.spec(*backend)
-            asked.append(self.chosen[backend][1])
+            asked = list(dict.fromkeys([*asked, self.chosen[backend][1]]))
         return SimpleNamespace(**{hook: partial(self._first, asked, role, hook) for hook in STEP_HOOKS})
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:

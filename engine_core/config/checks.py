@@ -89,8 +89,13 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         )
 
 
-def without_effect(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Keys that this config makes meaningless, and why; harmless, but said when a file sets them."""
+def without_effect(config: EngineConfig) -> dict[str, str]:
+    """Keys that are meaningless in every step, and why; harmless, but said when a file sets them."""
+    first, *later = [dict(_idle(config_at(config, step))) for step in boundaries(config)]
+    return {key: why for key, why in first.items() if all(key in idle for idle in later)}
+
+
+def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     algorithm, optim = config.algorithm, config.actor.optim
     if algorithm.kl_coef == 0:
         yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in ("kl_in", "kl_estimator"))

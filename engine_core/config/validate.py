@@ -85,7 +85,8 @@ class _Validation:
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
-        self.unread += [f"{key}: {why}" for key, why in without_effect(config) if key in self.raw.origins]
+        idle = without_effect(config)
+        self.unread += [f"{key}: {why}" for key, why in idle.items() if key in self.raw.origins]
         config._source = dataclasses.replace(self.raw, unread=self.unread)
         return config
 

@@ -296,6 +296,8 @@ min_lr_ratio = 0.1
     ]
     assert config_of("").unread == []
     assert config_of("[algorithm]\nkl_coef = 0.1\nkl_in = 'reward'\n").unread == []
+    later = "[algorithm]\nkl_in = 'reward'\n[schedule]\n'algorithm.kl_coef' = [[9, 0.1]]\n"
+    assert config_of(later).unread == []
 
 
 def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
