@@ -56,7 +56,6 @@ def grpo(world, tmp_path):
 
 
 SMALL = {
-    "ENGINE__DATA__PROMPTS_PER_STEP": "4",
     "ENGINE__ROLLOUT__GROUP_SIZE": "2",
     "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "12",
     "ENGINE__EVAL__MAX_PROMPTS": "8",
