@@ -28,7 +28,7 @@ import engine_core
 from engine_core import hookspecs
 from engine_core.errors import EngineError, PluginError, did_you_mean
 from engine_core.plugin_listing import PluginInfo, list_plugins
-from engine_core.plugin_metadata import CORE, NOUNS, Offer, find, installed, known_names, split, unknown_name
+from engine_core.plugin_metadata import CORE, NOUNS, find, installed, known_names, split, unknown_name
 from engine_core.plugin_modules import describe, hook_problems, import_file, import_load, import_offer
 from engine_core.specs import TABLE_SPECS, Spec
 
@@ -71,7 +71,6 @@ class Plugin:
     label: str  # for messages, with the version
     source: str  # distribution, or the file's name
     version: str
-    promised: frozenset[tuple[str, str]] = frozenset()  # (kind, name) of its metadata
     tables: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
 
@@ -247,7 +246,8 @@ class _Loader:
         if offer.module not in self.imported:
             self.imported[offer.module] = None
             with self._collecting(kind, name):
-                self.imported[offer.module] = _plugin(offer, import_offer(offer))
+                source, version = offer.distribution.name, offer.distribution.version
+                self.imported[offer.module] = Plugin(import_offer(offer), str(offer), source, version)
         return self.imported[offer.module]
 
     def _ambiguous(self, kind: str, name: str, sources: Sequence[str]) -> None:
@@ -282,13 +282,15 @@ class _Loader:
         for answer in answers or [None]:  # pluggy leaves None out
             _check_table(plugin.label, kind, answer)
             table |= answer
-        for promised_kind, name in sorted(plugin.promised):
-            if promised_kind == kind and name not in table:
-                held = ", ".join(sorted(table)) or "nothing"
-                raise PluginError(
-                    f"{plugin.label} promises the {NOUNS[kind]} '{name}' in its metadata, but {hook} of "
-                    f"'{plugin.module.__name__}' gives {held}. The entry point and the table must agree."
-                )
+        module = plugin.module.__name__
+        mine = [offer for offer in installed() if offer.distribution.name == plugin.source]
+        promised = {offer.name for offer in mine if (offer.kind, offer.module) == (kind, module)}
+        for name in sorted(promised - {*table}):
+            held = ", ".join(sorted(table)) or "nothing"
+            raise PluginError(
+                f"{plugin.label} promises the {NOUNS[kind]} '{name}' in its metadata, but {hook} of "
+                f"'{module}' gives {held}. The entry point and the table must agree."
+            )
         return table
 
     def _choose(self, kind: str, name: str) -> None:
@@ -309,16 +311,6 @@ class _Loader:
             self.problems.append((kind, name, unknown_name(kind, name, also)))
         elif spec := candidates[0].tables.get(kind, {}).get(short):  # else: its table failed, told already
             self.plugin_set.chosen[kind, name] = spec, candidates[0]
-
-
-def _plugin(offer: Offer, module: ModuleType) -> Plugin:
-    distribution = offer.distribution
-    promised = frozenset(
-        (other.kind, other.name)
-        for other in installed()
-        if other.module == offer.module and other.distribution == distribution
-    )
-    return Plugin(module, str(offer), distribution.name, distribution.version, promised)
 
 
 def _check_table(label: str, kind: str, table: Any) -> None:

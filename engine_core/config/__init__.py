@@ -1,47 +1,24 @@
-"""TOML to typed config: the models of every table, and what reads, checks and writes them."""
+"""TOML to typed config: the models of every table, and what reads, checks and writes them.
 
-from engine_core.config.dump import dump_toml, origins
+What plugins and the rest of the core name most; other tables stand in ``engine_core.config.models``.
+"""
+
+from engine_core.config.dump import dump_toml
 from engine_core.config.models import (
     AlgorithmConfig,
-    CheckpointConfig,
-    ColumnsConfig,
-    CorrectionConfig,
-    DataConfig,
     EngineConfig,
-    EvalConfig,
     ModelConfig,
     OptimConfig,
-    PlacementConfig,
-    RewardConfig,
     RoleConfig,
     RolloutConfig,
-    RunConfig,
-    RuntimeConfig,
-    StageConfig,
-    TrackingConfig,
 )
-from engine_core.config.schedule import changes, config_at
 
 __all__ = [
     "AlgorithmConfig",
-    "CheckpointConfig",
-    "ColumnsConfig",
-    "CorrectionConfig",
-    "DataConfig",
     "EngineConfig",
-    "EvalConfig",
     "ModelConfig",
     "OptimConfig",
-    "PlacementConfig",
-    "RewardConfig",
     "RoleConfig",
     "RolloutConfig",
-    "RunConfig",
-    "RuntimeConfig",
-    "StageConfig",
-    "TrackingConfig",
-    "changes",
-    "config_at",
     "dump_toml",
-    "origins",
 ]

@@ -66,6 +66,7 @@ def test_what_a_run_does_not_use_cannot_hurt_it(install):
     install("old", {"rewards": {"old": "mod_old"}}, requires=["engine-core-rl<0.0.1"])
     install("odd", {"rewards": {"odd": "mod odd"}, "nonsense": {"x": "y"}}, requires=["not a requirement!!"])
     install("twin", {"losses": {"ppo_clip": "mod_twin"}})
+    install("claims", {"advantages": {"mine": "engine_core.builtin"}})
     install("fine", {"rewards": {"fine": "mod_fine"}}, {"mod_fine": reward_module("fine")})
 
     plugins = PluginSet.load({"rewards": {"fine"}, "advantages": {"grpo"}})
