@@ -7,7 +7,7 @@ PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
 DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
 SOURCES := pyproject.toml constraints.txt requirements-dev.txt $(wildcard plugins/*/pyproject.toml)
-export OMP_NUM_THREADS ?= 1
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PHONY: install demo demo-control test test-full lint bench clean
 
@@ -35,10 +35,10 @@ demo-control: .venv/.demo
 	$(BIN)/python examples/word_problems/demo.py --control
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-full: install
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: install
 	$(BIN)/ruff check .

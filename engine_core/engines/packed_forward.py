@@ -70,7 +70,7 @@ class PackedForward:
         loss_mask = pack["loss_mask"].clone()
         loss_mask[pack.offsets[:-1][pack.lengths > 0]] = False  # nothing predicts a first token
         targets = loss_mask.nonzero().squeeze(1)
-        with self._autocast():
+        with self.autocast():
             rows = self._rows(pack.token_ids, pack.lengths.cpu(), index)[targets - 1]
             log_probs, entropies = gather_log_probs(
                 self._logits_of,
@@ -110,7 +110,7 @@ class PackedForward:
                 return _logits(self.module(**inputs, **separate, use_cache=False))[0]
             return self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         own = next(self.module.parameters()).dtype
         return torch.autocast(self.device.type, self.compute_dtype, enabled=own != self.compute_dtype)
 
@@ -123,7 +123,7 @@ class PackedForward:
         vocabulary: int = self.module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         ids = torch.arange(1, 13, device=self.device) % vocabulary
         lengths, index = torch.tensor([8, 4]), torch.tensor([0] * 8 + [1] * 4, device=self.device)
-        with self._autocast():
+        with self.autocast():
             alone = (
                 self.module(
                     input_ids=ids[None, 8:],

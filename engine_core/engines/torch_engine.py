@@ -283,7 +283,7 @@ class TorchEngine(TrainEngine):
         training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.forward.autocast():  # the arithmetic of the forward that trains
                 yield self.module
         finally:
             self.module.train(training)

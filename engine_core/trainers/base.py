@@ -354,8 +354,10 @@ class TrainingRun(abc.ABC):
             if "rollout" in self.roles()
             else ""
         )
+        # counting usable rows reads them all: only where the length of the run depends on it
+        rows = "" if self.config.run.steps else f" ({len(self.source)} rows in data.train)"
         return [
-            f"{self.total_steps} steps of {data.prompts_per_step} rows{each} ({len(self.source)} rows in data.train),",
+            f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
             f"at most {self.config.actor.max_tokens_per_rank} tokens a micro-batch.",
         ]
