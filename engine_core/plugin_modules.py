@@ -129,10 +129,10 @@ def import_file(entry: str, root: Path, allow_code: bool) -> tuple[ModuleType, s
         )
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
-    log.info("Plugin file %s: sha256 %s", path, digest)
     stem = re.sub(r"\W", "_", path.stem)
     name = f"engine_file_plugin_{stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:12]}"
     if name not in sys.modules:
+        log.info("Plugin file %s: sha256 %s", path, digest)
         _run_file(name, path, source, label)
     return sys.modules[name], f"sha256:{digest[:12]}"
 

@@ -330,6 +330,15 @@ def _check_table(label: str, kind: str, table: Any) -> None:
         if not callable(spec.load) and not (isinstance(spec.load, str) and all(spec.load.partition(":"))):
             got = f"must be 'module:attribute' or the object itself, got {_shown(spec.load)}"
             raise PluginError(f"{label}: 'load' of '{name}' {got}.")
+        _check_capability_names(label, spec)
+
+
+def _check_capability_names(label: str, spec: Any) -> None:
+    """Said without importing the engine; that it brings them is checked when it is imported."""
+    known = CAPABILITIES.get(spec.kind, {})
+    for capability in sorted(getattr(spec, "capabilities", frozenset()) - set(known)):
+        hint = did_you_mean(capability, known)
+        raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint}")
 
 
 def _shown(value: Any) -> str:
@@ -346,9 +355,6 @@ def _check_engine(label: str, spec: Any, found: Any) -> None:
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise PluginError(f"{label}: {found.__name__} does not implement {', '.join(missing)} of {contract}.")
     for capability in sorted(spec.capabilities):
-        if capability not in capabilities:
-            known = did_you_mean(capability, capabilities)
-            raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{known}")
         method = capabilities[capability]
         owner = next(base for base in found.__mro__ if method in vars(base))
         if owner.__module__ == CONTRACT_MODULE:

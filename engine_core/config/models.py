@@ -261,6 +261,8 @@ class RunConfig(Table):
     """Passes over the training files, where `steps` is not set."""
     seed: NonNegativeInt = 0
     """Seed of data order and sampling."""
+    stop_above: dict[str, PositiveFloat] = {}
+    """Metrics and their bounds, ``{ "actor/approx_kl" = 0.5 }``: a step over one ends the run (exit code 6) and is not saved."""
     deterministic: bool = False
     """torch's deterministic algorithms, an error where there is none."""
 

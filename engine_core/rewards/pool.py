@@ -187,7 +187,8 @@ def start(pools: Sequence[Pool]) -> None:
         while any(pool.starting for pool in pools):
             for pool in pools:
                 pool.tend(_unexpected)
-            pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+            if any(pool.starting for pool in pools):
+                pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
     except BaseException:
         for pool in pools:
             pool.close()

@@ -21,7 +21,7 @@ from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.config.schedule import changes, config_at
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
-from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.errors import ConfigError, TrainingFailed, did_you_mean
 from engine_core.logs import setup_logging
 from engine_core.progress import Progress
 from engine_core.tracking import RunFolder, TrackerHub
@@ -293,10 +293,21 @@ class TrainingRun(abc.ABC):
         if self._progress:
             self._progress.step(step, metrics)
         self.emit("step_finished", {"metrics": metrics})
+        self._check_bounds(metrics)
         saves = self.config.checkpoint
         if (saves.every_steps and step % saves.every_steps == 0) or (last and saves.at_end):
             self._save(step)
         return metrics
+
+    def _check_bounds(self, metrics: Mapping[str, float]) -> None:
+        for name, bound in self.config.run.stop_above.items():
+            if name not in metrics and not name.startswith("eval/"):
+                raise ConfigError(f"run.stop_above: no step measures '{name}'.{did_you_mean(name, metrics)}")
+            if metrics.get(name, 0.0) > bound:
+                raise TrainingFailed(
+                    f"{name} is {metrics[name]:.4g} after step {self.step_done}, over run.stop_above = {bound:g}. "
+                    "The step is not saved; the last checkpoint is from before it."
+                )
 
     def _evaluated(self) -> dict[str, float]:
         if self._progress:

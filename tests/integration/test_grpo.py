@@ -312,3 +312,25 @@ allow_local_code = true
     assert main(["resume", folder, "--steps", "3"]) == 0
     assert main(["export", folder, str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_metric_over_its_bound_ends_the_run_without_saving_the_step(grpo):
+    run = trainer(grpo, {"run.stop_above": {"actor/grad_norm": 1e-9}, "checkpoint.every_steps": 1})
+    with pytest.raises(TrainingFailed, match=r"actor/grad_norm is .* after step 1, over run.stop_above = 1e-09"):
+        run.train()
+    assert list(run.folder.checkpoints.glob("step_*")) == []
+    assert len(metrics_of(run)) == 1
+
+
+def test_a_bound_on_a_metric_that_nothing_measures_is_named(grpo):
+    run = trainer(grpo, {"run.stop_above": {"actor/grad_nrm": 1.0}})
+    with pytest.raises(ConfigError, match=r"no step measures 'actor/grad_nrm'. Did you mean 'actor/grad_norm'"):
+        run.train()
+
+
+def test_responses_that_end_at_once_are_learned_from_like_any_other(grpo):
+    run = trainer(grpo, {"rollout.stop_token_ids": list(range(400)), "eval.at_end": True})
+    run.train()
+    lines = metrics_of(run)
+    assert lines[0]["response_length/max"] == 1
+    assert all(value == value and value is not None for value in lines[1].values())

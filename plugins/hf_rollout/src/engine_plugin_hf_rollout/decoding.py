@@ -106,7 +106,7 @@ class _Batch:
         self.steps = max(budget)
         self.budget = torch.tensor(budget, device=device)
         self.uniform = uniforms([s.seed for s in samplings], self.steps).to(device)
-        self.temperature = torch.tensor([s.temperature for s in samplings], device=device)
+        self.temperature = torch.tensor([float(s.temperature) for s in samplings], device=device)
         self.greedy = self.temperature == 0
         self.top_p = torch.tensor([s.top_p if s.temperature else 1.0 for s in samplings], device=device)
         self.top_k = torch.tensor([s.top_k if s.temperature else 0 for s in samplings], device=device)
