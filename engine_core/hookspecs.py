@@ -14,6 +14,7 @@ Implement a hook with the marker of the core; take only the arguments you need::
 
     from engine_core import hookimpl
 
+
     @hookimpl
     def engine_wrap_policy(module):
         return [name for name, child in module.named_modules() if isinstance(child, MyBlock)]
@@ -184,6 +185,7 @@ def engine_rewards() -> Mapping[str, Reward]:
 
             def short(completions):
                 return [1.0 if len(text) < 20 else 0.0 for text in completions]
+
 
             @hookimpl
             def engine_rewards():

@@ -111,9 +111,16 @@ class LocalRuntime(Runtime):
         return WorkerContext(
             plugins=self.plugins,
             role=role,
-            device=torch.accelerator.current_accelerator() or torch.device("cpu"),
+            device=default_device(),
             seed=self.config.run.seed,
             deterministic=self.config.run.deterministic,
             total_steps=total_steps,
             live=self.live,
         )
+
+
+def default_device() -> torch.device:
+    """The accelerator, where torch was built for one and one is there; else the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")

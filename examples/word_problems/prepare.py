@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from problems import Problem, draw_many
 
-ROWS = {"sft": 3000, "train": 6000, "heldout": 400}
+ROWS = {"sft": 12000, "train": 6000, "heldout": 400}
 SLIP = 0.6  # of the steps in the warm start's solutions count one too many
 
 

@@ -316,7 +316,9 @@ allow_local_code = true
 
 def test_a_metric_over_its_bound_ends_the_run_without_saving_the_step(grpo):
     run = trainer(grpo, {"run.stop_above": {"actor/grad_norm": 1e-9}, "checkpoint.every_steps": 1})
-    with pytest.raises(TrainingFailed, match=r"actor/grad_norm is .* after step 1, over run.stop_above = 1e-09"):
+    with pytest.raises(
+        TrainingFailed, match=r"actor/grad_norm is .* after step 1, over run.stop_above = 1e-09"
+    ):
         run.train()
     assert list(run.folder.checkpoints.glob("step_*")) == []
     assert len(metrics_of(run)) == 1
@@ -324,7 +326,9 @@ def test_a_metric_over_its_bound_ends_the_run_without_saving_the_step(grpo):
 
 def test_a_bound_on_a_metric_that_nothing_measures_is_named(grpo):
     run = trainer(grpo, {"run.stop_above": {"actor/grad_nrm": 1.0}})
-    with pytest.raises(ConfigError, match=r"no step measures 'actor/grad_nrm'. Did you mean 'actor/grad_norm'"):
+    with pytest.raises(
+        ConfigError, match=r"no step measures 'actor/grad_nrm'. Did you mean 'actor/grad_norm'"
+    ):
         run.train()
 
 

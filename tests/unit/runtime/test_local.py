@@ -6,7 +6,7 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.engines.base import RolloutEngine, TrainEngine
 from engine_core.runtime.base import Role
-from engine_core.runtime.local import LocalRuntime
+from engine_core.runtime.local import LocalRuntime, default_device
 from engine_core.runtime.options import LocalOptions
 from engine_core.weight_sync import same_process
 
@@ -149,3 +149,11 @@ def test_a_stream_that_breaks_leaves_the_sampler_at_its_old_version():
     with pytest.raises(OSError, match="lost"):
         same_process(actor, sampler, 5, shared=False)
     assert sampler.version == 0
+
+
+def test_a_torch_built_for_an_accelerator_that_is_not_there_runs_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert default_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert default_device() == torch.device("cuda")
