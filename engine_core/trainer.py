@@ -18,7 +18,7 @@ from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.base import Role
-from engine_core.trainers.base import TrainingRun
+from engine_core.trainers.base import TrainingRun, combine
 from engine_core.trainers.sampling import RolloutSource
 from engine_core.types import Batch, LossCall
 
@@ -48,7 +48,9 @@ class Trainer(TrainingRun):
         self.advantage = self.plugins.resolve("advantages", algorithm.advantage)
         self.sampling = RolloutSource(self)
 
-    def roles(self) -> dict[str, Role]:
+    def roles(self, training: bool) -> dict[str, Role]:
+        if not training:
+            return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
         ref = {"ref": Role("train", trainable=False)} if self.plan.needs_ref else {}
         return {"actor": Role("train"), **ref, "rollout": Role("rollout")}
 
@@ -67,15 +69,15 @@ class Trainer(TrainingRun):
             rollouts = self.sampling.sample(prompts, step)  # B = P * G rollouts
         with self.phase("reward"):
             metrics |= self.sampling.score(rollouts, step)  # rewards [B], failures handled by policy
+            metrics |= self.sampling.describe(rollouts)
             rollouts, staged = self.sampling.stages(rollouts, step)  # filters and caches named in the TOML
-        metrics |= staged | self.sampling.describe(rollouts)
         self.sampling.keep(rollouts, step)
         batch = Batch.from_rollouts(rollouts, self.config_now.rollout.temperature)
         with self.phase("annotate"):
             batch, noted = self.annotate(batch)  # old / ref log-probs: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
         with self.phase("train"):
-            metrics |= noted | self.update(batch, step)
+            metrics |= staged | noted | self.update(batch, step)
         with self.phase("sync"):
             metrics |= self.sampling.sync()  # worker to worker
         return metrics
@@ -83,12 +85,12 @@ class Trainer(TrainingRun):
     def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add the columns that the algorithm needs from a model, and the KL where it is in the reward."""
         columns = {}
-        for column in self.plan.columns:
+        for column in self.plan.columns_for(batch["group_ids"], self.config_now.algorithm):
             role = self.groups[requirements.PRODUCERS[column]]
             columns[column] = role.call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
         batch = batch.with_columns(tokens=columns)
         algorithm = self.config_now.algorithm
-        if algorithm.kl_in == "loss" or "ref_log_probs" not in batch:
+        if algorithm.kl_in == "loss" or not algorithm.kl_coef:
             return batch, {}
         per_token = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_estimator)
         kl = batch.sum_by_sequence(per_token * batch["loss_mask"])  # [B]
@@ -107,15 +109,12 @@ class Trainer(TrainingRun):
         return batch.with_columns(tokens={"advantages": advantages})
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """One optimizer step for each mini-batch; returns means over them."""
+        """One optimizer step for each mini-batch."""
         totals: dict[str, list[float]] = {}
         for mini in self.mini_batches(batch, step):
             for name, value in self.update_on(mini).items():
                 totals.setdefault(name, []).append(value)
-        return {
-            name: max(values) if name.endswith(("/max_abs", "/lr")) else sum(values) / len(values)
-            for name, values in totals.items()
-        }
+        return combine(totals)
 
     def update_on(self, mini: Batch) -> dict[str, float]:
         """Forward, backward, check, optimizer step."""
@@ -179,7 +178,8 @@ class Trainer(TrainingRun):
     def generate(self, prompts: list[Prompt]) -> list[Rollout]:
         """Sample and score `group_size` responses a prompt with the current weights, outside of training."""
         self.setup()
-        rollouts = self.sampling.sample(prompts, step=0)
+        with self.runtime.phase("generate"):
+            rollouts = self.sampling.sample(prompts, step=0)
         self.sampling.score(rollouts, step=0, training=False)
         return rollouts
 
@@ -194,3 +194,4 @@ class Trainer(TrainingRun):
     def load_state(self, state: dict[str, Any]) -> None:
         self.sampling.rewards.load_state(state["rewards"])
         self.sampling.version = state["version"]
+        self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these

@@ -222,15 +222,21 @@ class Batch:
         def cat(columns: list[Tensor]) -> Tensor:
             return torch.cat(columns) if columns else torch.zeros(0)
 
+        mass = "support_log_mass"  # a rollout without it was not cut: the log of 1
+        if any(mass in r.extras for r in rollouts):
+            whole = [r.extras.get(mass, torch.zeros(len(r.token_ids))) for r in rollouts]
+        else:
+            whole = []
         names = set.intersection(*(set(r.extras) for r in rollouts)) if rollouts else set()
         tokens = {
             "loss_mask": cat([r.loss_mask & r.valid for r in rollouts]).bool(),
             "rollout_log_probs": cat([r.rollout_log_probs for r in rollouts]),
             "policy_versions": cat([r.policy_versions for r in rollouts]),
-            **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names)},
+            **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names - {mass})},
         }
-        if "support_log_mass" in tokens:
-            tokens["rollout_log_probs"] = tokens["rollout_log_probs"] + tokens["support_log_mass"]
+        if whole:
+            tokens[mass] = cat(whole)
+            tokens["rollout_log_probs"] = tokens["rollout_log_probs"] + tokens[mass]
         reward_names = sorted({name for r in rollouts for name in r.rewards})
         nan = float("nan")
         sequences = {

@@ -14,6 +14,8 @@ from engine_core.config.schedule import boundaries, config_at
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine_core.config import AlgorithmConfig, EngineConfig
     from engine_core.specs import Advantage, Loss
 
@@ -31,6 +33,9 @@ ROLLOUT_COLUMNS = frozenset(
 )
 """In every batch (``Batch.from_rollouts``), besides ``reward/NAME``."""
 
+OUTPUTS = frozenset({"log_probs", "entropy"})
+"""What a train engine can compute for a loss."""
+
 PRODUCERS = {"old_log_probs": "actor", "ref_log_probs": "ref"}
 """Column -> the role whose ``infer`` makes it."""
 
@@ -42,6 +47,13 @@ class Plan:
     columns: tuple[str, ...]  # to be made by `infer`, in the order of PRODUCERS
     outputs: tuple[str, ...]  # computed with gradient
     updates_per_step: int  # optimizer steps for one batch of rollouts
+
+    def columns_for(self, group_ids: Tensor, algorithm: AlgorithmConfig) -> tuple[str, ...]:
+        """``columns``, and ``old_log_probs`` where a stage made so many groups that there is more than one update."""
+        groups = len(group_ids.unique())
+        updates = algorithm.epochs * -(-groups // (algorithm.mini_batch_prompts or max(groups, 1)))
+        added = updates > 1 and "old_log_probs" not in self.columns
+        return (("old_log_probs",) if added else ()) + self.columns
 
     @property
     def needs_ref(self) -> bool:
@@ -90,6 +102,12 @@ def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_p
             + did_you_mean(column, ROLLOUT_COLUMNS | set(PRODUCERS))
             for column in sorted(unknown)
         ]
+    problems += [
+        f"algorithm.loss = '{algorithm.loss}' needs the output '{output}', which no train engine computes."
+        + did_you_mean(output, OUTPUTS)
+        for output in loss.outputs
+        if output not in OUTPUTS
+    ]
     if problems:
         raise ConfigError(problems)
     outputs = tuple(dict.fromkeys([*loss.outputs, *(["entropy"] if algorithm.entropy_coef else [])]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.errors import PluginError
@@ -31,6 +31,15 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
         raise ValueError("Requests must have distinct ids.")
     engine.add(requests)
     done: dict[str, Rollout] = {}
+    try:
+        _collect(engine, wanted, done)
+    except BaseException:  # whoever goes on after it finds nothing of ours queued
+        engine.abort([id for id in wanted if id not in done])
+        raise
+    return [done[request.id] for request in requests]
+
+
+def _collect(engine: RolloutEngine, wanted: Mapping[str, Request], done: dict[str, Rollout]) -> None:
     while len(done) < len(wanted):
         unfinished = engine.num_unfinished
         finished = engine.step()
@@ -42,7 +51,6 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
             raise _broken(
                 engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'"
             )
-    return [done[request.id] for request in requests]
 
 
 def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:

@@ -66,7 +66,11 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """The inverse of ``optimizer_state``, for the same parameters in the same groups."""
+    """The inverse of ``optimizer_state``, for the same parameters in the same groups.
+
+    Settings of the groups (learning rate, betas, decay) stay those of this optimizer: they are the
+    run file's, which may have changed since.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     saved = [group["params"] for group in plain["groups"]]
@@ -82,11 +86,8 @@ def load_optimizer_state(
         name, _, key = path.rpartition("/")
         state.setdefault(numbers[name], {})[key] = value
     groups = [
-        {
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()},
-            "params": [numbers[n] for n in members],
-        }
-        for group, members in zip(plain["groups"], saved, strict=True)
+        {**group, "params": [numbers[n] for n in members]}
+        for group, members in zip(optimizer.param_groups, saved, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -89,7 +89,7 @@ class TorchEngine(TrainEngine):
     ) -> Any:
         model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
         module = self._steps.engine_build_model(role=role, model_config=model, options=engine_config)
-        live = (self.context.live or {}).get("model")
+        live = (self.context.live or {}).get("model") if self.config.path is None else None
         if module is None and live is not None:
             module = adopt_live(live, model, role, self.device)
         elif module is None:
@@ -318,6 +318,7 @@ class TorchEngine(TrainEngine):
             state.load_optimizer_state(self.optimizer, self.module, tensors, scalars["optimizer"])
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+            self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
         self.num_skipped_steps = scalars["num_skipped_steps"]
         state.set_random_state(scalars["random"], self.device)
 

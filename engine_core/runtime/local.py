@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from engine_core.config.models import PlacementConfig
 from engine_core.engines.base import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.runtime.base import Role, Runtime, WorkerGroup
 from engine_core.weight_sync import SyncResult, same_process
@@ -45,6 +46,9 @@ class LocalRuntime(Runtime):
         self._stack = ExitStack()
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        torch.manual_seed(self.config.run.seed)
+        if self.config.placement != PlacementConfig():
+            log.info("Not read: [placement]; the local runtime has one pool, this process.")
         try:
             for name, role in roles.items():
                 build = self._build_train if role.kind == "train" else self._build_rollout

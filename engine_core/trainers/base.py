@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import json
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,12 +63,14 @@ class TrainingRun(abc.ABC):
         self.folder: RunFolder | None = None
         self.groups: dict[str, WorkerGroup] = {}
         self.runtime: Runtime
-        self.step_done = 0
-        self._ready = False
+        self.step_done = self._step_now = 0
+        self._trains = self._trained = False
+        self._measured: set[str] = set()
         self._skipped_in_a_row = 0
         self._times: dict[str, float] = {}
         self._progress: Progress | None = None
-        self._cleanup = ExitStack()
+        self._cleanup = ExitStack()  # workers and data
+        self._attempt = ExitStack()  # run folder, logs, trackers
 
     # what a trainer brings
 
@@ -75,15 +78,15 @@ class TrainingRun(abc.ABC):
         """Resolve what the trainer needs; refuse what cannot work, before any model is built."""
 
     @abc.abstractmethod
-    def roles(self) -> dict[str, Role]:
-        """The workers to start, by role."""
+    def roles(self, training: bool) -> dict[str, Role]:
+        """The workers to start, by role; without ``training`` none has an optimizer."""
 
     @abc.abstractmethod
     def step(self, step: int) -> dict[str, float]:
         """Do step number ``step`` (from 1); returns its metrics."""
 
     def start(self) -> None:
-        """Called once before the first step of this process."""
+        """Called once when the workers are there."""
 
     @property
     def optimizer_steps_per_step(self) -> int:
@@ -109,16 +112,31 @@ class TrainingRun(abc.ABC):
 
     # the run
 
-    def setup(self) -> None:
-        """Tokenizer, data, workers. Everything that can be refused is refused before models are built."""
-        if self._ready:
+    def setup(self, training: bool = False) -> None:
+        """Tokenizer, data, workers. Everything that can be refused is refused before models are built.
+
+        Args:
+            training: with optimizers, for ``train``; without, for evaluation, sampling and export.
+
+        Raises:
+            ConfigError: what this trainer had trained was closed with it.
+        """
+        if self._trained and not self.groups:
+            raise ConfigError(
+                "This trainer was closed after training, and its weights with it. Make a new one: "
+                "load_checkpoint(FOLDER) takes the weights of a run, train(resume=RUN) goes on with it."
+            )
+        if self.groups and (self._trains or not training):
             return
+        self._cleanup.close()
+        self._trains = training
         self.load_inputs()
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
-        self.groups = self.runtime.start(self.roles(), self.total_steps * self.optimizer_steps_per_step)
-        self._ready = True
+        steps = self.total_steps * self.optimizer_steps_per_step if training else 0
+        self.groups = self.runtime.start(self.roles(training), steps)
+        self.start()
 
     def load_inputs(self) -> None:
         """The part of ``setup`` before any model: tokenizer, data, what the algorithm needs."""
@@ -147,7 +165,7 @@ class TrainingRun(abc.ABC):
         return steps
 
     def train(self, resume: Path | None = None) -> dict[str, float]:
-        """Run to the end.
+        """Run to the end. ``evaluate``, ``generate`` and ``export`` then work on what was trained.
 
         Args:
             resume: a run folder to go on with, from its newest good checkpoint.
@@ -156,10 +174,16 @@ class TrainingRun(abc.ABC):
             The metrics of the last step, with those of the last evaluation.
 
         Raises:
-            TrainingFailed: training cannot go on. Checkpoints and logs are kept.
+            TrainingFailed: training cannot go on. Checkpoints and logs are kept; the trainer is closed.
+            ConfigError: this trainer has trained already.
         """
+        if self._trained:
+            raise ConfigError(
+                "This trainer has trained already. Make a new one; train(resume=RUN) goes on with a run."
+            )
         try:
             self._open(resume)
+            self._trained = True
             return self._loop()
         except BaseException as error:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
@@ -167,9 +191,10 @@ class TrainingRun(abc.ABC):
                 log.error("Run failed in step %d: %s", self.step_done + 1, error)
             elif self.folder is not None:  # Ctrl-C, SIGTERM
                 log.warning("Run stopped in step %d by %s.", self.step_done + 1, type(error).__name__)
+            self.close()
             raise
         finally:
-            self.close()
+            self._attempt.close()
 
     def export(self, folder: Path) -> None:
         """Write the actor and the tokenizer as a Hugging Face folder."""
@@ -184,7 +209,7 @@ class TrainingRun(abc.ABC):
         self.groups["actor"].call("load", folder=path / "actor").result()
         self.source.load_state(state["data"])
         self.load_state(state["trainer"])
-        self.step_done = state["step"]
+        self.step_done = self._step_now = state["step"]
         if state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
@@ -192,8 +217,9 @@ class TrainingRun(abc.ABC):
 
     def close(self) -> None:
         """Stop workers and trackers; safe to call twice."""
+        self._attempt.close()
         self._cleanup.close()
-        self.groups, self._ready = {}, False
+        self.groups = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -205,9 +231,14 @@ class TrainingRun(abc.ABC):
             yield
         self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - start
 
+    @property
+    def running(self) -> bool:
+        """Inside ``train``: what happens belongs to the run folder."""
+        return self._progress is not None
+
     def emit(self, event: str, data: Mapping[str, Any]) -> None:
         """Tell the observers."""
-        self.plugins.emit(event, self.step_done, data)
+        self.plugins.emit(event, self._step_now, data)
 
     def validation_prompts(self) -> list[Prompt]:
         """The prompts of ``[eval]``."""
@@ -245,16 +276,16 @@ class TrainingRun(abc.ABC):
             self.folder = RunFolder.open(resume, step, self.config, self.plugins)
         else:
             self.folder = RunFolder.create(self.config, self.plugins)
-        self._cleanup.callback(self.folder.close)
-        self._cleanup.enter_context(setup_logging(self.folder))
+        self._attempt.callback(self.folder.close)
+        self._attempt.enter_context(setup_logging(self.folder))
         for message in machine.check_start(self.folder.path):
             log.warning("%s", message)
         for unread in self.config.unread:
             log.info("Not read: %s", unread)
         log.info("Plugins: %s", json.dumps(self.plugins.versions()))
         self.hub = TrackerHub(self.folder, self.config, self.plugins)
-        self._cleanup.callback(self.hub.close)
-        self.setup()
+        self._attempt.callback(self.hub.close)
+        self.setup(training=True)
         if checkpoint is not None:
             self.load_checkpoint(checkpoint)
             log.info("Resumed from %s.", checkpoint)
@@ -267,7 +298,6 @@ class TrainingRun(abc.ABC):
         metrics: dict[str, float] = {}
         assert self.folder is not None
         with Progress(total, self.step_done, self.folder.path.name) as self._progress:
-            self.start()
             if self.config.eval.at_start and self.step_done == 0:
                 self.hub.log(0, self._evaluated())
             while self.step_done < total:
@@ -278,6 +308,7 @@ class TrainingRun(abc.ABC):
 
     def _one_step(self, step: int, last: bool) -> dict[str, float]:
         start = time.perf_counter()
+        self._step_now = step
         self._apply_schedule(step)
         self._times = {}
         metrics = self.step(step)
@@ -300,10 +331,15 @@ class TrainingRun(abc.ABC):
         return metrics
 
     def _check_bounds(self, metrics: Mapping[str, float]) -> None:
+        self._measured |= set(metrics)
+        evaluated = any(name.startswith("eval/") for name in self._measured)
         for name, bound in self.config.run.stop_above.items():
-            if name not in metrics and not name.startswith("eval/"):
-                raise ConfigError(f"run.stop_above: no step measures '{name}'.{did_you_mean(name, metrics)}")
-            if metrics.get(name, 0.0) > bound:
+            waits = "actor/loss" not in self._measured or (name.startswith("eval/") and not evaluated)
+            if name not in self._measured and not waits:
+                raise ConfigError(
+                    f"run.stop_above: no step measures '{name}'.{did_you_mean(name, self._measured)}"
+                )
+            if name in metrics and not metrics[name] <= bound:  # NaN is over every bound
                 raise TrainingFailed(
                     f"{name} is {metrics[name]:.4g} after step {self.step_done}, over run.stop_above = {bound:g}. "
                     "The step is not saved; the last checkpoint is from before it."
@@ -362,7 +398,7 @@ class TrainingRun(abc.ABC):
         data, group = self.config.data, self.config.rollout.group_size
         each = (
             f" x {group} responses = {data.prompts_per_step * group} rollouts"
-            if "rollout" in self.roles()
+            if "rollout" in self.roles(training=True)
             else ""
         )
         # counting usable rows reads them all: only where the length of the run depends on it
@@ -372,3 +408,14 @@ class TrainingRun(abc.ABC):
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
             f"at most {self.config.actor.max_tokens_per_rank} tokens a micro-batch.",
         ]
+
+
+def combine(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The mini-batches' values of each metric as the step's: counts are summed, the rest averaged."""
+    rules: dict[str, Callable[[Sequence[float]], float]] = {
+        "mismatch/max_abs": max,
+        "actor/lr": max,
+        "actor/skipped_steps": sum,
+        "actor/empty_updates": sum,
+    }
+    return {name: rules.get(name, statistics.fmean)(values) for name, values in totals.items()}

@@ -89,7 +89,8 @@ class RolloutSource:
         """
         config = self.run.config.eval
         prompts = self.run.validation_prompts()
-        rollouts = self._sample(prompts, 0, config.samples_per_prompt, config.temperature, 1.0, 0)
+        with self.run.runtime.phase("generate"):
+            rollouts = self._sample(prompts, 0, config.samples_per_prompt, config.temperature, 1.0, 0)
         self.score(rollouts, 0, training=False)
         names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
         metrics = {f"eval/{name}": _mean([r.rewards.get(name) for r in rollouts]) for name in names}
@@ -99,7 +100,7 @@ class RolloutSource:
             "eval/response_length": _mean([float(r.response_length) for r in rollouts]),
             "eval/prompts": float(len(prompts)),
         }
-        if self.run.folder:
+        if self.run.folder and self.run.running:
             write_rollouts(self.run.folder.rollouts_dir / "eval", self.run.step_done, rollouts)
         return metrics
 

@@ -24,8 +24,8 @@ class SFTTrainer(TrainingRun):
     The loss is the mean over all response tokens of the step, whatever the micro-batches.
     """
 
-    def roles(self) -> dict[str, Role]:
-        return {"actor": Role("train")}
+    def roles(self, training: bool) -> dict[str, Role]:
+        return {"actor": Role("train", trainable=training)}
 
     def make_source(self) -> SFTSource:
         return self._source("train", rows=self.live.get("data"))

@@ -58,14 +58,20 @@ def weights(run):
 def keep_engines(monkeypatch):
     """Weights of the actor at the end of a run, by run folder name."""
     kept = {}
-    close = Trainer.close
+    close, train = Trainer.close, Trainer.train
 
     def closing(self):
         if self.groups:
             kept[self.folder.path.name if self.folder else ""] = weights(self)
         close(self)
 
+    def training(self, **arguments):
+        found = train(self, **arguments)
+        self.close()
+        return found
+
     monkeypatch.setattr(Trainer, "close", closing)
+    monkeypatch.setattr(Trainer, "train", training)
     return kept
 
 
@@ -338,3 +344,78 @@ def test_responses_that_end_at_once_are_learned_from_like_any_other(grpo):
     lines = metrics_of(run)
     assert lines[0]["response_length/max"] == 1
     assert all(value == value and value is not None for value in lines[1].values())
+
+
+def test_after_training_the_trainer_holds_what_was_trained_and_trains_no_second_time(grpo, tmp_path):
+    from safetensors.torch import load_file
+
+    run = trainer(grpo)
+    run.train()
+    run.export(tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    fresh = trainer(grpo, {"run.name": "fresh"})
+    fresh.setup()
+    assert any(not torch.equal(tensor, exported[name]) for name, tensor in weights(fresh).items())
+    fresh.close()
+    assert run.evaluate()["eval/prompts"] == 8
+    with pytest.raises(ConfigError, match="has trained already"):
+        run.train()
+    run.close()
+    with pytest.raises(ConfigError, match="closed after training"):
+        run.evaluate()
+
+
+def test_a_sampler_with_weights_of_its_own_has_those_of_the_checkpoint_it_evaluates(grpo, monkeypatch):
+    from engine_core.runtime.local import LocalRuntime
+
+    monkeypatch.setattr(LocalRuntime, "_can_share", lambda self: False)
+    run = trainer(grpo)
+    run.train()
+    run.close()
+    checked = trainer(grpo, {"run.name": "other"})
+    checked.load_checkpoint(run.folder.checkpoints / "step_00000002")
+    sampler, actor = (checked.runtime.engines[name] for name in ("rollout", "actor"))
+    sampled = sampler._module().state_dict()
+    assert all(torch.equal(tensor, sampled[name]) for name, tensor in actor.named_weights())
+    assert sampler.version == 2
+    checked.close()
+
+
+def test_optimizer_settings_changed_on_resume_hold_and_a_longer_run_follows_its_own_schedule(grpo):
+    linear = {"actor.optim.schedule": "linear"}
+    first = trainer(grpo, linear)
+    first.train()
+    second = trainer(grpo, linear | {"run.steps": 4, "actor.optim.lr": 2e-3, "actor.optim.weight_decay": 0.3})
+    second.train(resume=first.folder.path)
+    rates = [line["actor/lr"] for line in metrics_of(second)]
+    assert rates == pytest.approx([1e-3, 5e-4, 2e-3 * 2 / 4, 2e-3 / 4])
+    groups = second.runtime.engines["actor"].optimizer.param_groups
+    assert groups[0]["weight_decay"] == 0.3
+    second.close()
+
+
+def test_too_few_rows_for_a_step_can_be_evaluated_and_sampled(grpo):
+    run = trainer({k: v for k, v in grpo.items() if k != "run.steps"} | {"data.prompts_per_step": 1000})
+    assert run.evaluate()["eval/prompts"] == 8
+    assert len(run.generate(run.source.all(2))) == 8
+    run.close()
+
+
+def test_a_stage_that_makes_more_groups_gets_the_old_log_probs_it_needs(grpo, run_file):
+    plugin = """
+import dataclasses
+from engine_core import hookimpl
+from engine_core.specs import Stage
+
+def twice(rollouts, step):
+    return rollouts + [dataclasses.replace(r, group_id=r.group_id + 100) for r in rollouts], {}
+
+@hookimpl
+def engine_stages():
+    return {"twice": Stage(load=twice)}
+"""
+    path = run_file('plugins = ["again.py"]\n[[stage]]\nname = "twice"\n', again=plugin)
+    run = Trainer(load_config(path, grpo | {"algorithm.mini_batch_prompts": 4}), rewards=[digits])
+    run.train()
+    assert metrics_of(run)[0]["actor/approx_kl"] > 0  # the second update sees how far the first went
+    assert metrics_of(run)[0]["mismatch/max_abs"] < 1e-4

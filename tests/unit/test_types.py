@@ -80,3 +80,9 @@ def test_no_rollouts_are_an_empty_batch():
     batch = Batch.from_rollouts([])
     assert len(batch) == batch.num_tokens == 0
     assert batch.select([]).num_tokens == 0
+
+
+def test_a_rollout_without_a_cut_support_beside_one_with_it_has_lost_nothing():
+    extras = {"support_log_mass": torch.tensor([0.0, -0.2])}
+    batch = Batch.from_rollouts([rollout([5], [1], extras=extras), rollout([5], [1])])
+    assert batch["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7, 0.0, -0.5])

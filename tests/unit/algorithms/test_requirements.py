@@ -69,3 +69,11 @@ def test_a_schedule_is_planned_for_all_its_steps():
     assert made.columns == ("old_log_probs", "ref_log_probs")
     assert made.outputs == ("log_probs", "entropy")
     assert made.updates_per_step == 2
+
+
+def test_an_output_that_no_engine_computes_is_refused_by_name():
+    wrong = Loss(load=lambda: None, outputs=("log_probs", "values"))
+    with pytest.raises(
+        ConfigError, match=r"algorithm.loss = 'ppo_clip' needs the output 'values'.*Known: entropy, log_probs"
+    ):
+        planned(loss=wrong)

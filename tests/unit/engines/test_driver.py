@@ -92,3 +92,12 @@ def test_what_an_engine_returns_is_checked_and_the_engine_named(spoil, message):
 def test_requests_need_distinct_ids():
     with pytest.raises(ValueError, match="distinct ids"):
         Echo().generate(requests(1) * 2)
+
+
+def test_after_a_failure_nothing_is_left_in_the_queue():
+    aborted = []
+    engine = Echo(spoiled(lambda r: dataclasses.replace(r, request_id="x")))
+    engine.abort = aborted.extend
+    with pytest.raises(PluginError):
+        engine.generate(requests(3))
+    assert aborted == ["r0", "r1", "r2"]
