@@ -94,7 +94,9 @@ class Checkpoints:
                 self.path(step).name,
                 found[0],
             )
-        raise DataError(f"No usable checkpoint in {self.folder}. Start again with `engine train`.")
+        raise DataError(
+            f"No usable checkpoint in {self.folder}. Start again with `engine train`, under another run.name."
+        )
 
     def leftovers(self) -> list[Path]:
         """What interrupted saves and replaced broken checkpoints left behind; nothing reads them."""

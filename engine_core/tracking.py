@@ -219,9 +219,15 @@ def _make_folder(config: EngineConfig) -> Path:
         raise EnvironmentProblem(
             f"run.dir: cannot make a run folder in '{root}': {error.strerror or error}. Set run.dir to a folder you may write to."
         ) from error
+    started = any((root / str(names[0]) / "checkpoints").glob("step_*"))
+    way = (
+        f"go on with that run: engine resume {root / str(names[0])}"
+        if started
+        else "delete it: it holds no checkpoint."
+    )
     raise ConfigError(
         f"run.name: '{names[0]}' exists already in {root}, and a run folder is never overwritten. "
-        f"Choose another name, or go on with that run: engine resume {root / names[0]}"
+        f"Choose another name, or {way}"
     )
 
 

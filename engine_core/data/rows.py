@@ -83,7 +83,7 @@ class JsonLines:
         if len(line) > MAX_ROW_BYTES:
             raise BadRow(f"the line is longer than {MAX_ROW_BYTES:,} bytes")
         try:
-            return _mapping(json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8")))
+            return _mapping(json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8").strip()))
         except UnicodeDecodeError as error:
             byte, column = line[error.start], error.start + 1
             raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {column})") from error

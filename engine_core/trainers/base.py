@@ -56,6 +56,7 @@ class TrainingRun(abc.ABC):
         data: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         live = {"model": model, "tokenizer": tokenizer, "rewards": rewards, "data": data}
+        check_live(live)
         self.live = {name: value for name, value in live.items() if value is not None}
         check_complete(config, self.live)
         self.config = self.config_now = config
@@ -189,8 +190,9 @@ class TrainingRun(abc.ABC):
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
             if self.folder is not None and isinstance(error, Exception):
                 log.error("Run failed in step %d: %s", self.step_done + 1, error)
-            elif self.folder is not None:  # Ctrl-C, SIGTERM
-                log.warning("Run stopped in step %d by %s.", self.step_done + 1, type(error).__name__)
+            elif self.folder is not None:
+                by = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "a signal"
+                log.warning("Run stopped in step %d by %s. %s", self.step_done + 1, by, self._way_on())
             self.close()
             raise
         finally:
@@ -345,6 +347,14 @@ class TrainingRun(abc.ABC):
                     "The step is not saved; the last checkpoint is from before it."
                 )
 
+    def _way_on(self) -> str:
+        """What to do after a stop."""
+        assert self.folder is not None
+        steps = Checkpoints(self.folder.checkpoints).steps()
+        if not steps:
+            return "No checkpoint was saved: set checkpoint.every_steps to keep work."
+        return f"The newest checkpoint is of step {steps[-1]}. Go on: engine resume {self.folder.path}"
+
     def _evaluated(self) -> dict[str, float]:
         if self._progress:
             self._progress.phase("eval")
@@ -419,3 +429,23 @@ def combine(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
         "actor/empty_updates": sum,
     }
     return {name: rules.get(name, statistics.fmean)(values) for name, values in totals.items()}
+
+
+def check_live(live: Mapping[str, Any]) -> None:
+    """Refuse objects from Python that are names or paths, with the key where a name belongs."""
+    keys = {
+        "model": "model.path",
+        "tokenizer": "model.tokenizer",
+        "rewards": "[[reward]]",
+        "data": "data.train",
+    }
+    problems = [
+        f"{name}: got the text {value!r}; expected the object itself. A name or path belongs in {keys[name]}."
+        for name, value in live.items()
+        if isinstance(value, (str, Path))
+    ]
+    rewards = live.get("rewards")
+    if rewards is not None and not problems and (callable(rewards) or not all(callable(r) for r in rewards)):
+        problems.append("rewards: expected a list of functions. A reward by name belongs in [[reward]].")
+    if problems:
+        raise ConfigError(problems)

@@ -419,3 +419,17 @@ def engine_stages():
     run.train()
     assert metrics_of(run)[0]["actor/approx_kl"] > 0  # the second update sees how far the first went
     assert metrics_of(run)[0]["mismatch/max_abs"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("live", "message"),
+    [
+        ({"model": "demo/sft"}, r"model: got the text 'demo/sft'; expected the object itself.*model.path"),
+        ({"data": "train.jsonl"}, r"data: got the text 'train.jsonl'.*data.train"),
+        ({"rewards": digits}, "rewards: expected a list of functions"),
+        ({"rewards": ["numeric"]}, r"A reward by name belongs in \[\[reward\]\]"),
+    ],
+)
+def test_names_in_place_of_live_objects_are_refused_with_their_key(grpo, live, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(load_config(overrides=grpo), **live)
