@@ -115,6 +115,10 @@ def test_a_name_that_exists_is_refused_and_left_alone(tmp_path, run):
     with pytest.raises(ConfigError) as caught:
         RunFolder.create(config_in(tmp_path))
     assert "run.name: 'a' exists already" in str(caught.value)
+    assert str(caught.value).endswith("or delete it: it holds no checkpoint.")
+    (run.checkpoints / "step_00000001").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.create(config_in(tmp_path))
     assert f"engine resume {tmp_path / 'runs' / 'a'}" in str(caught.value)
     assert (run.path / "mine.txt").read_text() == "kept"
 
