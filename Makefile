@@ -32,7 +32,7 @@ demo: .venv/.demo
 	$(BIN)/python examples/word_problems/demo.py
 
 demo-control: .venv/.demo
-	$(BIN)/python examples/word_problems/demo.py --control
+	$(BIN)/python examples/word_problems/demo.py --control --folder demo-control
 
 test: install
 	$(PYTEST) -m "not slow and not gpu"
@@ -50,4 +50,4 @@ bench: install
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv demo runs build dist
+	rm -rf .venv demo demo-control runs build dist
