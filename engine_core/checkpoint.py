@@ -1,9 +1,12 @@
 """Checkpoints: written aside, published by one rename, verified before they are read.
 
 Layout of ``checkpoints/step_00000012/``: a folder for each role that the train engine filled,
-``state.json`` (position of the data, schedules, reward state, versions) and ``manifest.json``
-(size and SHA-256 of every other file), written last. A folder without a manifest that matches is
-not a checkpoint, whatever its name. Nothing is ever overwritten.
+``state.json`` (position of the data, random states, algorithm state, versions) and ``manifest.json``
+(size and SHA-256 of every other file), written last and synced. A folder without a manifest that
+matches is not a checkpoint, whatever its name. Nothing is ever overwritten, and a checkpoint that goes
+is renamed first, so that what is half deleted does not look like one.
+
+Left out on purpose: a file that points to the newest one. The folders' names say it, and cannot dangle.
 """
 
 from __future__ import annotations
@@ -11,20 +14,52 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
+from engine_core import faults
 from engine_core.errors import DataError
+
+if TYPE_CHECKING:
+    from engine_core.config.models import CheckpointConfig
 
 log = logging.getLogger("engine")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
+MAX_JSON_BYTES = 64 * 1024**2  # of the manifest and of state.json; ours are far below
+PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"})
+"""Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Which checkpoints count as the best: those whose ``metric`` is the highest (``max``) or lowest (``min``)."""
+
+    metric: str
+    mode: str = "max"
+    keep: int = 1
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> Best | None:
+        """What ``[checkpoint]`` says; None where it names no metric."""
+        if config.best_metric is None:
+            return None
+        return cls(config.best_metric, config.best_mode, config.keep_best)
+
+    def rank(self, metrics: Mapping[str, float]) -> float | None:
+        """A number that is higher for a better checkpoint; None where the metric was not measured."""
+        value = metrics.get(self.metric)
+        if value is None or not math.isfinite(value):
+            return None
+        return value if self.mode == "max" else -value
 
 
 class Checkpoints:
@@ -33,10 +68,11 @@ class Checkpoints:
     Args:
         folder: made when missing.
         keep_last: how many verified ones stay; older ones go once a newer one is verified.
+        best: which ones stay besides.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2) -> None:
-        self.folder, self.keep_last = Path(folder), keep_last
+    def __init__(self, folder: Path, keep_last: int = 2, best: Best | None = None) -> None:
+        self.folder, self.keep_last, self.best = Path(folder), keep_last, best
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Write and publish the checkpoint of ``step``.
@@ -54,19 +90,25 @@ class Checkpoints:
         if final.exists():
             if not problems(final):
                 return final
-            final.rename(self.folder / f".{final.name}.broken-{uuid.uuid4().hex[:8]}")
+            final.rename(self._aside(final, "broken"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".{final.name}.partial-{uuid.uuid4().hex[:8]}"
+        partial = self._aside(final, "partial")
         try:
             partial.mkdir()
+            faults.point("checkpoint.begin")
             write(partial)
+            faults.point("checkpoint.before_state")
             _write_json(partial / STATE, {"step": step, **state})
-            _write_manifest(partial)
+            faults.point("checkpoint.after_state")
+            _write_manifest(partial, step)
+            faults.point("checkpoint.before_publish")
             partial.rename(final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        faults.point("checkpoint.after_publish")
         _sync_folder(self.folder)
+        faults.point("checkpoint.before_prune")
         self.prune(self.keep_last)
         return final
 
@@ -79,77 +121,156 @@ class Checkpoints:
         names = [p.name for p in self.folder.glob("step_*") if p.is_dir()]
         return sorted(int(name.removeprefix("step_")) for name in names if name[5:].isdigit())
 
-    def latest(self) -> Path:
+    def latest(self, strict: bool = False) -> Path:
         """The newest checkpoint that verifies; newer ones that do not are named in a warning.
 
+        Args:
+            strict: the newest one must verify.
+
         Raises:
-            DataError: there is none.
+            DataError: there is none, or with ``strict`` the newest one is damaged.
         """
         for step in reversed(self.steps()):
             found = problems(self.path(step))
             if not found:
                 return self.path(step)
-            log.warning(
-                "Checkpoint %s is not usable: %s. Falling back to an older one.",
-                self.path(step).name,
-                found[0],
-            )
+            message = f"Checkpoint {self.path(step)} is not usable: {found[0]}."
+            if strict:
+                raise DataError(f"{message} Without --strict an older one would be taken.")
+            log.warning("%s Falling back to an older one.", message)
         raise DataError(
             f"No usable checkpoint in {self.folder}. Start again with `engine train`, under another run.name."
         )
 
     def leftovers(self) -> list[Path]:
-        """What interrupted saves and replaced broken checkpoints left behind; nothing reads them."""
+        """What interrupted saves, interrupted deletions and replaced broken checkpoints left behind; nothing reads them."""
         return sorted(
-            path for sort in ("partial", "broken") for path in self.folder.glob(f".step_*.{sort}-*")
+            path
+            for sort in ("partial", "broken", "deleted")
+            for path in self.folder.glob(f".step_*.{sort}-*")
         )
 
-    def prune(self, keep: int) -> list[Path]:
-        """Delete all but the newest ``keep`` verified checkpoints; returns what went."""
-        good = [step for step in self.steps() if not problems(self.path(step), deep=False)]
-        gone = []
-        for step in good[:-keep]:
-            shutil.rmtree(self.path(step))
-            gone.append(self.path(step))
+    def prune(self, keep: int, dry_run: bool = False, deep: bool = False) -> list[Path]:
+        """Delete all but the newest ``keep`` verified checkpoints and the best ones; returns what goes.
+
+        Args:
+            keep: how many stay besides the best.
+            dry_run: delete nothing.
+            deep: compare hashes to find which are verified, not sizes alone.
+        """
+        good = [step for step in self.steps() if not problems(self.path(step), deep)]
+        stay = {*good[-keep:], *self._best_of(good)}
+        gone = [self.path(step) for step in good if step not in stay]
+        for path in gone if not dry_run else ():
+            aside = self._aside(path, "deleted")
+            path.rename(aside)
+            faults.point("checkpoint.in_prune")
+            shutil.rmtree(aside)
         return gone
+
+    def best_rank(self) -> float | None:
+        """The rank of the best checkpoint there is; None without one."""
+        good = [step for step in self.steps() if not problems(self.path(step), deep=False)]
+        return max((rank for step in good if (rank := self._rank(step)) is not None), default=None)
+
+    def _best_of(self, steps: list[int]) -> list[int]:
+        if self.best is None:
+            return []
+        ranked = [(rank, step) for step in steps if (rank := self._rank(step)) is not None]
+        return [step for _, step in sorted(ranked)[-self.best.keep :]] if self.best.keep else []
+
+    def _rank(self, step: int) -> float | None:
+        assert self.best is not None
+        return self.best.rank(read_state(self.path(step)).get("metrics") or {})
+
+    def _aside(self, final: Path, sort: str) -> Path:
+        return self.folder / f".{final.name}.{sort}-{uuid.uuid4().hex[:8]}"
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint."""
-    return json.loads((path / STATE).read_text())
+    """The JSON state of a checkpoint.
+
+    Raises:
+        DataError: it is none.
+    """
+    state = _read_json(path / STATE)
+    if not isinstance(state, dict):
+        raise DataError(f"{path / STATE} cannot be read: it is not the state of a checkpoint.")
+    return state
 
 
 def problems(path: Path, deep: bool = True) -> list[str]:
     """What is wrong with a checkpoint; empty when it can be trusted.
 
+    Nothing but the manifest is parsed, and a file that the manifest does not list is a problem too.
+
     Args:
         path: its folder.
         deep: compare hashes, not sizes alone.
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = manifest["files"]
-    except FileNotFoundError:
+    if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+    manifest = _read_json(path / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
         return [f"{MANIFEST} cannot be read"]
     if manifest.get("format") != FORMAT:
         return [f"{MANIFEST} has format {manifest.get('format')}, this version reads {FORMAT}"]
+    step = manifest.get("step")
+    if not isinstance(step, int) or (path.name.startswith("step_") and path.name != f"step_{step:08d}"):
+        return [f"{MANIFEST} is of step {step}: the folder was renamed"]
+    found = [problem for name in files if (problem := _unsafe(path, name))]
+    return found or [*_compare(path, files, deep), *_unlisted(path, files)]
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()
+
+
+def _unsafe(path: Path, name: str) -> str | None:
+    """Why a file of this name is not opened."""
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or "\\" in name:
+        return f"{name} points outside the checkpoint"
+    if any((path / part).is_symlink() for part in (relative, *relative.parents)):
+        return f"{name} is a link; a checkpoint holds files only"
+    if relative.suffix.lower() in PICKLED:
+        return f"{name} is of a format that can run code; a checkpoint of ours holds none"
+    return None
+
+
+def _compare(path: Path, files: Mapping[str, Any], deep: bool) -> list[str]:
     found = []
     for name, entry in files.items():
         file = path / name
-        if file.is_symlink() or not file.resolve().is_relative_to(path.resolve()):
-            found.append(f"{name} points outside the checkpoint")
-        elif not file.is_file():
-            found.append(f"{name} is missing")
-        elif file.stat().st_size != entry["bytes"]:
-            found.append(f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}")
-        elif deep and _sha256(file) != entry["sha256"]:
-            found.append(f"{name} does not match its hash")
+        try:
+            if not file.is_file():
+                found.append(f"{name} is missing")
+            elif file.stat().st_size != entry["bytes"]:
+                found.append(f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}")
+            elif deep and _sha256(file) != entry["sha256"]:
+                found.append(f"{name} does not match its hash")
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error.strerror})")
     return found
 
 
-def _write_manifest(folder: Path) -> None:
+def _unlisted(path: Path, files: Mapping[str, Any]) -> list[str]:
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    return [f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})]
+
+
+def _read_json(path: Path) -> Any:
+    """The value of a JSON file, None where it cannot be parsed or is beyond any size of ours."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _write_manifest(folder: Path, step: int) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     entries = {}
     for file in files:
@@ -157,13 +278,21 @@ def _write_manifest(folder: Path) -> None:
         entries[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
     for sub in {file.parent for file in files}:
         _sync_folder(sub)
-    _write_json(folder / MANIFEST, {"format": FORMAT, "files": entries})
+    faults.point("checkpoint.before_manifest")
+    _write_json(
+        folder / MANIFEST, {"format": FORMAT, "step": step, "files": entries}, "checkpoint.in_manifest"
+    )
     _sync_folder(folder)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
+def _write_json(path: Path, value: Any, halfway: str | None = None) -> None:
+    text = json.dumps(value, indent=1, sort_keys=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text[: len(text) // 2])
+        if halfway:
+            file.flush()
+            faults.point(halfway)
+        file.write(text[len(text) // 2 :])
         file.flush()
         os.fsync(file.fileno())
 

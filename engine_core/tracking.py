@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from engine_core import faults
 from engine_core.config.dump import as_data, dump_toml, origins
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem, did_you_mean
 from engine_core.machine import describe_environment
@@ -89,23 +90,16 @@ class RunFolder:
     def open(
         cls,
         path: str | Path,
-        resume_step: int | None = None,
-        config: EngineConfig | None = None,
-        plugins: PluginSet | None = None,
         runs: str | Path = "runs",
     ) -> RunFolder:
         """A run that exists: its path, its name below ``runs``, or ``latest``.
 
         Args:
             path: which run.
-            resume_step: go on from the checkpoint of this step: a new attempt, locked, without the
-                metrics and rollouts of later steps, since those will be done again. None: only look.
-            config, plugins: what the attempt runs with, written to its log folder; the first stays.
             runs: folder of run folders.
 
         Raises:
             DataError: there is no such run.
-            EnvironmentProblem: another process works on it. Nothing was changed.
         """
         candidates = [Path(path), Path(runs) / path]
         found = [folder for folder in candidates if (folder / "config.resolved.toml").is_file()]
@@ -115,23 +109,43 @@ class RunFolder:
                 f"No run at '{path}': neither that folder nor {candidates[1]} holds a config.resolved.toml."
                 + did_you_mean(Path(path).name, names)
             )
-        run = cls(found[-1 if str(path) == "latest" else 0].resolve())
-        if resume_step is not None:
-            run._continue(resume_step, config, plugins)
-        return run
+        return cls(found[-1 if str(path) == "latest" else 0].resolve())
 
-    def _continue(self, step: int, config: EngineConfig | None, plugins: PluginSet | None) -> None:
+    @property
+    def config_file(self) -> Path:
+        """The config that the run goes on with: that of its newest attempt that came to training."""
+        described = sorted(self.logs_dir.glob("attempt_*/config.resolved.toml"), key=_attempt_of)
+        return described[-1] if described else self.path / "config.resolved.toml"
+
+    def claim(self, step: int) -> None:
+        """Begin a new attempt, which goes on from ``step``: locked, with a log folder of its own.
+
+        Raises:
+            EnvironmentProblem: another process works on it. Nothing was changed.
+        """
         self._lock()
-        attempts = [int(folder.name.removeprefix("attempt_")) for folder in self.logs_dir.glob("attempt_*")]
+        attempts = [_attempt_of(folder / "log") for folder in self.logs_dir.glob("attempt_*")]
         self.attempt, self.start_step = max(attempts, default=-1) + 1, step
         self.attempt_dir.mkdir(parents=True)
-        if config is not None:
-            self._describe(self.attempt_dir, config, plugins)
-        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
+
+    def rewind(
+        self, step: int, config: EngineConfig, plugins: PluginSet | None = None, unfinished: bool = False
+    ) -> None:
+        """Drop the metrics and rollouts of later steps, since those are done again, and describe the attempt.
+
+        Args:
+            step: of the checkpoint that the attempt goes on from.
+            config, plugins: what the attempt runs with, written to its log folder; the first stays.
+            unfinished: the metrics of ``step`` itself are written again.
+        """
+        last = step - unfinished
+        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= last]
         _replace_text(self.metrics_file, "".join(kept))
+        faults.point("resume.in_rewind")
         for file in self.rollouts_dir.rglob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
+        self._describe(self.attempt_dir, config, plugins)
         self._become_latest()
 
     @contextlib.contextmanager
@@ -229,6 +243,11 @@ def _make_folder(config: EngineConfig) -> Path:
         f"run.name: '{names[0]}' exists already in {root}, and a run folder is never overwritten. "
         f"Choose another name, or {way}"
     )
+
+
+def _attempt_of(path: Path) -> int:
+    """The number of the attempt whose log folder holds ``path``."""
+    return int(path.parent.name.removeprefix("attempt_"))
 
 
 def _stem(config: EngineConfig) -> str:
@@ -332,7 +351,8 @@ class _Feeder(threading.Thread):
 class TrackerHub:
     """Sends each step's metrics to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` in their own time.
 
-    When ``queue_size`` steps wait for a slow tracker, further ones are dropped for it.
+    When ``queue_size`` steps wait for a slow tracker, further ones are dropped for it. Nothing is opened
+    before ``start``.
 
     Raises:
         EngineError: a tracker refuses its set-up, before any step.
@@ -342,12 +362,17 @@ class TrackerHub:
         self, run: RunFolder, config: EngineConfig, plugins: PluginSet, queue_size: int = 256
     ) -> None:
         plain = run.redactor.tree(as_data(config))
-        self._file = run.metrics_file.open("a", encoding="utf-8")
+        self._path = run.metrics_file
+        self._file: TextIO | None = None
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
             tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
             begin = functools.partial(tracker.start, run, plain)
             self._feeders.append(_Feeder(name, tracker, begin, queue_size))
+
+    def start(self) -> None:
+        """Open ``metrics.jsonl`` and the trackers, once the run folder is as the attempt begins it."""
+        self._file = self._path.open("a", encoding="utf-8")
         for feeder in self._feeders:
             feeder.start()
 
@@ -369,6 +394,7 @@ class TrackerHub:
             TypeError: a metric is not a number. Nothing was written.
             OSError: ``metrics.jsonl`` cannot be written.
         """
+        assert self._file is not None, "start() comes before log()"
         numbers = {name: _number(name, value) for name, value in metrics.items()} | self.counters()
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if bad := len(numbers) - len(finite):
@@ -381,6 +407,8 @@ class TrackerHub:
 
     def close(self, timeout: float = 5.0) -> None:
         """Give the trackers ``timeout`` seconds together to finish; what they missed is logged."""
+        if self._file is None:
+            return
         self._file.close()
         for feeder in self._feeders:
             feeder.end()

@@ -120,12 +120,10 @@ class Trainer(TrainingRun):
         """Forward, backward, check, optimizer step."""
         if not bool(mini["loss_mask"].any()):
             return {"actor/empty_updates": 1.0}
-        actor = self.groups["actor"]
-        output = actor.call("forward_backward", mini, loss=self.loss_call()).result()
+        output = self.forward_backward(mini, self.loss_call())
         metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
         self.check_parity(metrics)
-        done = actor.call("optimizer_step").result()
-        self.count_skipped(done)
+        done = self.optimizer_step()
         return metrics | {
             "actor/loss": output.loss,
             "actor/grad_norm": done.grad_norm,

@@ -30,12 +30,12 @@ def read(
 
 
 def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None) -> EngineConfig:
-    """The config that a run was started with, and changes to it.
+    """The config that a run was last started or resumed with, and changes to it.
 
     The plugin files it names were allowed when it was started and are named by their full paths, so
     they are allowed again; their hashes are logged.
     """
-    file = str(folder.path / "config.resolved.toml")
+    file = str(folder.config_file)
     config = read([file], sets=sets, steps=steps, allow_code=True)
     config._source.unread.clear()  # every key stands in this file: that some are not read is no news
     return config

@@ -3,7 +3,7 @@
 A command's module is imported when the command is used, so that the quick ones stay quick. Results
 go to stdout, progress and messages to stderr. Exit codes: 0 ok, 1 a bug of ours (with its
 traceback), 2 usage or configuration, 3 plugin, 4 data, 5 environment, 6 training failed, 130
-interrupted, 143 terminated.
+interrupted, 143 terminated, 75 a training that was told to stop and has saved.
 """
 
 from __future__ import annotations

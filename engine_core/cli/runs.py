@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.checkpoint import Checkpoints, problems
+from engine_core.checkpoint import Best, Checkpoints
 from engine_core.cli.options import Json, Run
 from engine_core.cli.output import print_json
+from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError
 from engine_core.tracking import RunFolder, read_rollouts
 
@@ -88,13 +90,16 @@ def prune(
 ) -> None:
     """Delete old checkpoints, and what interrupted saves left behind; prints each folder that goes.
 
+    The best ones stay, where the run's [checkpoint] names a best_metric.
+
     One that does not verify never counts as kept, and stays for a look.
     """
     folder = RunFolder.open(run)
-    checkpoints = Checkpoints(folder.checkpoints)
+    settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8")).get("checkpoint", {})
+    checkpoints = Checkpoints(folder.checkpoints, best=Best.of(CheckpointConfig.model_validate(settings)))
     with folder.locked():
-        good = [step for step in checkpoints.steps() if not problems(checkpoints.path(step))]
-        for path in [*(checkpoints.path(step) for step in good[:-keep]), *checkpoints.leftovers()]:
+        leftovers = checkpoints.leftovers()
+        for path in [*checkpoints.prune(keep, dry_run, deep=True), *leftovers]:
             print(path)
-            if not dry_run:
-                shutil.rmtree(path)
+        for path in leftovers if not dry_run else ():
+            shutil.rmtree(path)

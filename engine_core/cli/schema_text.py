@@ -25,7 +25,7 @@ def describe(schema: Node, path: str) -> str:
     schema_at(dict(schema), path)  # an unknown key is an error here
     holder = schema_at(dict(schema), parent)
     node = holder["properties"][key]
-    table = _is_table(schema, node)
+    table = is_table(schema, node)
     lines = (
         _table(schema, path) if table else _key(schema, parent, key, node, key in holder.get("required", ()))
     )
@@ -44,7 +44,7 @@ def _table(schema: Node, path: str) -> Iterator[str]:
 
 
 def _key(schema: Node, path: str, key: str, node: Node, required: bool) -> Iterator[str]:
-    if _is_table(schema, node):
+    if is_table(schema, node):
         yield f"[{path}.{key}]  see: engine schema {path}.{key}"
     else:
         default = node.get("default")
@@ -55,18 +55,18 @@ def _key(schema: Node, path: str, key: str, node: Node, required: bool) -> Itera
             if default is None
             else json.dumps(default, ensure_ascii=False)
         )
-        yield f"{key} = {given}  ({_type(node)})"
+        yield f"{key} = {given}  ({type_text(node)})"
     yield from _wrapped(node.get("description", ""), indent="    ")
 
 
-def _is_table(schema: Node, node: Node) -> bool:
+def is_table(schema: Node, node: Node) -> bool:
     if "$ref" in node:
         return "properties" in schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
     inner = [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]
-    return any(_is_table(schema, option) for option in inner)
+    return any(is_table(schema, option) for option in inner)
 
 
-def _type(node: Node) -> str:
+def type_text(node: Node) -> str:
     """``integer > 0``, ``"a" | "b"``, ``list of string``."""
     if "enum" in node:
         return " | ".join(json.dumps(value) for value in node["enum"]) or "no such name is installed"
@@ -76,11 +76,11 @@ def _type(node: Node) -> str:
             for option in node["anyOf"]
             if option.get("type") != "null" and option.get("pattern") != ":"
         ]
-        return " or ".join(_type(option) for option in options)
+        return " or ".join(type_text(option) for option in options)
     if "prefixItems" in node:
-        return f"[{', '.join(_type(item) for item in node['prefixItems'])}]"
+        return f"[{', '.join(type_text(item) for item in node['prefixItems'])}]"
     if node.get("type") == "array":
-        return f"list of {_type(node.get('items', {}))}"
+        return f"list of {type_text(node.get('items', {}))}"
     bounds = [f"{sign} {node[name]}" for name, sign in BOUNDS.items() if name in node]
     return " ".join([node.get("type", "any"), *bounds])
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from engine_core.checkpoint import read_state
-from engine_core.cli.loading import checkpoint_of, read, read_run, trainer_of
+from engine_core.cli.loading import read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, More, Run, Sets
 from engine_core.tracking import RunFolder
 
@@ -40,15 +39,36 @@ def train(
         print(trainer.folder.path)
 
 
-def resume(run: Run, steps: Steps = None, sets: Sets = None) -> None:
-    """Go on with a run from its newest checkpoint that verifies; prints the run folder at the end."""
+def resume(
+    run: Run,
+    steps: Steps = None,
+    sets: Sets = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where the newest checkpoint is damaged; take no older one.")
+    ] = False,
+    force: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--force", metavar="KEY", help="Go on though KEY changed and would be refused. Repeat it."
+        ),
+    ] = None,
+) -> None:
+    """Go on with a run from its newest checkpoint that verifies; prints the run folder at the end.
+
+    The config is that of its last attempt, with --set on top. What changed since the checkpoint is
+    listed; what would not fit is refused.
+    """
+    from engine_core.trainers.resuming import Resume
+
     folder = RunFolder.open(run)
     config = read_run(folder, sets, steps)
-    done = read_state(checkpoint_of(folder, None))["step"]
-    if config.run.steps is not None and done >= config.run.steps:
+    found = Resume.find(folder.path, strict, force or ())
+    state = found.state
+    done = state["step"]
+    if config.run.steps is not None and done >= config.run.steps and state["unfinished"] is None:
         more = f"engine resume {run} --steps N"
         print(f"Nothing to do: step {done} of {config.run.steps} is done. To go on: {more}", file=sys.stderr)
     else:
         with closing(trainer_of(config)) as trainer:
-            trainer.train(resume=folder.path)
+            trainer.train(resume=found)
     print(folder.path)

@@ -89,16 +89,16 @@ def origins(config: EngineConfig) -> list[tuple[str, Any, str]]:
     known = config._source.origins if config._source else {}
     return [
         (key_text(path), value, str(known.get(key_text(path), "default")))
-        for path, value in _leaves(_masked(as_data(config)), ())
+        for path, value in leaves(_masked(as_data(config)))
     ]
 
 
-def _leaves(node: Any, path: Path_) -> Iterator[tuple[Path_, Any]]:
+def leaves(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
     if isinstance(node, dict):
         for key, value in node.items():
-            yield from _leaves(value, (*path, key))
+            yield from leaves(value, (*path, key))
     elif isinstance(node, list) and node and all(isinstance(entry, dict) for entry in node):
         for number, entry in enumerate(node):
-            yield from _leaves(entry, (*path, entry.get("name", str(number))))
+            yield from leaves(entry, (*path, entry.get("name", str(number))))
     else:
         yield path, node

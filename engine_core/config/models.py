@@ -272,10 +272,20 @@ class CheckpointConfig(Table):
 
     every_steps: NonNegativeInt = 0
     """Save after every n steps; 0: only at the end."""
+    every_minutes: NonNegativeFloat = 0.0
+    """Save after the step in which so much time has passed since the last save; 0: not by the clock."""
     at_end: bool = True
     """Save after the last step."""
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted once a newer one is verified."""
+    keep_best: PositiveInt = 1
+    """Besides, the checkpoints with the best `best_metric` are kept."""
+    best_metric: str | None = None
+    """A metric such as ``eval/accuracy``: a step in which it is better than in all saved ones is saved too."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether a higher or a lower `best_metric` is better."""
+    max_failures: PositiveInt = 3
+    """A save that fails (a full disk) is a warning; that many in a row end the run (exit code 5)."""
 
 
 class TrackingConfig(Table):

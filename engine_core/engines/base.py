@@ -148,9 +148,18 @@ class TrainEngine(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} does not give its module to samplers.")
         yield  # pragma: no cover
 
+    def mark(self) -> None:
+        """A step ended here: a later ``save`` writes the random state of this moment.
+
+        What interrupts the next step may have drawn numbers by then. By default the state when saving.
+        """
+
     @abc.abstractmethod
     def save(self, folder: Path) -> Future[None]:
-        """Write weights, optimizer, schedule and RNG state below ``folder``, no pickle."""
+        """Write weights, optimizer, schedule and RNG state below ``folder``, no pickle.
+
+        An ``OSError`` (a full disk) is a failed save that may be tried again.
+        """
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,8 +19,15 @@ WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "sta
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file."""
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    """One safetensors file.
+
+    Raises:
+        OSError: it cannot be written; a part of it may be there.
+    """
+    try:
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

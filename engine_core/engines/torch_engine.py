@@ -61,6 +61,7 @@ class TorchEngine(TrainEngine):
         self.device = self._choose_device()
         self.num_skipped_steps = 0
         self._asleep: set[str] = set()
+        self._random: dict[str, str] | None = None  # random state at the last ``mark``
         if context.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -290,12 +291,15 @@ class TorchEngine(TrainEngine):
 
     # -- state --------------------------------------------------------------
 
+    def mark(self) -> None:
+        self._random = state.random_state(self.device)
+
     def save(self, folder: Path) -> Future[None]:
         """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON."""
         folder.mkdir(parents=True, exist_ok=True)
         state.save_tensors(folder / state.WEIGHTS, own_weights(self.module))
         scalars: dict[str, Any] = {
-            "random": state.random_state(self.device),
+            "random": self._random or state.random_state(self.device),
             "num_skipped_steps": self.num_skipped_steps,
         }
         if self.optimizer is not None:
@@ -321,6 +325,7 @@ class TorchEngine(TrainEngine):
             self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
         self.num_skipped_steps = scalars["num_skipped_steps"]
         state.set_random_state(scalars["random"], self.device)
+        self._random = None
 
     def export(self, folder: Path) -> None:
         """``save_pretrained`` where the module has it, else ``model.safetensors`` and its config."""

@@ -26,6 +26,12 @@ class Role:
 
     kind: str  # "train" or "rollout"
     trainable: bool = True  # a train role with an optimizer
+    refreshed: bool = False  # not trained, but its weights change (a reference that follows the actor)
+
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint must hold it: weights that are not those of the model folder."""
+        return self.trainable or self.refreshed
 
 
 class WorkerGroup(abc.ABC):

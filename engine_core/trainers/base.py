@@ -1,7 +1,8 @@
-"""What every trainer shares: set-up in order, the step loop, schedule, progress, checkpoints, the end.
+"""What every trainer shares: set-up in order, training from start or checkpoint to the end, export.
 
 A trainer is a subclass with ``prepare`` (resolve what it needs, refuse what cannot work), ``roles``
-(which workers), ``step`` (one step, metrics out) and its own state.
+(which workers), ``step`` (one step, metrics out) and its own state. The steps are driven by
+``trainers.loop``, checkpoints are written by ``trainers.saving``.
 """
 
 from __future__ import annotations
@@ -12,27 +13,33 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core import machine
+from engine_core import faults, machine
 from engine_core.assemble import check_complete, plugins_for
 from engine_core.checkpoint import Checkpoints, read_state
-from engine_core.config.schedule import changes, config_at
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
-from engine_core.errors import ConfigError, TrainingFailed, did_you_mean
+from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.logs import setup_logging
-from engine_core.progress import Progress
+from engine_core.preemption import Stop, StopSignals
 from engine_core.tracking import RunFolder, TrackerHub
+from engine_core.trainers.loop import StepLoop
+from engine_core.trainers.resuming import Resume
+from engine_core.trainers.saving import Saver
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
+    from engine_core.progress import Progress
     from engine_core.runtime.base import Role, Runtime, WorkerGroup
-    from engine_core.types import Prompt, StepOutput
+    from engine_core.trainers.points import ResumePoint
+    from engine_core.types import Batch, LossCall, Prompt, StepOutput, TrainOutput
 
 log = logging.getLogger("engine")
+
+PHASES_WITH_FAULTS = ("generate", "reward", "annotate", "train", "sync")
 
 
 class TrainingRun(abc.ABC):
@@ -64,12 +71,13 @@ class TrainingRun(abc.ABC):
         self.folder: RunFolder | None = None
         self.groups: dict[str, WorkerGroup] = {}
         self.runtime: Runtime
-        self.step_done = self._step_now = 0
+        self.step_done = self.step_now = 0
+        self.skipped_in_a_row = 0
+        self.signals = StopSignals()  # takes signals only within ``train``
+        self.times: dict[str, float] = {}  # seconds in each phase of this step
+        self.progress: Progress | None = None
         self._trains = self._trained = False
-        self._measured: set[str] = set()
-        self._skipped_in_a_row = 0
-        self._times: dict[str, float] = {}
-        self._progress: Progress | None = None
+        self._updated = False  # an optimizer step of this step was done: it must come to its end
         self._cleanup = ExitStack()  # workers and data
         self._attempt = ExitStack()  # run folder, logs, trackers
 
@@ -113,11 +121,12 @@ class TrainingRun(abc.ABC):
 
     # the run
 
-    def setup(self, training: bool = False) -> None:
+    def setup(self, training: bool = False, resume: Resume | None = None) -> None:
         """Tokenizer, data, workers. Everything that can be refused is refused before models are built.
 
         Args:
             training: with optimizers, for ``train``; without, for evaluation, sampling and export.
+            resume: what training goes on from: it must fit the data and the tokenizer.
 
         Raises:
             ConfigError: what this trainer had trained was closed with it.
@@ -131,7 +140,10 @@ class TrainingRun(abc.ABC):
             return
         self._cleanup.close()
         self._trains = training
+        faults.point("run.setup")
         self.load_inputs()
+        if resume is not None:
+            resume.check_inputs(self)
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
@@ -165,38 +177,43 @@ class TrainingRun(abc.ABC):
             )
         return steps
 
-    def train(self, resume: Path | None = None) -> dict[str, float]:
+    def train(self, resume: Path | Resume | None = None) -> dict[str, float]:
         """Run to the end. ``evaluate``, ``generate`` and ``export`` then work on what was trained.
 
+        A first SIGTERM, SIGUSR1 or Ctrl-C stops within the step, saves the last finished one and leaves
+        by ``SystemExit(75)`` or ``KeyboardInterrupt``; a second one ends at once.
+
         Args:
-            resume: a run folder to go on with, from its newest good checkpoint.
+            resume: a run folder to go on with from its newest good checkpoint, or what ``Resume.find``
+                gave for it.
 
         Returns:
             The metrics of the last step, with those of the last evaluation.
 
         Raises:
             TrainingFailed: training cannot go on. Checkpoints and logs are kept; the trainer is closed.
-            ConfigError: this trainer has trained already.
+            ConfigError: this trainer has trained already, or the checkpoint does not fit the config.
         """
         if self._trained:
             raise ConfigError(
                 "This trainer has trained already. Make a new one; train(resume=RUN) goes on with a run."
             )
-        try:
-            self._open(resume)
-            self._trained = True
-            return self._loop()
-        except BaseException as error:
-            self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            if self.folder is not None and isinstance(error, Exception):
-                log.error("Run failed in step %d: %s", self.step_done + 1, error)
-            elif self.folder is not None:
-                by = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "a signal"
-                log.warning("Run stopped in step %d by %s. %s", self.step_done + 1, by, self._way_on())
-            self.close()
-            raise
-        finally:
-            self._attempt.close()
+        faults.arm()
+        with StopSignals() as self.signals:
+            loop: StepLoop | None = None
+            try:
+                with self.signals.window():
+                    point = self._open(Resume.find(resume) if isinstance(resume, str | Path) else resume)
+                self._trained = True
+                loop = StepLoop(self, Saver(self))
+                return loop.go(point)
+            except Stop as stop:
+                raise self._stopped(stop, loop) from None
+            except BaseException as error:
+                self._failed(error, loop)
+                raise
+            finally:
+                self._attempt.close()
 
     def export(self, folder: Path) -> None:
         """Write the actor and the tokenizer as a Hugging Face folder."""
@@ -208,14 +225,12 @@ class TrainingRun(abc.ABC):
         """Take weights, optimizer, position and state from a checkpoint folder."""
         self.setup()
         state = read_state(path)
-        self.groups["actor"].call("load", folder=path / "actor").result()
-        self.source.load_state(state["data"])
-        self.load_state(state["trainer"])
-        self.step_done = self._step_now = state["step"]
         if state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
             )
+        self.source.load_state(state["data"])
+        Resume(path, state).restore(self)
 
     def close(self) -> None:
         """Stop workers and trackers; safe to call twice."""
@@ -225,22 +240,55 @@ class TrainingRun(abc.ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step, show it, and let the runtime hand device memory over."""
+        """Time a part of the step, show it, and let the runtime hand device memory over.
+
+        A stop may leave it at any point, unless it changes weights (``train``, ``sync``) or they have
+        changed in this step.
+        """
         start = time.perf_counter()
-        if self._progress:
-            self._progress.phase(name)
-        with self.runtime.phase(name):
+        if self.progress:
+            self.progress.phase(name)
+        with self.runtime.phase(name), self._window(name not in ("train", "sync")):
+            if name in PHASES_WITH_FAULTS:
+                faults.point(f"step.{name}")
             yield
-        self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - start
+        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
+
+    def _window(self, wanted: bool = True) -> AbstractContextManager[None]:
+        return self.signals.window() if wanted and not self._updated else nullcontext()
+
+    def begin_step(self, step: int) -> None:
+        """Step number ``step`` starts: no weight has changed in it."""
+        self.step_now, self._updated, self.times = step, False, {}
+
+    def forward_backward(self, batch: Batch, loss: LossCall, role: str = "actor") -> TrainOutput:
+        """Add the gradient of a mini-batch; a stop may leave it while no weight has changed in this step."""
+        with self._window():
+            output = self.groups[role].call("forward_backward", batch, loss=loss).result()
+        faults.point("step.after_backward")
+        return output
+
+    def optimizer_step(self, role: str = "actor") -> StepOutput:
+        """Update a role's weights; from here on the step must come to its end.
+
+        Raises:
+            TrainingFailed: too many steps in a row had gradients that are not finite; the weights are
+                those before the first of them.
+        """
+        self._updated = True
+        done = self.groups[role].call("optimizer_step").result()
+        faults.point("step.after_update")
+        self.count_skipped(done)
+        return done
 
     @property
     def running(self) -> bool:
         """Inside ``train``: what happens belongs to the run folder."""
-        return self._progress is not None
+        return self.progress is not None
 
     def emit(self, event: str, data: Mapping[str, Any]) -> None:
         """Tell the observers."""
-        self.plugins.emit(event, self._step_now, data)
+        self.plugins.emit(event, self.step_now, data)
 
     def validation_prompts(self) -> list[Prompt]:
         """The prompts of ``[eval]``."""
@@ -254,15 +302,15 @@ class TrainingRun(abc.ABC):
 
     def count_skipped(self, done: StepOutput) -> None:
         """End the run when optimizer steps are skipped in a row: the weights are those before the first."""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if done.skipped else 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
         limit = self.config.actor.optim.max_skipped_steps
         if done.skipped:
             log.warning(
                 "Optimizer step skipped: the gradient norm is %s (%d in a row).",
                 done.grad_norm,
-                self._skipped_in_a_row,
+                self.skipped_in_a_row,
             )
-        if self._skipped_in_a_row >= limit:
+        if self.skipped_in_a_row >= limit:
             raise TrainingFailed(
                 f"{limit} optimizer steps in a row had gradients that are not finite (actor.optim.max_skipped_steps). "
                 "The weights are those before the first of them. Lower actor.optim.lr, or look at the rollouts of this step."
@@ -270,16 +318,16 @@ class TrainingRun(abc.ABC):
 
     # parts of train
 
-    def _open(self, resume: Path | None) -> None:
-        checkpoint = None
-        if resume is not None:
-            checkpoint = Checkpoints(Path(resume) / "checkpoints").latest()
-            step = read_state(checkpoint)["step"]
-            self.folder = RunFolder.open(resume, step, self.config, self.plugins)
-        else:
+    def _open(self, resume: Resume | None) -> ResumePoint | None:
+        """Everything before the first step; where it goes on from, in a resumed run."""
+        if resume is None:
             self.folder = RunFolder.create(self.config, self.plugins)
+        else:
+            self.folder = resume.claim()
         self._attempt.callback(self.folder.close)
         self._attempt.enter_context(setup_logging(self.folder))
+        if resume is not None:
+            resume.compare(self)
         for message in machine.check_start(self.folder.path):
             log.warning("%s", message)
         for unread in self.config.unread:
@@ -287,121 +335,40 @@ class TrainingRun(abc.ABC):
         log.info("Plugins: %s", json.dumps(self.plugins.versions()))
         self.hub = TrackerHub(self.folder, self.config, self.plugins)
         self._attempt.callback(self.hub.close)
-        self.setup(training=True)
-        if checkpoint is not None:
-            self.load_checkpoint(checkpoint)
-            log.info("Resumed from %s.", checkpoint)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.checkpoint.keep_last)
+        self.setup(training=True, resume=resume)
+        point = resume.go_on(self) if resume is not None else None
+        self.hub.start()
+        return point
 
-    def _loop(self) -> dict[str, float]:
-        total = self.total_steps
-        log.info("%s", " ".join(self.derived()))
-        self.emit("run_started", {"steps": total})
-        metrics: dict[str, float] = {}
-        assert self.folder is not None
-        with Progress(total, self.step_done, self.folder.path.name) as self._progress:
-            if self.config.eval.at_start and self.step_done == 0:
-                self.hub.log(0, self._evaluated())
-            while self.step_done < total:
-                metrics = self._one_step(self.step_done + 1, last=self.step_done + 1 == total)
-        self._progress = None
-        self.emit("run_finished", {"metrics": metrics})
-        return metrics
+    def _stopped(self, stop: Stop, loop: StepLoop | None) -> BaseException:
+        """Save what the stop interrupted; what leaves ``train``."""
+        try:
+            saved = loop is not None and loop.stop(stop)
+            if not saved:
+                log.warning("Stopped by %s; nothing new was saved.", stop.name)
+            return stop.ending(saved)
+        finally:
+            self.close()
 
-    def _one_step(self, step: int, last: bool) -> dict[str, float]:
-        start = time.perf_counter()
-        self._step_now = step
-        self._apply_schedule(step)
-        self._times = {}
-        metrics = self.step(step)
-        self.step_done = step
-        seconds = time.perf_counter() - start
-        metrics |= {f"time/{name}": value for name, value in self._times.items()} | {"time/step": seconds}
-        metrics |= self._throughput(metrics) | machine.memory_metrics() | self.source.counters
-        metrics["plugins/observer_failures"] = float(self.plugins.observer_failures)
-        every = self.config.eval.every_steps
-        if (every and step % every == 0) or (last and self.config.eval.at_end):
-            metrics |= self._evaluated()
-        self.hub.log(step, metrics)
-        if self._progress:
-            self._progress.step(step, metrics)
-        self.emit("step_finished", {"metrics": metrics})
-        self._check_bounds(metrics)
-        saves = self.config.checkpoint
-        if (saves.every_steps and step % saves.every_steps == 0) or (last and saves.at_end):
-            self._save(step)
-        return metrics
+    def _failed(self, error: BaseException, loop: StepLoop | None) -> None:
+        """Say in which step the run failed or was ended at once."""
+        try:
+            self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
+            where = f"in step {self.step_done + 1}" if loop is not None else "before its first step"
+            if self.folder is not None and isinstance(error, Exception):
+                log.error("The run failed %s: %s", where, error)
+            elif self.folder is not None:
+                log.warning("The run was ended at once %s. %s", where, self.way_on())
+        finally:
+            self.close()
 
-    def _check_bounds(self, metrics: Mapping[str, float]) -> None:
-        self._measured |= set(metrics)
-        evaluated = any(name.startswith("eval/") for name in self._measured)
-        for name, bound in self.config.run.stop_above.items():
-            waits = "actor/loss" not in self._measured or (name.startswith("eval/") and not evaluated)
-            if name not in self._measured and not waits:
-                raise ConfigError(
-                    f"run.stop_above: no step measures '{name}'.{did_you_mean(name, self._measured)}"
-                )
-            if name in metrics and not metrics[name] <= bound:  # NaN is over every bound
-                raise TrainingFailed(
-                    f"{name} is {metrics[name]:.4g} after step {self.step_done}, over run.stop_above = {bound:g}. "
-                    "The step is not saved; the last checkpoint is from before it."
-                )
-
-    def _way_on(self) -> str:
+    def way_on(self) -> str:
         """What to do after a stop."""
         assert self.folder is not None
         steps = Checkpoints(self.folder.checkpoints).steps()
         if not steps:
             return "No checkpoint was saved: set checkpoint.every_steps to keep work."
         return f"The newest checkpoint is of step {steps[-1]}. Go on: engine resume {self.folder.path}"
-
-    def _evaluated(self) -> dict[str, float]:
-        if self._progress:
-            self._progress.phase("eval")
-        start = time.perf_counter()
-        metrics = self.evaluate()
-        metrics["time/eval"] = time.perf_counter() - start
-        self.emit("evaluated", {"metrics": metrics})
-        return metrics
-
-    def _save(self, step: int) -> None:
-        def write(folder: Path) -> None:
-            self.groups["actor"].call("save", folder=folder / "actor").result().result()
-
-        state = {
-            "data": self.source.state(),
-            "trainer": self.state(),
-            "tokenizer": tokenizer_hash(self.tokenizer),
-            "plugins": self.plugins.versions(),
-        }
-        path = self.checkpoints.save(step, write, state)
-        log.info("Checkpoint: %s", path)
-        self.emit("checkpoint_saved", {"path": str(path)})
-
-    def _apply_schedule(self, step: int) -> None:
-        self.config_now = config_at(self.config, step)
-        changed = changes(self.config, step)
-        if changed:
-            log.info(
-                "Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items())
-            )
-        if "actor.optim.lr" in self.config.schedule:
-            self.groups["actor"].call("set_lr", lr=self.config_now.actor.optim.lr).result()
-        if "actor.max_tokens_per_rank" in self.config.schedule:
-            budget = self.config_now.actor.max_tokens_per_rank
-            self.groups["actor"].call("set_token_budget", tokens=budget).result()
-
-    def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        found = {}
-        if self._times.get("generate"):
-            found["throughput/generated_tokens_per_second"] = (
-                metrics["tokens/generated"] / self._times["generate"]
-            )
-        if self._times.get("train"):
-            found["throughput/train_tokens_per_second"] = (
-                metrics.get("tokens/total", 0.0) / self._times["train"]
-            )
-        return found
 
     def derived(self) -> list[str]:
         """The numbers that follow from the file, said once at the start."""

@@ -32,11 +32,9 @@ class SFTTrainer(TrainingRun):
 
     def step(self, step: int) -> dict[str, float]:
         batch = self.batch(self.source.take(self.config_now.data.prompts_per_step))
-        actor = self.groups["actor"]
         with self.phase("train"):
-            output = actor.call("forward_backward", batch, loss=LossCall("nll")).result()
-            done = actor.call("optimizer_step").result()
-        self.count_skipped(done)
+            output = self.forward_backward(batch, LossCall("nll"))
+            done = self.optimizer_step()
         return {
             **output.metrics,
             "actor/loss": output.loss,

@@ -1,0 +1,122 @@
+"""What changed in a config since a checkpoint was written, and what a resume makes of each change.
+
+A change is *allowed* (meant to be changed: length, optimizer settings, where things are written), *warned*
+about (the run goes on, but is not the run that it was), or *refused* unless it is forced (the checkpoint
+would not fit, or mean something else).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine_core.config.dump import leaves
+from engine_core.config.read import key_text
+from engine_core.errors import ConfigError, did_you_mean
+
+Verdict = Literal["allowed", "warned", "refused"]
+
+RULES: tuple[tuple[str, Verdict, str], ...] = (
+    ("trainer", "refused", "another trainer has another state"),
+    ("model.attention", "warned", "it computes the same with other roundings"),
+    ("model.trust_remote_code", "warned", ""),
+    ("model.*", "refused", "a checkpoint fits the model that wrote it"),
+    ("*.backend", "refused", "each engine writes state of its own"),
+    ("*.path", "refused", "a checkpoint fits the model that wrote it"),
+    ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
+    ("*.optim.*", "allowed", ""),
+    ("*.max_tokens_per_rank", "allowed", ""),
+    ("run.seed", "warned", "the data keeps its order, sampling gets other seeds"),
+    ("run.*", "allowed", ""),
+    ("checkpoint.*", "allowed", ""),
+    ("tracking.*", "allowed", ""),
+    ("eval.*", "allowed", ""),
+    ("runtime.*", "allowed", ""),
+    ("placement.*", "allowed", ""),
+    ("schedule.*", "allowed", ""),
+    ("data.validation", "allowed", ""),
+    ("data.num_workers", "allowed", ""),
+    ("data.prefetch_factor", "allowed", ""),
+    ("data.max_bad_rows", "allowed", ""),
+    ("reward.*.workers", "allowed", ""),
+    ("reward.*.timeout_seconds", "allowed", ""),
+    ("reward.*.max_memory_gb", "allowed", ""),
+    ("*", "warned", "later steps are done in another way than those before"),
+)
+"""The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""
+EXCEPT: Mapping[str, Verdict] = {"runtime.backend": "allowed", "rollout.backend": "warned"}
+UNSET = "unset"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key that is not what it was."""
+
+    key: str
+    was: Any
+    now: Any
+    verdict: Verdict
+    why: str = ""
+
+    def __str__(self) -> str:
+        why = f": {self.why}" if self.why else ""
+        return f"{self.key}: {_shown(self.was)} -> {_shown(self.now)} ({self.verdict}{why})"
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """The keys that differ between two configs as plain data, in the order of the tables."""
+    before, after = _flat(was), _flat(now)
+    return [
+        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *judge(key))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, UNSET) != after.get(key, UNSET)
+    ]
+
+
+def judge(key: str) -> tuple[Verdict, str]:
+    """What a change of ``key`` means."""
+    if key in EXCEPT:
+        return EXCEPT[key], ""
+    return next((verdict, why) for pattern, verdict, why in RULES if fnmatch.fnmatchcase(key, pattern))
+
+
+def check(found: Sequence[Difference], force: Sequence[str]) -> list[Difference]:
+    """The differences to report, after refused ones that are not forced ended it.
+
+    Args:
+        found: all differences.
+        force: keys, or tables, whose refused changes are wanted.
+
+    Raises:
+        ConfigError: a refused difference is not forced, or ``force`` names what did not change.
+    """
+    problems = [
+        f"--force {key}: nothing of that name changed.{did_you_mean(key, [d.key for d in found])}"
+        for key in force
+        if not any(_covers(key, d.key) for d in found)
+    ]
+    for difference in found:
+        if difference.verdict == "refused" and not any(_covers(key, difference.key) for key in force):
+            problems.append(
+                f"{difference.key}: the checkpoint was written with {_shown(difference.was)}, now it is "
+                f"{_shown(difference.now)}; {difference.why}. Put the old value back, or say that you mean it: "
+                f"--force {difference.key}"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return list(found)
+
+
+def _covers(forced: str, key: str) -> bool:
+    return key == forced or key.startswith(f"{forced}.")
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key_text(path): value for path, value in leaves(dict(data))}
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

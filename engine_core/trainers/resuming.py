@@ -1,0 +1,137 @@
+"""Going on with a run: find its newest good checkpoint, refuse what does not fit, then take everything up.
+
+Nothing of the run folder changes before the checkpoint was verified, compared and loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core import faults
+from engine_core.checkpoint import Checkpoints, read_state
+from engine_core.config.differences import Difference, Verdict, check, differences
+from engine_core.config.dump import as_data
+from engine_core.data import tokenizer_hash
+from engine_core.errors import ConfigError, DataError
+from engine_core.tracking import RunFolder
+from engine_core.trainers.points import ResumePoint, set_random_state
+from engine_core.trainers.saving import versions
+
+if TYPE_CHECKING:
+    from engine_core.trainers.base import TrainingRun
+
+log = logging.getLogger("engine")
+
+TOKENIZER = "model.tokenizer"
+KEYS = frozenset(
+    {
+        "step",
+        "data",
+        "trainer",
+        "random",
+        "metrics",
+        "unfinished",
+        "config",
+        "tokenizer",
+        "plugins",
+        "versions",
+    }
+)
+"""What ``state.json`` holds."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A verified checkpoint and what it holds.
+
+    Args:
+        path: its folder, below a run's ``checkpoints``.
+        state: of ``state.json``.
+        force: keys whose change since is wanted.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+    force: Sequence[str] = field(default=())
+
+    @classmethod
+    def find(cls, run: Path, strict: bool = False, force: Sequence[str] = ()) -> Resume:
+        """The newest good checkpoint of a run folder.
+
+        Raises:
+            DataError: there is none; with ``strict``, the newest one is damaged.
+        """
+        path = Checkpoints(Path(run) / "checkpoints").latest(strict)
+        state = read_state(path)
+        if missing := sorted(KEYS - state.keys()):
+            raise DataError(f"{path} was written by another version: its state has no {', '.join(missing)}.")
+        return cls(path, state, tuple(force))
+
+    def claim(self) -> RunFolder:
+        """The run's folder, locked for a new attempt; its metrics and rollouts are as they were."""
+        folder = RunFolder.open(self.path.parents[1])
+        folder.claim(self.state["step"])
+        return folder
+
+    def compare(self, run: TrainingRun) -> None:
+        """Report what changed since the checkpoint.
+
+        Raises:
+            ConfigError: something that would not fit changed, and is not forced.
+        """
+        assert run.folder is not None
+        found = differences(self.state["config"], run.folder.redactor.tree(as_data(run.config)))
+        plugins = run.plugins.versions()
+        here = {"plugins": plugins, "versions": versions()}
+        for table, now in here.items():
+            was = self.state[table]
+            verdict: Verdict = "warned"
+            found += [
+                Difference(f"{table}.{name}", was.get(name, "absent"), now.get(name, "absent"), verdict)
+                for name in dict.fromkeys([*was, *now])
+                if was.get(name) != now.get(name)
+            ]
+        for difference in check(found, [key for key in self.force if key != TOKENIZER]):
+            level = logging.INFO if difference.verdict == "allowed" else logging.WARNING
+            log.log(level, "Changed since %s: %s", self.path.name, difference)
+
+    def check_inputs(self, run: TrainingRun) -> None:
+        """Set the data to its position, before any model is built.
+
+        Raises:
+            ConfigError: the tokenizer is another one, and `model.tokenizer` is not forced.
+            DataError: the data files have other numbers of rows.
+        """
+        if self.state["tokenizer"] != tokenizer_hash(run.tokenizer) and TOKENIZER not in self.force:
+            raise ConfigError(
+                f"{TOKENIZER}: the tokenizer is not the one of {self.path.name}, so its tokens mean something else. "
+                f"Bring its files back, or say that you mean it: --force {TOKENIZER}"
+            )
+        run.source.load_state(self.state["data"])
+
+    def go_on(self, run: TrainingRun) -> ResumePoint:
+        """Take everything up, then drop what was written after the checkpoint: it is done again."""
+        point = self.restore(run)
+        log.info("Resumed from %s.", self.path)
+        faults.point("resume.before_rewind")
+        assert run.folder is not None
+        run.folder.rewind(point.step, run.config, run.plugins, unfinished=point.unfinished is not None)
+        return point
+
+    def restore(self, run: TrainingRun) -> ResumePoint:
+        """Weights, optimizers, random states and the trainer's own state, into a trainer that is set up."""
+        for name, role in run.roles(training=True).items():
+            if role.kind == "train" and role.saved and name in run.groups:
+                if not (self.path / name).is_dir():
+                    raise DataError(f"{self.path} holds no role '{name}': it is of another kind of run.")
+                run.groups[name].call("load", folder=self.path / name).result()
+        state = self.state
+        run.load_state(state["trainer"])
+        run.skipped_in_a_row = state["trainer"]["skipped_in_a_row"]
+        run.step_done = run.step_now = state["step"]
+        set_random_state(state["random"])
+        return ResumePoint.take(run, state["metrics"], state["unfinished"])
