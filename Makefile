@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
 DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
-SOURCES := pyproject.toml constraints.txt requirements-dev.txt $(wildcard plugins/*/pyproject.toml)
+SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: install demo demo-control test test-full lint bench clean
+.PHONY: install demo demo-control test test-full lint docs bench clean
 
 install: .venv/.installed
 
@@ -46,8 +46,13 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: install
+	$(BIN)/python docs/references.py
+	$(BIN)/sphinx-build --quiet -W --keep-going docs docs/_build
+	@echo docs/_build/index.html
+
 bench: install
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv demo demo-control runs build dist
+	rm -rf .venv demo demo-control runs build dist docs/_build

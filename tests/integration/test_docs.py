@@ -7,7 +7,8 @@ A page is a session in a folder of its own, read from top to bottom:
   for anything); with ``engine: ...`` below it, it must be refused with that message;
 * a ``python`` or ``toml`` block that names a file (``` ```python first/short.py ```) is written there;
 * any other ``python`` block is run, any other ``toml`` block must be a valid part of a run file;
-* ``json`` must parse, and ``text`` is a picture.
+* ``json`` must parse, and ``text`` is a picture;
+* ``py`` and ``sh`` are other programs' code, which must parse and is not run; ``{toctree}`` is for the site.
 
 The folder holds copies of ``examples/``, the ``demo/`` that a short demo leaves, a small ``run.toml``,
 its data and its finished run, so that commands mean here what they mean to a reader.
@@ -15,6 +16,7 @@ its data and its finished run, so that commands mean here what they mean to a re
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -36,12 +38,16 @@ from engine_core.plugins import CAPABILITIES
 from engine_core.specs import TABLE_SPECS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = [page.name for page in PAGES]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.relative_to(DOCS).parts),
+]
+NAMES = [str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES]
 
 NOT_RUN_HERE = {
     r"make (demo|demo-control)": "minutes; tests/integration/test_examples.py runs it in small, and `slow` in full",
-    r"make (install|test|test-full|lint)": "this test is a part of it",
+    r"make (install|test|test-full|lint|docs)": "this test is a part of it",
     r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
     r"pip install -e .*": "changes the environment of this test; tests/unit/test_scaffold.py installs the template",
     r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
@@ -54,7 +60,9 @@ SMALL = {
     "ENGINE__ROLLOUT__GROUP_SIZE": "4",
     "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "8",
 }
-ENVIRONMENT = {"README.md": SMALL, "plugins.md": SMALL, "algorithms.md": SMALL}  # their files are whole runs
+WHOLE_RUNS = ("README", "plugins", "algorithms", "custom_model", "backends", "from_verl", "from_trl")
+ENVIRONMENT = {f"{page}.md": SMALL for page in WHOLE_RUNS}
+OTHERS = ("from_verl.md", "from_trl.md")  # their first columns hold other projects' keys
 
 RUN = """
 [model]
@@ -84,7 +92,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    found = re.finditer(r"^```(\w*)(?: +(\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.finditer(r"^```([\w{}]*)(?: +(\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Block(text[: m.start()].count("\n") + 1, m[1], m[2] or "", m[3]) for m in found]
 
 
@@ -138,7 +146,7 @@ class Session:
     def run(self, block: Block) -> None:
         """Do with a block what its language asks for."""
         try:
-            getattr(self, f"_{block.language or 'text'}")(block)
+            getattr(self, f"_{block.language.strip('{}') or 'text'}")(block)
         except Exception as error:
             shown = self.capsys.readouterr()
             told = "".join(shown)[-2000:]
@@ -201,6 +209,14 @@ class Session:
     def _text(self, block: Block) -> None:
         pass
 
+    _toctree = _text
+
+    def _py(self, block: Block) -> None:
+        ast.parse(block.text)
+
+    def _sh(self, block: Block) -> None:
+        shlex.split(block.text, comments=True)
+
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +255,8 @@ def test_every_exception_from_running_is_used_and_every_language_is_known():
     commands = [command for block in blocks if block.language == "bash" for command, _ in commands_of(block)]
     used = {why for command in commands if (why := reason_not_run(command))}
     assert used == set(NOT_RUN_HERE.values())
-    assert {block.language for block in blocks} <= {"bash", "console", "python", "toml", "json", "text"}
+    ours = {"bash", "console", "python", "toml", "json", "text"}
+    assert {block.language for block in blocks} <= ours | {"py", "sh", "{toctree}"}
 
 
 def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
@@ -251,6 +268,8 @@ def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
         "python": "from engine_core import no_such_name",
         "toml": "[data]\nno_such_key = 1",
         "json": "{",
+        "py": "def f(:",
+        "sh": "echo 'open",
         "rust": "fn main() {}",
     }
     for number, (language, text) in enumerate(wrong.items(), 1):
@@ -259,12 +278,22 @@ def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
         assert session.problems, language
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that a git host and the site give to a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
-            assert link.startswith(("https://", "http://")) or (page.parent / link).exists(), (
-                f"{page.name}: {link}"
-            )
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            if link.startswith(("https://", "http://")):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
 def test_keys_in_the_text_are_keys_of_a_run_file():
@@ -276,7 +305,11 @@ def test_keys_in_the_text_are_keys_of_a_run_file():
     tables = "|".join({*EngineConfig.model_fields, "sft"} - {"options", "trainer", "plugins"})
     own = {"run.toml", "reward.sums", "reward.exact"}  # a file; rewards of the examples
     for page in PAGES:
+        if page.parent.name == "reference":  # made from the code
+            continue
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        if page.name in OTHERS:
+            text = re.sub(r"^\|[^|]*\|", "", text, flags=re.MULTILINE)
         found = re.findall(rf"`(?:\[+)?((?:{tables})(?:\.[\w]+)+)(?:\]+)?(?: = [^`]+)?`", text)
         for key in {key for key in found if "NAME" not in key} - own:
             assert schema_at(schema, key), f"{page.name}: {key}"
@@ -350,7 +383,7 @@ def test_the_table_of_capabilities_is_that_of_the_loader():
 
 
 def documented_metrics() -> list[str]:
-    section = (ROOT / "docs" / "algorithms.md").read_text("utf-8").split("## Metrics")[1]
+    section = (DOCS / "metrics.md").read_text("utf-8")
     return [
         name
         for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
