@@ -1,0 +1,304 @@
+"""Real ``engine`` processes that start in a tenth of a second, and a run so small that a step takes milliseconds.
+
+``engine("train", "run.toml", ...)`` runs a command in a process of its own, in the test's folder, and
+returns how it ended; ``engine.start`` does not wait. Whatever a test does, no process of its survives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARK = "ENGINE_CHAOS_TEST"
+"""Environment variable by which the processes of one command are known, whatever their parents."""
+PATIENCE = 60.0  # seconds to wait for what must come; only a hang takes that long
+
+
+class Server:
+    """The fork server, started once; see ``server.py``."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", str(Path(__file__).with_name("server.py"))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        pipe = subprocess.PIPE
+        self.popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=environment)
+        self.codes: dict[int, int] = {}
+        self._started: list[int] = []
+        self._pending = b""
+        self._listen(lambda: self._ready, 4 * PATIENCE)
+
+    _ready = False
+
+    def fork(self, **request) -> int:
+        """Start a child; returns its pid."""
+        before = len(self._started)
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps(request).encode() + b"\n")
+        self._listen(lambda: len(self._started) > before, PATIENCE)
+        return self._started[-1]
+
+    def wait(self, pid: int, timeout: float) -> int:
+        """The return code of a child."""
+        self._listen(lambda: pid in self.codes, timeout)
+        return self.codes[pid]
+
+    def ended(self, pid: int) -> bool:
+        """Whether a child has ended by now."""
+        self._read(0.0)
+        return pid in self.codes
+
+    def _listen(self, until, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not until():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer of the fork server in {timeout:g} s")
+            self._read(deadline - time.monotonic())
+
+    def _read(self, timeout: float) -> None:
+        assert self.popen.stdout is not None
+        if not select.select([self.popen.stdout], [], [], max(timeout, 0))[0]:
+            return
+        data = os.read(self.popen.stdout.fileno(), 1 << 16)
+        assert data, "the fork server has ended"
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for answer in map(json.loads, lines):
+            if "ended" in answer:
+                self.codes[answer["ended"]] = answer["code"]
+            elif "started" in answer:
+                self._started.append(answer["started"])
+            else:
+                self._ready = True
+                assert answer["threads"] == 1, "a fork of a process with threads is not a fresh one"
+
+    def close(self) -> None:
+        self.popen.stdin.close()
+        self.popen.wait(PATIENCE)
+        self.popen.stdout.close()
+
+
+@dataclass
+class Process:
+    """One command, running or ended. ``code`` is None while it runs, negative after a signal."""
+
+    server: Server
+    pid: int
+    mark: str
+    out_path: Path
+    err_path: Path
+
+    @property
+    def code(self) -> int | None:
+        return self.server.codes.get(self.pid) if self.server.ended(self.pid) else None
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text("utf-8")
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text("utf-8")
+
+    def wait(self, timeout: float = PATIENCE) -> Process:
+        self.server.wait(self.pid, timeout)
+        return self
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def until(self, condition, what: str) -> None:
+        """Wait until something is true of the running process; it must not end before."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.code is None, f"ended with {self.code} before: {what}\n{self.err[-3000:]}"
+            assert time.monotonic() < deadline, f"in vain: {what}\n{self.err[-3000:]}"
+            time.sleep(0.01)
+
+    def family(self) -> list[psutil.Process]:
+        """Its group and whatever carries its mark, itself left out."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.pid != self.pid and process.status() != psutil.STATUS_ZOMBIE
+                if ours and (os.getpgid(process.pid) == self.pid or process.environ().get(MARK) == self.mark):
+                    found.append(process)
+            except (psutil.Error, OSError):  # it has just gone, or is somebody else's
+                continue
+        return found
+
+    def orphans(self, patience: float = 10.0) -> list[str]:
+        """What is left of it some seconds after its end, as command lines; empty as it should be."""
+        assert self.code is not None
+        deadline = time.monotonic() + patience
+        while (left := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [" ".join(process.cmdline()) or str(process.pid) for process in left]
+
+    def kill(self) -> None:
+        """End it and all that belongs to it."""
+        for process in self.family():
+            process.kill()
+        if self.code is None:
+            self.send(signal.SIGKILL)
+            self.wait()
+
+
+@dataclass
+class Engine:
+    """Starts ``engine`` commands in one folder.
+
+    ``ENGINE_FAULT`` and other variables are given as ``env``; what the test process has of ours is not
+    passed on.
+    """
+
+    server: Server
+    folder: Path
+    started: list[Process] = field(default_factory=list)
+
+    def start(self, *argv, env=None, cwd=None, prelude=None) -> Process:
+        """Start a command.
+
+        Args:
+            argv: after ``engine``.
+            env: added to a plain environment.
+            cwd: default: the test's folder.
+            prelude: Python text that the process runs first.
+        """
+        mark = uuid.uuid4().hex
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_")}
+        whole = kept | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", MARK: mark} | (env or {})
+        logs = self.folder / "started"
+        logs.mkdir(exist_ok=True)
+        out, err = (logs / f"{len(self.started)}.{name}" for name in ("out", "err"))
+        script = None
+        if prelude:
+            script = logs / f"{len(self.started)}.py"
+            script.write_text(prelude)
+        pid = self.server.fork(
+            argv=[str(word) for word in argv],
+            env=whole,
+            cwd=str(cwd or self.folder),
+            stdout=str(out),
+            stderr=str(err),
+            prelude=str(script) if script else None,
+        )
+        self.started.append(Process(self.server, pid, mark, out, err))
+        return self.started[-1]
+
+    def __call__(self, *argv, **settings) -> Process:
+        """Run a command to its end; nothing may be left of it."""
+        process = self.start(*argv, **settings).wait()
+        assert process.orphans() == []
+        return process
+
+
+@pytest.fixture(scope="session")
+def server():
+    """The fork server of the session."""
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def engine(server, tmp_path):
+    """``engine("train", "run.toml")`` in ``tmp_path``; whatever it leaves is ended after the test."""
+    found = Engine(server, tmp_path)
+    yield found
+    for process in found.started:
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny_world(tmp_path_factory):
+    """``model/`` (two layers of width 16, bytes as tokens), ``data/train.jsonl`` (24 rows), ``data/heldout.jsonl``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    letters = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(folder / "model")
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=len(letters),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    ).save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    for name, rows in (("train", range(24)), ("heldout", range(24, 28))):
+        lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in rows]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+TINY_PLUGIN = '''
+"""Rewards of the chaos tests; `bytes_share` has a spread for a random model."""
+from engine_core import hookimpl
+from engine_core.specs import Reward
+
+
+def bytes_share(completions):
+    return [sum(c.isascii() for c in text) / max(len(text), 1) for text in completions]
+
+
+@hookimpl
+def engine_rewards():
+    return {"bytes_share": Reward(load=bytes_share)}
+'''
+
+
+@pytest.fixture
+def tiny(tiny_world, tmp_path):
+    """Writes ``run.toml`` of a run of some tiny steps, as ``--set`` values change it; returns its path.
+
+    ``tiny({"run.steps": 4}, reward="[[reward]] ...", plugin="...")``: the run is called ``r`` and lies in ``runs/r``.
+    """
+
+    def write(changes=None, reward='[[reward]]\nname = "bytes_share"\nworkers = 0\n', plugin=TINY_PLUGIN):
+        settings = {
+            "model.path": str(tiny_world / "model"),
+            "data.train": str(tiny_world / "data" / "train.jsonl"),
+            "data.validation": str(tiny_world / "data" / "heldout.jsonl"),
+            "data.prompts_per_step": 3,
+            "rollout.group_size": 2,
+            "rollout.max_response_tokens": 4,
+            "actor.optim.lr": 1e-2,
+            "run.name": "r",
+            "run.steps": 4,
+            "checkpoint.every_steps": 1,
+            "tracking.trackers": [],
+        } | (changes or {})
+        lines = [
+            'plugins = ["tiny.py"]',
+            *(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
+        ]
+        (tmp_path / "tiny.py").write_text(plugin)
+        path = tmp_path / "run.toml"
+        path.write_text("\n".join(lines) + "\n" + reward)
+        return path
+
+    return write

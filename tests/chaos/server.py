@@ -1,0 +1,140 @@
+"""Fork server: ``engine`` commands as real processes without the seconds that imports take.
+
+Everything heavy is imported once; no tensor is made and no thread is started, so a fork is a fresh
+process. A request is a JSON line on stdin: ``argv`` (after ``engine``), ``cwd``, ``env`` (whole),
+``stdout`` and ``stderr`` (paths), ``prelude`` (a script that the child runs first, or null). Answers
+are JSON lines on stdout: ``{"started": pid}``, and ``{"ended": pid, "code": returncode}`` when a child
+ends. A child is a session of its own and ends as an interpreter does: by its exit code, by an uncaught
+exception or by a signal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+
+IMPORTED = (
+    "torch",
+    "torch.utils.tensorboard",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "engine_core.trainer",
+    "engine_core.trainers.sft",
+    "engine_core.engines.torch_engine",
+    "engine_core.cli.train",
+    "engine_core.cli.runs",
+    "engine_core.cli.configs",
+    "engine_core.cli.models",
+    "engine_plugin_hf_rollout.engine",
+    "pyarrow.parquet",
+    "psutil",
+    "rich.live",
+)
+
+
+def serve() -> dict | None:
+    """Fork a child for each request; returns its request in the child, and None at the end of stdin."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever prints must not disturb the answers
+    ended, notify = os.pipe()
+    os.set_blocking(notify, False)
+    signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def say(**answer):
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+
+    say(ready=True, threads=threading.active_count())
+    pending, requests = b"", 0
+    while True:
+        readable, _, _ = select.select([requests, ended], [], [])
+        if ended in readable:
+            os.read(ended, 4096)
+            for pid, code in finished():
+                say(ended=pid, code=code)
+        if requests in readable:
+            data = os.read(requests, 1 << 16)
+            if not data:
+                return None
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    for descriptor in (answers, ended, notify):
+                        os.close(descriptor)
+                    return json.loads(line)
+                say(started=pid)
+
+
+def finished():
+    """Pid and return code (negative: a signal) of each child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (status := os.waitpid(-1, os.WNOHANG))[0]:
+            yield status[0], os.waitstatus_to_exitcode(status[1])
+
+
+def become(request: dict) -> None:
+    """Turn a forked child into the process that was asked for."""
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    streams = [(os.devnull, os.O_RDONLY)]
+    streams += [(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("stdout", "stderr")]
+    for descriptor, (path, flags) in enumerate(streams):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = ["engine", *request["argv"]]
+
+
+def run(request: dict, main) -> None:
+    """What ``engine ARGV`` does, after the prelude."""
+    if request["prelude"]:
+        runpy.run_path(request["prelude"])
+    sys.exit(main(request["argv"]))
+
+
+def end_as_an_interpreter(call) -> None:
+    """Call it and end the process as Python would, but for the half second that clearing torch's modules takes."""
+    code = 0
+    try:
+        call()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    for module in IMPORTED:
+        importlib.import_module(module)
+    from engine_core.cli.main import main
+
+    gc.freeze()  # children neither copy nor collect what was imported
+    if (request := serve()) is not None:
+        become(request)
+        end_as_an_interpreter(lambda: run(request, main))
