@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
 Place = tuple[int, int, int]  # epoch, position, row
+COLUMN_ROWS = 16  # of each file, to know its columns: the rows of a JSONL file may differ
 NAMED = 20  # skipped rows named in the log; the rest is counted
 
 
@@ -93,6 +94,17 @@ class Source(Generic[Item]):
             **{f"data/{name}": float(count) for name, count in self._counts.items()},
             "data/worker_restarts": float(self._pool.restarts if self._pool else 0),
         }
+
+    def columns(self) -> set[str]:
+        """Names of the columns that rewards receive, as far as the first usable rows of each file show them."""
+        names: set[str] = set()
+        first = 0
+        for file in self._rows.files:
+            outcomes = map(self._preparer.prepare, range(first, first + min(len(file), COLUMN_ROWS)))
+            items = (outcome.item for outcome in outcomes if outcome.item is not None)
+            names |= {column for item in items for column in getattr(item, "columns", ())}
+            first += len(file)
+        return names
 
     def state(self) -> dict[str, Any]:
         """The position after the last item handed out, as JSON."""

@@ -13,16 +13,17 @@ import dataclasses
 import logging
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.rewards.pool import OnFailure, Pool, drive, start
 from engine_core.rewards.signatures import (
     Outcome,
     RewardFunction,
     Signature,
     arguments,
+    check_columns,
     evaluate,
     load_reward,
 )
@@ -279,6 +280,22 @@ class RewardRunner:
                     name, scorer.failed, len(scorer.runner.outcomes), step, failures["error"], failures["timeout"], scorer.first_failure,
                 )  # fmt: skip
         return metrics
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse now a reward that needs what is no column of the data; what ``score`` would find in step 1.
+
+        Raises:
+            DataError: every such reward.
+        """
+        problems = []
+        for scorer in self.scorers:
+            assert scorer.runner.signature is not None
+            try:
+                check_columns(scorer.config.name, scorer.runner.signature, columns)
+            except DataError as error:
+                problems.append(str(error))
+        if problems:
+            raise DataError("\n".join(problems))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values."""

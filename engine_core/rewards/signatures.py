@@ -21,7 +21,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +180,8 @@ def arguments(name: str, signature: Signature, rollouts: Sequence[Rollout]) -> d
         DataError: an argument without default is neither offered nor a column of any rollout.
     """
     columns = dict.fromkeys(column for r in rollouts for column in r.prompt.columns)
+    if rollouts:
+        check_columns(name, signature, columns)
     wanted = dict.fromkeys(signature.names)
     if signature.all_columns:
         wanted |= columns | ({} if signature.per_sample else dict.fromkeys(TRL_NAMES))
@@ -191,10 +193,25 @@ def arguments(name: str, signature: Signature, rollouts: Sequence[Rollout]) -> d
             values[argument] = [OFFERED[offered](r) for r in rollouts]
         elif column in columns:
             values[argument] = [r.prompt.columns.get(column) for r in rollouts]
-        elif argument in signature.required and rollouts:
+    return values
+
+
+def check_columns(name: str, signature: Signature, columns: Collection[str]) -> None:
+    """Refuse, before anything is sampled, a function that needs what the data lacks.
+
+    Args:
+        name: the reward.
+        signature: of its function.
+        columns: of the data.
+
+    Raises:
+        DataError: an argument without default is neither offered nor a column.
+    """
+    for argument in signature.required:
+        column = argument if argument in columns else COLUMN_ALIASES.get(argument, argument)
+        if SINGULAR.get(argument, argument) not in OFFERED and column not in columns:
             known = did_you_mean(argument, [*columns, *OFFERED, *SINGULAR])
             raise DataError(f"Reward '{name}' needs '{argument}', which is no column of the data.{known}")
-    return values
 
 
 def evaluate(
@@ -308,14 +325,17 @@ def _checked(name: str, value: Any) -> Outcome:
 
 
 def failed(exc: BaseException) -> Outcome:
-    """The failure that an exception is, with the traceback from the function's own frame on."""
+    """The failure that an exception is, with the traceback from the function's own frame on.
+
+    Its message ends without a full stop, because it becomes a part of sentences.
+    """
     if isinstance(exc, BadResult):
-        return Outcome(failure="error", message=str(exc), contract=True)
+        return Outcome(failure="error", message=str(exc).rstrip("."), contract=True)
     frame = exc.__traceback__
     while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
     trace = "".join(traceback.format_exception(type(exc), exc, frame))[-TRACE_CHARACTERS:]
-    return Outcome(failure="error", message=f"{type(exc).__name__}: {exc}"[:500], trace=trace)
+    return Outcome(failure="error", message=f"{type(exc).__name__}: {exc}"[:500].rstrip("."), trace=trace)
 
 
 def _shown(value: Any) -> str:

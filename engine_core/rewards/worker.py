@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -126,6 +127,10 @@ def serve(reward: RewardFunction, timeout: float, channel: _Channel) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             yield
+        except SystemExit as exc:  # the function ends this process, so it ends: as os._exit or a crash would
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(exc.code if isinstance(exc.code, int) else exc.code is not None)
         finally:
             faulthandler.cancel_dump_traceback_later()
 

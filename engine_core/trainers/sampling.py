@@ -28,6 +28,11 @@ class RolloutSource:
         self.rewards = RewardRunner(
             run.config.reward, run.plugins, tokenizer=run.tokenizer, live=run.live.get("rewards") or ()
         )
+        try:
+            self.rewards.check_columns(run.source.columns())
+        except BaseException:
+            self.rewards.close()
+            raise
         self.version = 0  # weight updates that the sampler has seen
 
     def sync(self, updated: bool = True) -> dict[str, float]:

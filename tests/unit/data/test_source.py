@@ -280,3 +280,8 @@ def test_sft_follows_its_own_limit_in_workers_too(config_of, tokenizer):
     assert ids(examples) == ["train:0", "train:0"]
     assert all(examples[0].loss_mask)
     assert source.counters["data/over_long"] == 1
+
+
+def test_a_source_knows_the_columns_of_its_first_rows(config_of, tokenizer):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "hint": "c"}]
+    assert PromptSource(config_of(rows), tokenizer, seed=0).columns() == {"answer", "hint"}

@@ -247,3 +247,23 @@ def test_a_response_without_text_is_decoded(runner, rollouts):
     scored[0].text = ""
     runner(live=[length], tokenizer=Decoder()).score(scored, 1)
     assert (scored[0].text, scored[0].reward) == ("0-1", 3.0)
+
+
+def test_a_column_that_a_reward_needs_is_asked_for_before_the_first_step(runner):
+    one = runner("exact")
+    one.check_columns(["answer"])
+    one.check_columns(["question", "answer"])
+    with pytest.raises(
+        DataError, match="'exact' needs 'answer', which is no column of the data. Did you mean 'answers'"
+    ):
+        one.check_columns(["answers"])
+
+
+def test_a_message_that_ends_with_a_full_stop_does_not_get_a_second_one(runner, rollouts):
+    def judge(completions):
+        raise ValueError("The judge is ill.")
+
+    with pytest.raises(TrainingFailed) as error:
+        runner(live=[judge]).score(rollouts("a", "b"), 1)
+    assert "The judge is ill. The weights" in str(error.value)
+    assert ".." not in str(error.value)
