@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, a few rows of logits at a time.
+"""Log-probabilities, entropies and the like from hidden states, a few rows of logits at a time.
 
 Logits of a batch in float32 are the largest tensor of training by far (16,384 tokens of a
 vocabulary of 151,936: 10 GB). Here they exist for one chunk of rows at a time, in the backward pass
@@ -8,7 +8,7 @@ too, where each chunk is computed again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +60,17 @@ def find_head(module: nn.Module) -> Head | None:
     return None if unknown else Head(project, scale, cap)
 
 
-def gather_log_probs(
+def gather_outputs(
     logits_of: Callable[[Tensor], Tensor],
     rows: Tensor,
     targets: Tensor,
     *,
     temperature: float,
     chunk: int,
-    entropy: str = "none",
-) -> tuple[Tensor, Tensor | None]:
-    """``log softmax(logits / temperature)[target]`` and the entropy of that distribution.
+    grad: Collection[str] = ("log_probs",),
+    watched: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """What a train engine computes of the distribution ``p = softmax(logits / temperature)``.
 
     Args:
         logits_of: [n, H] -> [n, V] float32; called on at most ``chunk`` rows.
@@ -77,27 +78,29 @@ def gather_log_probs(
         targets: [N] int64.
         temperature: over 0.
         chunk: rows whose logits exist at one time.
-        entropy: ``none``, ``watch`` (no gradient) or ``grad``.
+        grad: outputs with gradient, of ``OUTPUTS``; ``log_probs`` always have it.
+        watched: outputs without.
 
     Returns:
-        [N] float32 log-probs, and [N] float32 entropies or None.
+        [N] float32 each: ``log_probs`` ``log p[target]`` always; ``entropy`` ``-sum_v p_v log p_v`` and
+        ``sum_pi_squared`` ``sum_v p_v^2`` where asked for.
     """
     if temperature <= 0:
         raise ValueError(
             f"The temperature of log-probs is {temperature}; it must be over 0 (0 is for sampling)."
         )
+    names = [name for name in OUTPUTS if name == "log_probs" or name in (*grad, *watched)]
 
     def one(part: Tensor, target: Tensor) -> Tensor:
         logits = logits_of(part)
         if temperature != 1.0:
             logits = logits / temperature
         log_sum = logits.logsumexp(-1)
-        log_probs = logits.gather(-1, target[:, None]).squeeze(-1) - log_sum
-        if entropy == "none":
-            return log_probs[None]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "grad"):
-            entropies = log_sum - (torch.softmax(logits, -1) * logits).sum(-1)
-        return torch.stack([log_probs, entropies])
+        found = [logits.gather(-1, target[:, None]).squeeze(-1) - log_sum]
+        for name in names[1:]:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name in grad):
+                found.append(_OF_DISTRIBUTION[name](logits, log_sum))
+        return torch.stack(found)
 
     pieces = [
         checkpoint(one, part, target, use_reentrant=False, preserve_rng_state=False)
@@ -105,7 +108,22 @@ def gather_log_probs(
         if len(target)
     ]
     if not pieces:  # no row: zero of them, still part of the graph
-        nothing = rows.float().sum(-1)
-        return nothing, None if entropy == "none" else nothing
-    both = torch.cat(pieces, dim=1)
-    return both[0], None if entropy == "none" else both[1]
+        return dict.fromkeys(names, rows.float().sum(-1))
+    return dict(zip(names, torch.cat(pieces, dim=1), strict=True))
+
+
+def _entropy(logits: Tensor, log_sum: Tensor) -> Tensor:
+    return log_sum - (torch.softmax(logits, -1) * logits).sum(-1)
+
+
+def _sum_pi_squared(logits: Tensor, log_sum: Tensor) -> Tensor:
+    return ((2 * logits).logsumexp(-1) - 2 * log_sum).exp()
+
+
+_OF_DISTRIBUTION: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "entropy": _entropy,
+    "sum_pi_squared": _sum_pi_squared,
+}
+"""Output -> its function of [n, V] logits and their [n] logsumexp."""
+
+OUTPUTS = ("log_probs", *_OF_DISTRIBUTION)

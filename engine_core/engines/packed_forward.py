@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine_core.engines.attention import packed, packed_arguments
-from engine_core.engines.log_probs import Head, find_head, gather_log_probs
+from engine_core.engines.log_probs import OUTPUTS, Head, find_head, gather_outputs
 
 if TYPE_CHECKING:
     from engine_core.types import Batch
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-OUTPUTS = ("log_probs", "entropy")
 
 
 class PackedForward:
@@ -72,20 +71,18 @@ class PackedForward:
         targets = loss_mask.nonzero().squeeze(1)
         with self.autocast():
             rows = self._rows(pack.token_ids, pack.lengths.cpu(), index)[targets - 1]
-            log_probs, entropies = gather_log_probs(
+            gathered = gather_outputs(
                 self._logits_of,
                 rows,
                 pack.token_ids[targets],
                 temperature=pack.temperature,
                 chunk=self.chunk,
-                entropy="grad" if "entropy" in grad else "watch" if "entropy" in watched else "none",
+                grad=grad,
+                watched=watched,
             )
         zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
-        found = {"log_probs": zeros.index_put((targets,), log_probs)}
-        if entropies is not None:
-            whole = zeros.index_put((targets,), entropies)
-            found["entropy"] = whole if "entropy" in grad else whole.detach()
-        return found
+        found = {name: zeros.index_put((targets,), values) for name, values in gathered.items()}
+        return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
 
     def _logits_of(self, rows: Tensor) -> Tensor:
         return rows.float() if self.head is None else self.head(rows)
