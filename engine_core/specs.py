@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Options(BaseModel):
@@ -24,6 +24,19 @@ class Options(BaseModel):
 
 class NoOptions(Options):
     """For a name that takes no options."""
+
+
+class RefillOptions(Options):
+    """Base of the option table of a stage that drops groups for the trainer to replace by others.
+
+    The stage runs on each round's new rollouts; its function does not receive these options. Stages
+    after it see the rollouts of all rounds at once.
+    """
+
+    max_rounds: int = Field(10, gt=0)
+    """Rounds of sampling in one step, the first included; after the last the step goes on with the groups that it has."""
+    oversample: float = Field(1.0, ge=1)
+    """A round samples this many times the prompts that are missing; what is then too much is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +100,19 @@ class Reward(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Spec):
-    """An advantage estimator ``f(batch, **options) -> [T] float32``.
+    """An advantage estimator ``f(batch, **options) -> [T] float32``, or a mapping of such columns.
 
     Args:
         needs: columns that must be in the batch; the core schedules who makes them
-            (``ref_log_probs``, ``old_log_probs``, ``values``) and refuses what nobody can make.
+            (``ref_log_probs``, ``old_log_probs``, ``greedy_rewards``, ...) and refuses what nobody can
+            make. Without ``rewards`` a KL in the reward is refused: it would have no effect.
+        makes: the columns it gives; more than ``advantages`` come as a mapping.
     """
 
     kind = "advantages"
     noun = "advantage estimator"
     needs: frozenset[str] = frozenset({"rewards", "group_ids"})
+    makes: frozenset[str] = frozenset({"advantages"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +132,11 @@ class Loss(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Spec):
-    """A step between rewards and advantages: ``f(rollouts, step, **options) -> (rollouts, metrics)``."""
+    """A step between rewards and advantages: ``f(rollouts, step, **options) -> (rollouts, metrics)``.
+
+    It may drop rollouts, reorder and repeat them. Where ``config`` is a ``RefillOptions``, groups that
+    it drops are replaced: further prompts are sampled and scored until the step has all its groups.
+    """
 
     kind = "stages"
     noun = "stage"

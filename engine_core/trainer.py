@@ -84,29 +84,32 @@ class Trainer(TrainingRun):
 
     def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add the columns that the algorithm needs from a model, and the KL where it is in the reward."""
-        columns = {}
-        for column in self.plan.columns_for(batch["group_ids"], self.config_now.algorithm):
-            role = self.groups[requirements.PRODUCERS[column]]
-            columns[column] = role.call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
-        batch = batch.with_columns(tokens=columns)
         algorithm = self.config_now.algorithm
+        columns: dict[str, torch.Tensor] = {}
+        for role, outputs in self.plan.inferred(batch["group_ids"], algorithm).items():
+            made = self.groups[role].call("infer", batch, outputs=tuple(outputs)).result()
+            columns |= {column: made[output] for output, column in outputs.items()}
+        batch = batch.with_columns(tokens=columns)
         if algorithm.kl_in == "loss" or not algorithm.kl_coef:
             return batch, {}
         per_token = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_estimator)
+        penalty = algorithm.kl_coef * per_token * batch["loss_mask"]  # [T]
         kl = batch.sum_by_sequence(per_token * batch["loss_mask"])  # [B]
-        shaped = batch["rewards"] - algorithm.kl_coef * kl
-        return batch.with_columns(sequences={"rewards": shaped}), {"reward/kl_penalty": float(kl.mean())}
+        shaped = {"rewards": batch["rewards"] - algorithm.kl_coef * kl}
+        noted = {"reward/kl_penalty": float(kl.mean())}
+        return batch.with_columns(tokens={"kl_penalty": penalty}, sequences=shaped), noted
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """Add ``advantages`` [T]; one that is not finite is an error before any update."""
+        """Add ``advantages`` [T] (and ``returns``); one that is not finite is an error before any update."""
         options = self.config_now.algorithm.advantage_options
-        advantages = self.advantage(batch, **(options.model_dump() if options else {}))
-        if not bool(advantages.isfinite().all()):
+        made = self.advantage(batch, **(options.model_dump() if options else {}))
+        columns = {"advantages": made} if isinstance(made, torch.Tensor) else dict(made)
+        if not all(bool(column.isfinite().all()) for column in columns.values()):
             raise TrainingFailed(
                 f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
                 "The weights were left alone. Look at the rewards: engine inspect rollouts."
             )
-        return batch.with_columns(tokens={"advantages": advantages})
+        return batch.with_columns(tokens=columns)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer step for each mini-batch."""

@@ -1,8 +1,19 @@
 """Advantage estimators: ``f(batch, **options) -> [T] float32``.
 
 Formulas, not policies: an estimator sees the typed batch (rewards, groups, masks, and whatever it
-declared to need) and says how much better each token was than expected. Rollouts that are not
-``valid`` take no part in any statistic and get 0.
+declared to need) and says how much better each token was than expected. In all of them:
+
+* a rollout that is not ``valid`` takes no part in any statistic and gets 0;
+* a token outside ``loss_mask`` gets 0;
+* a group of one valid rollout has nothing to be compared with and gets 0;
+* rewards that are all equal give 0 wherever the baseline is a mean of them.
+
+Here are those with one value for a whole rollout, from the rewards of its group or batch. Those that
+follow a reward through the tokens are in ``advantages_tokens``, the optimal token baseline in
+``advantages_token_baseline``.
+
+R reward, n valid rollouts of the group, mean and std (n - 1) over them. ``Formula``, ``Paper`` and
+``Differs`` of a docstring are the tables of docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -16,29 +27,191 @@ if TYPE_CHECKING:
 
     from engine_core.types import Batch
 
+EPSILON = 1e-6
+"""Added to a standard deviation that is a divisor."""
+
 
 def grpo(batch: Batch, *, normalize_by_std: bool = True) -> Tensor:
-    """Group-relative advantage: ``(r - mean(group)) / (std(group) + 1e-6)``.
+    """Group-relative advantage.
 
-    DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1. The standard deviation is the sample
-    one (n - 1). A group of one valid rollout gets 0: there is nothing to compare it with. (verl gives
-    it the raw reward.)
+    Formula: ``A = (R - mean) / (std + 1e-6)``
+    Paper: https://arxiv.org/abs/2402.03300
+    Differs: a group of one gets 0 (verl: its raw reward); epsilon is 1e-9 in OpenRLHF, 1e-4 in TRL
 
     Args:
         batch: columns ``rewards`` [B], ``group_ids`` [B] (any ids, any order), ``valid`` [B],
             ``loss_mask`` [T].
-        normalize_by_std: off gives the numerator alone (Dr.GRPO, https://arxiv.org/abs/2503.20783).
+        normalize_by_std: off gives the numerator alone, which is ``dr_grpo``.
 
     Returns:
         [T] float32: the rollout's value on its sampled tokens, 0 elsewhere.
     """
+    values, compared = _standardized(batch["rewards"].double(), batch, batch["valid"], normalize_by_std)
+    return on_tokens(batch, values, compared)
+
+
+def dr_grpo(batch: Batch) -> Tensor:
+    """GRPO without the division that favours groups of small spread.
+
+    Formula: ``A = R - mean``
+    Paper: https://arxiv.org/abs/2503.20783
+    Differs: the constant divisor of the loss is a setting of its own: `loss_aggregation = "seq-mean-token-sum-norm"`
+
+    Args:
+        batch: as for ``grpo``.
+    """
+    return grpo(batch, normalize_by_std=False)
+
+
+def gdpo(batch: Batch, *, whiten_batch: bool = True) -> Tensor:
+    """Each reward normalised within its group before they are added, so that none drowns another.
+
+    Formula: ``A = whiten(sum_k w_k (R_k - mean_k) / (std_k + 1e-6))`` over the rewards k, whitened over the batch's rollouts
+    Paper: https://arxiv.org/abs/2601.05242
+    Differs: a reward that does not apply to a rollout is left out of its group's statistics and adds nothing
+
+    Args:
+        batch: ``reward_term/NAME`` [B], the clipped value of each reward with a weight (NaN where it
+            did not apply), and ``reward_weight/NAME`` [B]; ``group_ids``, ``valid``, ``loss_mask``.
+        whiten_batch: also standardise over the rollouts of the batch.
+    """
+    total = torch.zeros(len(batch), dtype=torch.float64)
+    compared = torch.zeros(len(batch), dtype=torch.bool)
+    for column in [name for name in batch.sequences if name.startswith("reward_term/")]:
+        term = batch[column].double()
+        applies = batch["valid"] & term.isfinite()
+        values, here = _standardized(term.nan_to_num(), batch, applies, divide=True)
+        weight = batch[column.replace("reward_term/", "reward_weight/")].double()
+        total += torch.where(here, weight * values, 0.0)
+        compared |= here
+    return on_tokens(batch, whiten(total, compared) if whiten_batch else total, compared)
+
+
+def grpo_passk(batch: Batch, *, normalize_by_std: bool = True) -> Tensor:
+    """Only the best of a group learns, by how much it beats the second best: for pass@k.
+
+    Formula: ``A = (R_first - R_second) / (std + 1e-6)`` for the best rollout of the group, 0 for the others
+    Paper: https://arxiv.org/abs/2503.19595
+    Differs: a group of one gets 0 (verl: an error)
+
+    Args:
+        batch: as for ``grpo``.
+        normalize_by_std: off leaves the divisor out.
+    """
+    rewards, valid = batch["rewards"].double(), batch["valid"]
+    _, std, count = group_statistics(rewards, batch["group_ids"], valid)
+    group, size = _groups(batch["group_ids"])
+    lowest = rewards.new_full((size,), -torch.inf)
+    candidates = torch.where(valid, rewards, -torch.inf)
+    best = lowest.scatter_reduce(0, group, candidates, "amax")[group]
+    leads = valid & (rewards == best)
+    ties = torch.zeros(size, dtype=torch.int64).index_add(0, group, leads.long())[group]
+    second = lowest.scatter_reduce(0, group, candidates.masked_fill(leads, -torch.inf), "amax")[group]
+    ahead = leads & (ties == 1) & (count > 1)  # the difference of two equal bests is 0
+    values = torch.where(ahead, rewards - second, 0.0)
+    return on_tokens(batch, values / (std + EPSILON) if normalize_by_std else values, ahead)
+
+
+def rloo(batch: Batch) -> Tensor:
+    """The mean of the other rollouts of the group as baseline (leave one out).
+
+    Formula: ``A = n / (n - 1) (R - mean)``
+    Paper: https://arxiv.org/abs/2402.14740
+    Differs: a group of one gets 0 (verl's `rloo`: its raw reward; its `rloo_vectorized`: 0)
+
+    Args:
+        batch: as for ``grpo``.
+    """
+    rewards, valid = batch["rewards"].double(), batch["valid"]
+    mean, _, count = group_statistics(rewards, batch["group_ids"], valid)
+    return on_tokens(batch, (rewards - mean) * count / (count - 1).clamp(min=1), valid & (count > 1))
+
+
+def opo(batch: Batch) -> Tensor:
+    """The baseline of least variance where the gradient's norm grows with the length.
+
+    Formula: ``A = R - sum_i L_i R_i / sum_i L_i``, L the sampled tokens of a rollout
+    Paper: https://arxiv.org/abs/2505.23585
+
+    Args:
+        batch: as for ``grpo``, and ``response_lengths`` [B].
+    """
+    rewards, valid = batch["rewards"].double(), batch["valid"]
+    group, size = _groups(batch["group_ids"])
+    lengths = torch.where(valid, batch["response_lengths"].double(), 0.0)
+    total = rewards.new_zeros(size).index_add(0, group, lengths)
+    weighted = rewards.new_zeros(size).index_add(0, group, lengths * torch.where(valid, rewards, 0.0))
+    count = torch.zeros(size, dtype=torch.int64).index_add(0, group, valid.long())
+    baseline = weighted / torch.where(total > 0, total, 1.0)
+    return on_tokens(batch, rewards - baseline[group], valid & (count > 1)[group])
+
+
+def gpg(batch: Batch, *, f_norm: float = 1.0) -> Tensor:
+    """Group-centred rewards, scaled up by the rollouts that have no gradient.
+
+    Formula: ``A = B / (B - M) (R - mean) / f_norm``, B all rollouts, M those of groups whose rewards are all equal
+    Paper: https://arxiv.org/abs/2504.02546
+    Differs: verl scales by B / (number of rollouts with a reward other than 0)
+
+    Args:
+        batch: as for ``grpo``.
+        f_norm: the paper's constant divisor.
+    """
     rewards, valid = batch["rewards"].double(), batch["valid"]
     mean, std, count = group_statistics(rewards, batch["group_ids"], valid)
-    values = rewards - mean
-    if normalize_by_std:
-        values = values / (std + 1e-6)
-    values = torch.where(valid & (count > 1), values, torch.zeros_like(values))
-    return batch.to_tokens(values.float()) * batch["loss_mask"]
+    taught = (valid & (std > 0)).sum().clamp(min=1)
+    return on_tokens(batch, valid.sum() / taught * (rewards - mean) / f_norm, valid & (count > 1))
+
+
+def reinforce_plus_plus_baseline(batch: Batch) -> Tensor:
+    """REINFORCE++ with the group's mean as baseline: centred in the group, scaled over the batch.
+
+    Formula: ``A = whiten(R - mean)`` over the sampled tokens of the batch
+    Paper: https://arxiv.org/abs/2501.03262
+    Differs: a group of one gets 0 and takes no part in the whitening
+
+    Args:
+        batch: as for ``grpo``.
+    """
+    rewards, valid = batch["rewards"].double(), batch["valid"]
+    mean, _, count = group_statistics(rewards, batch["group_ids"], valid)
+    compared = batch["loss_mask"] & batch.to_tokens(valid & (count > 1))
+    return whiten(batch.to_tokens(torch.where(valid, rewards - mean, 0.0)), compared).float()
+
+
+def batch_mean(batch: Batch) -> Tensor:
+    """The mean of the whole batch as baseline; needs no groups (OpenRLHF's FlashREINFORCE).
+
+    Formula: ``A = R - mean(all R of the batch)``
+    Paper: https://github.com/OpenRLHF/OpenRLHF
+
+    Args:
+        batch: ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T].
+    """
+    rewards, valid = batch["rewards"].double(), batch["valid"]
+    mean = torch.where(valid, rewards, 0.0).sum() / valid.sum().clamp(min=1)
+    return on_tokens(batch, rewards - mean, valid)
+
+
+def on_tokens(batch: Batch, values: Tensor, counts: Tensor) -> Tensor:
+    """[B] -> [T] float32: each rollout's value on its sampled tokens, 0 where ``counts`` [B] is False."""
+    held = torch.where(counts, values, torch.zeros_like(values))  # a value that does not count may be NaN
+    return batch.to_tokens(held.float()) * batch["loss_mask"]
+
+
+def whiten(values: Tensor, counts: Tensor) -> Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` over the values that count, variance of n - 1; 0 elsewhere.
+
+    Args:
+        values: any shape.
+        counts: bool, same shape. Below two of them all is 0.
+    """
+    number = counts.sum()
+    if number < 2:
+        return torch.zeros_like(values)
+    mean = torch.where(counts, values, 0.0).sum() / number
+    centred = torch.where(counts, values - mean, 0.0)
+    return centred / (centred.square().sum() / (number - 1) + 1e-8).sqrt()
 
 
 def group_statistics(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,11 +225,23 @@ def group_statistics(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[
     Returns:
         Three [B] tensors, the group's figure at each member; the deviation is 0 below two members.
     """
-    _, group = torch.unique(group_ids, return_inverse=True)
-    size = int(group.max()) + 1 if len(group) else 0
+    group, size = _groups(group_ids)
     kept = torch.where(valid, values, torch.zeros_like(values))  # an invalid one may hold NaN
     count = values.new_zeros(size).index_add(0, group, valid.to(values.dtype))
     mean = values.new_zeros(size).index_add(0, group, kept) / count.clamp(min=1)
     squares = torch.where(valid, (kept - mean[group]) ** 2, torch.zeros_like(values))
     variance = values.new_zeros(size).index_add(0, group, squares) / (count - 1).clamp(min=1)
     return mean[group], variance.sqrt()[group], count[group]
+
+
+def _groups(group_ids: Tensor) -> tuple[Tensor, int]:
+    """Groups numbered from 0 ([B]), and how many there are."""
+    names, group = torch.unique(group_ids, return_inverse=True)
+    return group, len(names)
+
+
+def _standardized(values: Tensor, batch: Batch, counts: Tensor, divide: bool) -> tuple[Tensor, Tensor]:
+    """[B] values relative to their group, and [B] whether there was anything to compare them with."""
+    mean, std, number = group_statistics(values, batch["group_ids"], counts)
+    centred = values - mean
+    return centred / (std + EPSILON) if divide else centred, counts & (number > 1)

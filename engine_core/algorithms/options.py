@@ -7,13 +7,6 @@ from pydantic import Field
 from engine_core.specs import Options
 
 
-class GRPOOptions(Options):
-    """``[algorithm.grpo]``"""
-
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation; off is the numerator of Dr.GRPO."""
-
-
 class PPOClipOptions(Options):
     """``[algorithm.ppo_clip]``"""
 

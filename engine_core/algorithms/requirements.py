@@ -1,8 +1,8 @@
 """What an algorithm needs and who makes it: planned before anything is built.
 
-A loss and an advantage estimator declare columns. Some come with every rollout, some are made by a
-worker after the rollouts (``PRODUCERS``), the advantages come from the estimator. A column that
-nobody makes is refused here, with its name.
+A loss and an advantage estimator declare columns. Some come with every rollout, one is sampled for
+it (``greedy_rewards``), some are made by a worker after the rollouts (``PRODUCERS``), the advantages
+come from the estimator. A column that nobody makes is refused here, with its name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from engine_core.config.schedule import boundaries, config_at
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from engine_core.config import AlgorithmConfig, EngineConfig
@@ -29,15 +31,30 @@ ROLLOUT_COLUMNS = frozenset(
         "response_lengths",
         "truncated",
         "valid",
+        "reward_terms",
     }
 )
-"""In every batch (``Batch.from_rollouts``), besides ``reward/NAME``."""
+"""In every batch (``RolloutSource.batch``), besides ``reward/NAME``. ``reward_terms`` stands for the
+columns ``reward_term/NAME`` and ``reward_weight/NAME`` of each reward that has a weight."""
+
+GREEDY = "greedy_rewards"
+"""Sampled and scored for an estimator that needs it: one more response a prompt, at temperature 0."""
 
 OUTPUTS = frozenset({"log_probs", "entropy"})
 """What a train engine can compute for a loss."""
 
-PRODUCERS = {"old_log_probs": "actor", "ref_log_probs": "ref"}
-"""Column -> the role whose ``infer`` makes it."""
+PRODUCERS = {
+    "old_log_probs": ("actor", "log_probs"),
+    "sum_pi_squared": ("actor", "sum_pi_squared"),
+    "ref_log_probs": ("ref", "log_probs"),
+}
+"""Column -> the role whose ``infer`` makes it, and the output that it is."""
+
+NOT_MADE = {
+    "values": "It comes from a critic, a model that predicts the return of each token, and no trainer here "
+    "has one. Estimators that need none: rloo, grpo, reinforce_plus_plus.",
+}
+"""Columns that an estimator may rightly need, and why nothing makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +64,7 @@ class Plan:
     columns: tuple[str, ...]  # to be made by `infer`, in the order of PRODUCERS
     outputs: tuple[str, ...]  # computed with gradient
     updates_per_step: int  # optimizer steps for one batch of rollouts
+    greedy: bool = False  # one greedy response a prompt is sampled and scored
 
     def columns_for(self, group_ids: Tensor, algorithm: AlgorithmConfig) -> tuple[str, ...]:
         """``columns``, and ``old_log_probs`` where a stage made so many groups that there is more than one update."""
@@ -54,6 +72,14 @@ class Plan:
         updates = algorithm.epochs * -(-groups // (algorithm.mini_batch_prompts or max(groups, 1)))
         added = updates > 1 and "old_log_probs" not in self.columns
         return (("old_log_probs",) if added else ()) + self.columns
+
+    def inferred(self, group_ids: Tensor, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
+        """Role -> output of its ``infer`` -> column: one call for each role."""
+        calls: dict[str, dict[str, str]] = {}
+        for column in self.columns_for(group_ids, algorithm):
+            role, output = PRODUCERS[column]
+            calls.setdefault(role, {})[output] = column
+        return calls
 
     @property
     def needs_ref(self) -> bool:
@@ -68,7 +94,10 @@ def plan_run(config: EngineConfig, advantage: Advantage, loss: Loss) -> Plan:
     made = {column for each in plans for column in each.columns}
     outputs = dict.fromkeys(output for each in plans for output in each.outputs)
     return Plan(
-        tuple(c for c in PRODUCERS if c in made), tuple(outputs), max(each.updates_per_step for each in plans)
+        tuple(c for c in PRODUCERS if c in made),
+        tuple(outputs),
+        max(each.updates_per_step for each in plans),
+        any(each.greedy for each in plans),
     )
 
 
@@ -89,26 +118,37 @@ def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_p
         needed.add("ref_log_probs")
     if updates > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward"):
         needed.add("old_log_probs")
-    problems = []
-    for spec, key, name in ((advantage, "advantage", algorithm.advantage), (loss, "loss", algorithm.loss)):
-        unknown = (
-            {c for c in spec.needs if not c.startswith("reward/")}
-            - ROLLOUT_COLUMNS
-            - set(PRODUCERS)
-            - {"advantages"}
-        )
-        problems += [
-            f"algorithm.{key} = '{name}' needs the column '{column}', which nothing in this run makes."
-            + did_you_mean(column, ROLLOUT_COLUMNS | set(PRODUCERS))
-            for column in sorted(unknown)
-        ]
-    problems += [
-        f"algorithm.loss = '{algorithm.loss}' needs the output '{output}', which no train engine computes."
-        + did_you_mean(output, OUTPUTS)
-        for output in loss.outputs
-        if output not in OUTPUTS
-    ]
+    problems = [*_missing(algorithm, advantage, loss), *_impossible(algorithm, advantage)]
     if problems:
         raise ConfigError(problems)
     outputs = tuple(dict.fromkeys([*loss.outputs, *(["entropy"] if algorithm.entropy_coef else [])]))
-    return Plan(tuple(c for c in PRODUCERS if c in needed), outputs, updates)
+    return Plan(tuple(c for c in PRODUCERS if c in needed), outputs, updates, GREEDY in needed)
+
+
+def _missing(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> Iterator[str]:
+    """A problem for each column and output that nobody makes."""
+    made = ROLLOUT_COLUMNS | set(PRODUCERS)
+    chosen = (
+        ("advantage", algorithm.advantage, advantage, made | {GREEDY}),
+        ("loss", algorithm.loss, loss, made | advantage.makes),
+    )
+    for key, name, spec, known in chosen:
+        for column in sorted(c for c in spec.needs - known if not c.startswith("reward/")):
+            why = f" {NOT_MADE[column]}" if column in NOT_MADE else did_you_mean(column, known)
+            yield (
+                f"algorithm.{key} = '{name}' needs the column '{column}', which nothing in this run makes.{why}"
+            )
+    for output in (output for output in loss.outputs if output not in OUTPUTS):
+        yield (
+            f"algorithm.loss = '{algorithm.loss}' needs the output '{output}', which no train engine computes."
+            + did_you_mean(output, OUTPUTS)
+        )
+
+
+def _impossible(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+    """Settings that an estimator cannot follow."""
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward" and "rewards" not in advantage.needs:
+        yield (
+            f"algorithm.kl_in = 'reward' subtracts the KL from the sum of the rewards, which algorithm.advantage = "
+            f"'{algorithm.advantage}' does not read. Set algorithm.kl_in = 'loss'."
+        )

@@ -1,0 +1,150 @@
+"""Advantage estimators that follow rewards through the tokens of a rollout.
+
+A rollout's reward R is spread over its sampled tokens: with a KL in the reward each token has its own
+penalty, and what remains of R stands at the last sampled token. Observations (``loss_mask`` False
+between sampled tokens) are no steps of the policy: a recursion goes over them as if they were not
+there, so nothing is discounted on them. (OpenRLHF runs it through them, which multiplies the future by
+``(gamma lam)^k`` for k observation tokens; the two are equal only where gamma = lam = 1.)
+
+What holds for all estimators is said in ``advantages``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.algorithms.advantages import whiten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.types import Batch
+
+
+def gae(
+    batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_batch: bool = True
+) -> dict[str, Tensor]:
+    """Generalised advantage estimation, with the values of a critic.
+
+    Formula: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lam A_{t+1}``, returns ``A + V``, then ``A = whiten(A)``
+    Paper: https://arxiv.org/abs/1506.02438
+    Differs: t + 1 is the next sampled token, so observations discount nothing (OpenRLHF: they do)
+
+    Args:
+        batch: ``values`` [T] of the critic at sampled tokens: the return expected before token t;
+            ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T], ``kl_penalty`` [T] where there is one.
+        gamma: discount of a token.
+        lam: trace: 1 is the whole return, 0 the next value alone.
+        whiten_batch: standardise A over the sampled tokens of the batch.
+
+    Returns:
+        ``advantages`` [T] and ``returns`` [T] (before whitening, what the critic learns), float32;
+        0 where no token was sampled.
+    """
+    rewards, counts = token_rewards(batch), sampled(batch)
+    values = torch.where(counts, batch["values"].double(), 0.0)
+    following = _following(values, counts, batch)
+    advantages = discounted(rewards + gamma * following - values, counts, batch, gamma * lam)
+    returns = torch.where(counts, advantages + values, 0.0)
+    if whiten_batch:
+        advantages = whiten(advantages, counts)
+    return {"advantages": advantages.float(), "returns": returns.float()}
+
+
+def reinforce(batch: Batch, *, gamma: float = 1.0) -> Tensor:
+    """The rewards that follow a token, without a baseline.
+
+    Formula: ``A_t = G_t``, ``G_t = r_t + gamma G_{t+1}``
+    Paper: https://doi.org/10.1007/BF00992696
+
+    Args:
+        batch: ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T], ``kl_penalty`` [T] where there is one.
+        gamma: discount of a token.
+    """
+    return discounted(token_rewards(batch), sampled(batch), batch, gamma).float()
+
+
+def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Tensor:
+    """The rewards that follow a token, standardised over the whole batch.
+
+    Formula: ``A_t = whiten(G_t)`` over the sampled tokens of the batch, ``G_t = r_t + gamma G_{t+1}``
+    Paper: https://arxiv.org/abs/2501.03262
+    Differs: a batch with one sampled token gives 0
+
+    Args:
+        batch: as for ``reinforce``.
+        gamma: discount of a token.
+    """
+    counts = sampled(batch)
+    return whiten(discounted(token_rewards(batch), counts, batch, gamma), counts).float()
+
+
+def remax(batch: Batch) -> Tensor:
+    """The reward of the greedy response to the same prompt as baseline.
+
+    Formula: ``A_t = sum_{s >= t} r_s - R(greedy)``
+    Paper: https://arxiv.org/abs/2310.10505
+    Differs: a prompt whose greedy response could not be scored gets 0
+
+    Args:
+        batch: as for ``reinforce``, and ``greedy_rewards`` [B]: one more response a prompt, which the
+            core samples and scores for it (NaN where a reward failed). Stages do not see it.
+    """
+    counts = sampled(batch)
+    baseline = batch.to_tokens(batch["greedy_rewards"].double())
+    counts = counts & baseline.isfinite()
+    to_go = discounted(token_rewards(batch), counts, batch, 1.0)
+    return torch.where(counts, to_go - baseline, 0.0).float()
+
+
+def sampled(batch: Batch) -> Tensor:
+    """[T] bool: tokens that the policy sampled, of valid rollouts."""
+    return batch["loss_mask"] & batch.to_tokens(batch["valid"])
+
+
+def token_rewards(batch: Batch) -> Tensor:
+    """[T] float64: what each token earned; the sum over a rollout is its ``rewards``.
+
+    ``-kl_penalty`` at each sampled token where the batch has that column, and at the last sampled
+    token what is then missing to ``rewards``: the reward as it was before the KL was subtracted.
+    """
+    counts = sampled(batch)
+    rewards = torch.where(batch["valid"], batch["rewards"].double(), 0.0)
+    tokens = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    if "kl_penalty" in batch:
+        tokens = torch.where(counts, -batch["kl_penalty"].double(), 0.0)
+    missing = rewards - batch.sum_by_sequence(tokens)
+    positions = torch.where(counts, torch.arange(batch.num_tokens), -1)
+    last = torch.full((len(batch),), -1).scatter_reduce(0, batch.sequence_index, positions, "amax")
+    ends = last >= 0
+    return tokens.index_add(0, last[ends], missing[ends])
+
+
+def discounted(rewards: Tensor, counts: Tensor, batch: Batch, factor: float) -> Tensor:
+    """[T] float64: ``x_t = rewards_t + factor * x_{t+1}`` over the tokens that count; 0 elsewhere.
+
+    Args:
+        rewards: [T] float64.
+        counts: [T] bool; t + 1 is the next such token of the same sequence.
+        batch: for its sequences.
+        factor: 1 is the plain sum of what follows.
+    """
+    chosen = counts.nonzero().squeeze(1)
+    sequence = batch.sequence_index[chosen].tolist()
+    values = rewards[chosen].tolist()
+    for t in range(len(values) - 2, -1, -1):  # plain floats: a tensor operation each would be slower
+        if sequence[t] == sequence[t + 1]:
+            values[t] += factor * values[t + 1]
+    return torch.zeros_like(rewards).index_put((chosen,), rewards.new_tensor(values))
+
+
+def _following(values: Tensor, counts: Tensor, batch: Batch) -> Tensor:
+    """[T]: the value at the next token of the sequence that counts; 0 after the last."""
+    chosen = counts.nonzero().squeeze(1)
+    sequence = batch.sequence_index[chosen]
+    following = torch.zeros_like(values)
+    same = sequence[:-1] == sequence[1:]
+    following[chosen[:-1][same]] = values[chosen[1:][same]]
+    return following

@@ -1,0 +1,92 @@
+"""Stages of the core: which scored rollouts go into the update. ``f(rollouts, step, **options)``.
+
+A stage gives whole rollouts, so tokens, masks and rewards stay together whatever it drops or repeats.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from engine_core.types import Rollout
+
+
+def dynamic_sampling(
+    rollouts: list[Rollout], step: int, *, reward: str | None = None
+) -> tuple[list[Rollout], dict[str, float]]:
+    """Drop groups from which nothing can be learned: all rewards equal, or fewer than two valid.
+
+    DAPO, https://arxiv.org/abs/2503.14476, section 3.2. The trainer samples further prompts in their
+    place (``RefillOptions``).
+
+    Args:
+        rollouts: scored; groups by ``group_id``.
+        step: not used.
+        reward: look at this reward alone, such as the correctness without a length penalty; where it
+            did not apply the rollout counts as not valid.
+
+    Returns:
+        The rollouts of the groups that are kept, in their order; ``groups`` seen and ``dropped_groups``.
+
+    Raises:
+        ConfigError: no rollout has a reward of that name.
+    """
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
+    if reward is not None and rollouts and reward not in names:
+        raise ConfigError(
+            f"[stage.dynamic_sampling] reward: no reward '{reward}'.{did_you_mean(reward, names)}"
+        )
+    values: dict[int, set[float]] = {rollout.group_id: set() for rollout in rollouts}
+    for rollout in rollouts:
+        value = rollout.reward if reward is None else rollout.rewards.get(reward)
+        if rollout.valid and value is not None:
+            values[rollout.group_id].add(value)
+    kept = [rollout for rollout in rollouts if len(values[rollout.group_id]) > 1]
+    dropped = sum(len(seen) < 2 for seen in values.values())
+    return kept, {"groups": float(len(values)), "dropped_groups": float(dropped)}
+
+
+def pf_ppo_resample(
+    rollouts: list[Rollout], step: int, *, method: str = "pow", power: float = 2.0, seed: int = 0
+) -> tuple[list[Rollout], dict[str, float]]:
+    """Draw as many rollouts as there are, with replacement, preferring rewards that are reliable.
+
+    PF-PPO, https://arxiv.org/abs/2409.06957: a reward model is trusted at the ends of its range. For
+    estimators that look at no groups; one that does takes its statistics from what was drawn. (verl
+    draws after the advantages, which is the same for GAE without whitening.)
+
+    Args:
+        rollouts: scored; one that is not valid is never drawn.
+        step: with ``seed``, makes the draw.
+        method: weight of a rollout with reward R: ``pow`` |R|^power, ``max_min`` 1 for the highest and
+            the lowest, ``max_random`` 0.4 for the highest and 0.1 for others.
+        power: of ``pow``.
+        seed: of the draw.
+
+    Returns:
+        The drawn rollouts, in the order of the batch, repeated ones side by side; ``distinct``, the share of
+        valid rollouts that were drawn. As they came where no weight is above 0.
+    """
+    valid = [rollout for rollout in rollouts if rollout.valid]
+    weights = _weights([rollout.reward for rollout in valid], method, power)
+    if not sum(weights) > 0:
+        return rollouts, {"distinct": 1.0}
+    drawn = sorted(
+        random.Random(f"{seed}:{step}").choices(range(len(valid)), weights=weights, k=len(rollouts))
+    )
+    return [valid[i] for i in drawn], {"distinct": len(set(drawn)) / len(valid)}
+
+
+def _weights(rewards: Sequence[float], method: str, power: float) -> list[float]:
+    if not rewards:
+        return []
+    high, low = max(rewards), min(rewards)
+    if method == "pow":
+        return [abs(reward) ** power for reward in rewards]
+    if method == "max_min":
+        return [float(reward in (high, low)) for reward in rewards]
+    return [0.4 if reward == high else 0.1 for reward in rewards]
