@@ -254,7 +254,7 @@ def test_a_column_that_a_reward_needs_is_asked_for_before_the_first_step(runner)
     one.check_columns(["answer"])
     one.check_columns(["question", "answer"])
     with pytest.raises(
-        DataError, match="'exact' needs 'answer', which is no column of the data. Did you mean 'answers'"
+        DataError, match=r"'exact' needs 'answer', which is no column of the data\. Did you mean 'answers'"
     ):
         one.check_columns(["answers"])
 
