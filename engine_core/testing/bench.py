@@ -1,0 +1,106 @@
+"""What every bench has: settings, a place, plugins loaded as a run would load them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from engine_core.plugins import PluginSet
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_core.testing.worker import Place
+
+
+class Bench:
+    """Builds what a contract needs, in a worker, and puts it away after the contract.
+
+    Args:
+        settings: the suite's attributes.
+        place: this worker.
+    """
+
+    kind = ""
+
+    def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
+        self.settings, self.place = settings, place
+        self.folder = place.folder
+        self.stack = contextlib.ExitStack()
+
+    @property
+    def name(self) -> str:
+        """The name that is tested."""
+        return str(self.settings["backend"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stack.close()
+
+    def load_plugins(self, **more: str) -> PluginSet:
+        """The plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
+        names = {self.kind: self.name, **more}
+        plugins = tuple(self.settings["plugins"])
+        return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]))
+
+    def checked_options(self, plugins: PluginSet) -> Any:
+        """The suite's options through the plugin's own model, as the loader of a run file does it."""
+        config = plugins.spec(self.kind, self.name).config
+        return config.model_validate(
+            dict(self.settings["options"]), context={"folder": self.settings["root"]}
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _load(names: Iterable[tuple[str, str]], modules: tuple[str, ...], root: Path) -> PluginSet:
+    return PluginSet.load({kind: {name} for kind, name in names}, modules, root)
+
+
+class EngineBench(Bench):
+    """A bench with models and a device."""
+
+    def __enter__(self) -> Self:
+        import torch
+
+        torch.manual_seed(1234 + self.place.rank)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        from engine_core.runtime.local import default_device
+
+        chosen = self.settings["device"]
+        return torch.device(chosen) if chosen else default_device()
+
+    def model(self, seed: int = 0, tied: bool = True, **changes: Any) -> str:
+        """The folder of a tiny model with its tokenizer; made once by the first rank."""
+        from engine_core.testing.reference import write_model
+
+        values = {**self.settings["model"], **changes}
+        words = "-".join(f"{key}={values[key]}" for key in changes)
+        folder = (
+            self.place.cache
+            / f"model-{seed}-{'tied' if tied else 'untied'}-{_key(self.settings['model'])}{words}"
+        )
+        if self.place.rank == 0 and not folder.exists():
+            write_model(folder, values, seed, tied)
+        self.barrier()
+        return str(folder)
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.place.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+
+def _key(model: Mapping[str, Any]) -> str:
+    return "".join(f"{key}{value}" for key, value in sorted(model.items())).replace("/", "_")[:80]

@@ -1,0 +1,138 @@
+"""What a contract is: a function with a promise, run in the workers; and how it compares.
+
+A contract's docstring is its promise, its name is the test's name without ``test_``. It fails by
+``AssertionError`` with numbers that tell how far off the engine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REFUSALS = (EngineError, ValueError, RuntimeError, KeyError, NotImplementedError)
+"""What an engine may raise to refuse a call; anything else is a crash."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One test of a suite."""
+
+    function: Callable[[Any], None]
+    capability: str | None  # runs exactly when the spec declares it
+    catches: tuple[str, ...]  # planted faults that only this contract must catch, for the docs
+
+    @property
+    def name(self) -> str:
+        return f"test_{self.function.__name__}"
+
+    @property
+    def case(self) -> str:
+        """``module:qualname``: how a worker finds it."""
+        return f"{self.function.__module__}:{self.function.__qualname__}"
+
+    @property
+    def promise(self) -> str:
+        """The docstring's first paragraph on one line."""
+        return " ".join((self.function.__doc__ or "").split("\n\n")[0].split())
+
+
+def contract(
+    *, capability: str | None = None, catches: Sequence[str] = ()
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Mark a function of one bench as a contract."""
+
+    def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        function.contract = Contract(function, capability, tuple(catches))  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def contracts_of(*modules: ModuleType) -> list[Contract]:
+    """The contracts of some modules, in the order of their sources."""
+    return [
+        function.contract
+        for module in modules
+        for function in vars(module).values()
+        if hasattr(function, "contract") and function.__module__ == module.__name__
+    ]
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    """Every value within ``tolerance``, absolute; no value that is not a number."""
+    assert found.shape == expected.shape, (
+        f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}."
+    )
+    gap = (found.double() - expected.double()).abs()
+    wrong = ~(gap <= tolerance)
+    if bool(wrong.any()):
+        at = int(wrong.flatten().nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} values are off by more than {tolerance:g}, at most by "
+            f"{float(gap.max()):.3g}. The first, at {at}: {float(found.flatten()[at]):.6g}, expected "
+            f"{float(expected.flatten()[at]):.6g}."
+        )
+
+
+def near(found: float, expected: float, tolerance: float, what: str) -> None:
+    """Relative to ``expected``, with a floor of 1e-6."""
+    assert abs(found - expected) <= tolerance * max(abs(expected), 1e-6), (
+        f"{what}: {found:.8g}, expected {expected:.8g} (relative tolerance {tolerance:g})."
+    )
+
+
+def same_direction(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str
+) -> None:
+    """Two gradients, tensor by tensor: the difference's norm within ``tolerance`` of the norm.
+
+    A tensor whose gradient is tiny beside the whole is measured against a thousandth of the whole.
+    """
+    assert found.keys() == expected.keys(), (
+        f"{what}: other names: {sorted(found.keys() ^ expected.keys())[:5]}."
+    )
+    whole = sum(float(value.double().pow(2).sum()) for value in expected.values()) ** 0.5
+    for name, value in expected.items():
+        size = max(float(value.double().norm()), 1e-3 * whole)
+        gap = float((found[name].double() - value.double()).norm())
+        assert gap <= tolerance * size, (
+            f"{what}: '{name}' differs by {gap:.3g}, {gap / max(size, 1e-30):.2%} of its norm "
+            f"(norm {float(found[name].double().norm()):.4g}, expected {float(value.double().norm()):.4g})."
+        )
+
+
+def identical(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, exact: bool = True) -> None:
+    """Two sets of weights, bit for bit; with ``exact`` False within 1e-5 of each tensor's largest value."""
+    import torch
+
+    assert found.keys() == expected.keys(), (
+        f"{what}: other names: {sorted(found.keys() ^ expected.keys())[:5]}."
+    )
+    for name, value in expected.items():
+        if exact:
+            equal = torch.equal(found[name], value)
+        else:
+            equal = bool((found[name] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1e-6))
+        if not equal:
+            gap = float((found[name].double() - value.double()).abs().max())
+            raise AssertionError(f"{what}: '{name}' differs, at most by {gap:.3g}.")
+
+
+@contextmanager
+def refused(what: str, *words: str) -> Iterator[None]:
+    """The block must raise a refusal (``REFUSALS``) whose message has these words."""
+    try:
+        yield
+    except REFUSALS as error:
+        if missing := [word for word in words if word not in str(error)]:
+            raise AssertionError(f"{what} is refused, but not with the words {missing}: {error}") from error
+        return
+    raise AssertionError(f"{what} is not refused.")

@@ -1,0 +1,135 @@
+"""What the suites share: contracts become tests, workers are started once for a class.
+
+No torch here beyond what the contracts' modules import: the tests run in the workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+
+from engine_core.errors import did_you_mean
+from engine_core.plugins import PluginSet
+from engine_core.testing.contracts import Contract, contracts_of
+from engine_core.testing.launcher import CaseFailed, Workers
+
+
+class Suite:
+    """Base of the suites. Attributes of a subclass say what is tested and where.
+
+    Attributes:
+        plugins: as in a run file: names of the group ``engine.plugins``, and ``.py`` files relative to
+            the folder of the test's file.
+        unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "why"}``.
+        world_size: ranks.
+        worker_context: ``module:function`` or ``file.py:function``, a context manager called with
+            ``rank`` and ``world_size`` that each worker enters once, before anything is built.
+        process_group: backend of ``torch.distributed``, where ``world_size`` is over 1.
+        env: environment variables of the workers.
+        deadline: seconds of one contract.
+    """
+
+    kind: ClassVar[str] = ""  # the table hook: train_engines, rollout_engines, rewards
+    bench: ClassVar[str] = ""  # module:class of what a contract is given
+    fields: ClassVar[tuple[str, ...]] = ()  # attributes that travel to the workers
+    contracts: ClassVar[Mapping[str, Contract]] = {}
+
+    plugins: Sequence[str] = ()
+    unsupported: Mapping[str, str] = {}
+    world_size: int = 1
+    worker_context: str = ""
+    process_group: str = "gloo"
+    env: Mapping[str, str] = {}
+    deadline: float = 120.0
+
+    _workers: ClassVar[Workers | None] = None
+    _capabilities: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, modules: Sequence[ModuleType] = (), **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if modules:
+            cls.contracts = {made.name: made for made in contracts_of(*modules)}
+            for made in cls.contracts.values():
+                setattr(cls, made.name, _test_of(made))
+        for name, reason in cls.unsupported.items():
+            if not callable(getattr(cls, name, None)) or not name.startswith("test_"):
+                known = [known for known in dir(cls) if known.startswith("test_")]
+                match = did_you_mean(name, known).split(" Known:")[0]
+                raise TypeError(f"{cls.__name__}.unsupported names '{name}', which is no test of it.{match}")
+            if not (isinstance(reason, str) and reason.strip()):
+                raise TypeError(
+                    f"{cls.__name__}.unsupported['{name}'] must be the reason, as text; it is {reason!r}."
+                )
+
+    @classmethod
+    def setup_class(cls) -> None:
+        spec = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root()).spec(
+            cls.kind, cls.offered()
+        )
+        cls._capabilities = getattr(spec, "capabilities", frozenset())
+        cls._workers = Workers(
+            cls.world_size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline
+        )
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        if cls._workers is not None:
+            cls._workers.close()
+            cls._workers = None
+
+    @classmethod
+    def offered(cls) -> str:
+        """The name that is tested."""
+        return str(getattr(cls, "backend", ""))
+
+    @classmethod
+    def root(cls) -> Path:
+        """Folder of the test's file."""
+        return Path(inspect.getfile(cls)).parent.resolve()
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """What travels to the workers: plain values."""
+        return {"root": str(cls.root()), **{name: _plain(getattr(cls, name)) for name in cls.fields}}
+
+    def check(self, made: Contract) -> None:
+        """Run one contract, or skip it with its reason."""
+        __tracebackhide__ = True
+        if reason := self.unsupported.get(made.name):
+            pytest.skip(f"unsupported: {reason}")
+        if made.capability and made.capability not in self._capabilities:
+            pytest.skip(f"the spec of '{self.offered()}' does not declare the capability '{made.capability}'")
+        if failure := self._failure(made):
+            pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
+
+    def _failure(self, made: Contract) -> str:
+        assert self._workers is not None
+        try:
+            self._workers.run(self.bench, made.case, self.settings())
+        except CaseFailed as failure:
+            return str(failure)
+        return ""
+
+
+def _test_of(made: Contract) -> Any:
+    def test(self: Suite) -> None:
+        __tracebackhide__ = True
+        self.check(made)
+
+    test.__name__, test.__doc__ = made.name, made.promise
+    test.__qualname__ = made.name
+    return test
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and mappings as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

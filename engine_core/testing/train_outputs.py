@@ -1,0 +1,132 @@
+"""Contracts of ``TrainEngine.infer``: what is computed, and that nothing else happens."""
+
+from __future__ import annotations
+
+import torch
+
+from engine_core.testing.contracts import close, contract, identical, refused
+from engine_core.testing.reference import outputs_of
+from engine_core.testing.train_bench import NLL, POLICY, TrainBench
+
+
+def _expected(bench: TrainBench, temperature: float) -> None:
+    engine, batch = bench.engine(), bench.batch(temperature=temperature)
+    found = bench.infer(engine, batch)["log_probs"]
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(), batch)["log_probs"]
+    close(found, expected, bench.tolerance, f"log_probs at temperature {temperature}")
+
+
+@contract(catches=("log-probs shifted by one token",))
+def log_probs_equal_the_reference(bench: TrainBench) -> None:
+    """``log_probs[t]`` is the log-probability of token t given those before it, as an independent float64 forward says."""
+    _expected(bench, 1.0)
+
+
+@contract(catches=("temperature ignored in training",))
+def log_probs_are_at_the_temperature_of_the_batch(bench: TrainBench) -> None:
+    """Log-probs are of ``softmax(logits / temperature)``, above and below 1."""
+    _expected(bench, 0.6)
+    _expected(bench, 1.7)
+
+
+@contract()
+def entropy_equals_its_definition(bench: TrainBench) -> None:
+    """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution that token t was drawn from, at its temperature."""
+    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    found = bench.infer(engine, batch, ("log_probs", "entropy"))["entropy"]
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(), batch)["entropy"]
+    close(found, expected, 5 * bench.tolerance, "entropy")
+
+
+@contract(catches=("attention across packed sequences",))
+def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
+    """Packed with others, or alone in a batch: a sequence's log-probs are the same."""
+    engine, batch = bench.engine(), bench.batch()
+    packed = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
+    for i in range(len(batch)):
+        alone = bench.infer(engine, batch.select([i]))["log_probs"]
+        close(packed[i], alone, bench.tolerance, f"log_probs of sequence {i} in a pack, against alone")
+
+
+@contract(catches=("results in the order of the micro-batches",))
+def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
+    """A batch in another order, cut into micro-batches, gives the same results in that order."""
+    engine, batch = bench.engine(budget=24), bench.batch()
+    order = [3, 0, 7, 1, 5, 2, 6, 4]
+    pieces = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
+    moved = bench.infer(engine, batch.select(order))["log_probs"]
+    close(
+        moved,
+        torch.cat([pieces[i] for i in order]),
+        bench.tolerance,
+        "log_probs of the batch in another order",
+    )
+
+
+@contract()
+def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
+    """Outputs stand at loss tokens that have a token before them; everywhere else they are exactly 0."""
+    engine, batch = bench.engine(), bench.batch((5, 1, 9))
+    batch.tokens["loss_mask"][:6] = True  # the first sequence whole, and a sequence of one token
+    batch.tokens["loss_mask"][6:] = False
+    found = bench.infer(engine, batch, ("log_probs", "entropy"))
+    for name, value in found.items():
+        nonzero = value.nonzero().flatten().tolist()
+        assert nonzero == [1, 2, 3, 4], f"{name} is not 0 at {nonzero}; expected values at [1, 2, 3, 4] only."
+    nothing = bench.infer(engine, batch.select([2]))["log_probs"]
+    assert not nothing.any(), "A batch without loss tokens has outputs."
+
+
+@contract(catches=("infer draws random numbers",))
+def infer_leaves_no_trace(bench: TrainBench) -> None:
+    """``infer`` changes neither weights nor gradients nor the random state; the step after it is the same as without it."""
+    batch = bench.batch()
+    quiet, asked = bench.engine(), bench.engine()
+    before = bench.weights(asked)
+    state = torch.get_rng_state()
+    bench.infer(asked, batch, ("log_probs", "entropy"))
+    assert torch.equal(torch.get_rng_state(), state), "infer draws from torch's generator."
+    identical(bench.weights(asked), before, "weights after infer")
+    bench.forward_backward(quiet, batch)
+    bench.forward_backward(asked, batch)
+    bench.infer(asked, batch, ("log_probs",))
+    norms = [engine.optimizer_step().grad_norm for engine in (quiet, asked)]
+    assert norms[0] == norms[1], (
+        f"The gradient's norm with infer in between is {norms[1]}, without it {norms[0]}."
+    )
+
+
+@contract()
+def an_unknown_output_is_refused(bench: TrainBench) -> None:
+    """An output that the engine does not know is an error that names it."""
+    engine, batch = bench.engine(), bench.batch()
+    with refused("infer of 'log_prob'", "log_prob"):
+        engine.infer(bench.share(engine, batch)[1], ["log_prob"])
+
+
+@contract(catches=("infer and training by two micro-batch plans",))
+def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
+    """``infer`` and ``forward_backward`` of one batch give the same log-probs bit for bit, in several micro-batches."""
+    engine, batch = bench.engine(budget=24), bench.batch(temperature=0.9)
+    old = bench.infer(engine, batch)["log_probs"]
+    batch = batch.with_columns({"old_log_probs": old, "rollout_log_probs": old})
+    metrics = bench.forward_backward(engine, batch, POLICY).metrics
+    assert metrics["actor/clip_fraction"] == 0, f"actor/clip_fraction is {metrics['actor/clip_fraction']}."
+    batch = batch.with_columns({"rollout_log_probs": old})
+    batch.tokens.pop("old_log_probs")  # now the gap is measured against the training forward itself
+    gap = bench.forward_backward(engine, batch, POLICY).metrics["max/mismatch/max_abs"]
+    assert gap == 0, (
+        f"The log-probs of infer and of forward_backward differ by up to {gap:.3g}; expected exactly 0."
+    )
+
+
+@contract()
+def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
+    """Asking for entropy as well does not change the log-probs."""
+    engine, batch = bench.engine(), bench.batch()
+    alone = bench.infer(engine, batch)["log_probs"]
+    both = bench.infer(engine, batch, ("entropy", "log_probs"))["log_probs"]
+    close(both, alone, bench.tolerance / 10, "log_probs beside entropy")
+    bench.forward_backward(engine, batch, NLL)

@@ -1,0 +1,40 @@
+"""The suite of train engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine_core.testing import imports, train_outputs, train_state, train_steps, train_weights
+from engine_core.testing.suite import Suite
+
+
+class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, train_weights, train_state)):
+    """Contracts of ``engine_core.engines.base.TrainEngine``. See ``Suite`` for the other attributes.
+
+    Attributes:
+        backend: name of the engine.
+        options: its table, as in ``[actor.NAME]``. Choose float32 here: lower precision hides mistakes.
+        model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
+        reference: ``module:function`` or ``file.py:function``; called with a model folder it gives the
+            module to compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits``
+            [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
+        device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
+        tolerance: largest difference of a log-prob, in nats.
+        gradient_tolerance: largest difference of a gradient, as a share of its norm.
+        bit_exact: a resumed run continues bit for bit; False allows rounding.
+    """
+
+    kind = "train_engines"
+    bench = "engine_core.testing.train_bench:TrainBench"
+    fields = ("backend", "options", "plugins", "model", "reference", "device", "tolerance",
+              "gradient_tolerance", "bit_exact")  # fmt: skip
+
+    backend: str = "torch"
+    options: Mapping[str, Any] = {}
+    model: Mapping[str, Any] = {}
+    reference: str = ""
+    device: str = ""
+    tolerance: float = 1e-4
+    gradient_tolerance: float = 2e-3
+    bit_exact: bool = True

@@ -1,0 +1,69 @@
+"""The smallest engine of several ranks: each has the whole model, gradients are summed before the step.
+
+Only for tests of the kit: it shows what ``world_size = 2`` asks of an engine.
+"""
+
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+
+from engine_core.engines import state
+from engine_core.engines.base import Layout
+from engine_core.engines.torch_engine import TorchEngine
+from engine_core.types import Batch
+
+
+class DataParallelEngine(TorchEngine):
+    @property
+    def layout(self):
+        return Layout(dp_rank=self.context.rank, dp_size=self.context.world_size)
+
+    def forward_backward(self, batch, loss):
+        output = super().forward_backward(batch if len(batch) else _nothing(batch), loss)
+        output.loss = self._over_ranks(output.loss, dist.ReduceOp.SUM)
+        for name in sorted(output.metrics):
+            kind = dist.ReduceOp.MAX if name.startswith("max/") else dist.ReduceOp.SUM
+            output.metrics[name] = self._over_ranks(output.metrics[name], kind)
+        return output
+
+    def optimizer_step(self):
+        for parameter in self._trainable_parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        return super().optimizer_step()
+
+    def save(self, folder):
+        if self.context.rank == 0:
+            super().save(folder)
+        dist.barrier()
+        state.save_json(self._own(folder), state.random_state(self.device))
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def load(self, folder):
+        super().load(folder)
+        state.set_random_state(state.load_json(self._own(folder)), self.device)
+
+    def export(self, folder):
+        if self.context.rank == 0:
+            super().export(folder)
+        dist.barrier()
+
+    def _own(self, folder):
+        return folder / f"random-{self.context.rank}.json"
+
+    @staticmethod
+    def _over_ranks(value, kind):
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, kind)
+        return tensor.item()
+
+
+def _nothing(batch):
+    """One token without loss: a rank with no sequences has the metrics that the others have."""
+    columns = {name: column.new_zeros(1) for name, column in batch.tokens.items()}
+    return Batch(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), tokens=columns,
+                 temperature=batch.temperature)  # fmt: skip

@@ -1,0 +1,5 @@
+from engine_core.testing import TrainEngineSuite
+
+
+class TestTorch(TrainEngineSuite):
+    backend = "torch"
