@@ -94,11 +94,12 @@ def point(name: str) -> None:
     """Pass the point ``name``: whatever is armed for it happens now."""
     if not _armed:
         return
-    for fault in _armed:
-        if fault.point == name:
-            fault.countdown -= 1
-            if fault.countdown == 0:
-                _act(fault)
+    passed = [fault for fault in _armed if fault.point == name]
+    for fault in passed:  # all are counted before one acts, since it may raise
+        fault.countdown -= 1
+    for fault in passed:
+        if fault.countdown == 0:
+            _act(fault)
 
 
 def _act(fault: _Fault) -> None:

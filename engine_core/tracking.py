@@ -405,6 +405,11 @@ class TrackerHub:
         for feeder in self._feeders:
             feeder.offer(step, finite)
 
+    def sync(self) -> None:
+        """Bring what is in ``metrics.jsonl`` to the disk, so that no checkpoint outlives its metrics."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def close(self, timeout: float = 5.0) -> None:
         """Give the trackers ``timeout`` seconds together to finish; what they missed is logged."""
         if self._file is None:

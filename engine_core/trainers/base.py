@@ -354,7 +354,7 @@ class TrainingRun(abc.ABC):
         """Say in which step the run failed or was ended at once."""
         try:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            where = f"in step {self.step_done + 1}" if loop is not None else "before its first step"
+            where = f"in step {self.step_now}" if loop is not None else "before its first step"
             if self.folder is not None and isinstance(error, Exception):
                 log.error("The run failed %s: %s", where, error)
             elif self.folder is not None:

@@ -66,6 +66,7 @@ class Saver:
         """
         self._saved_at = time.monotonic()
         try:
+            self.run.hub.sync()
             path = self.checkpoints.save(point.step, self._write, {**point.as_json(), **self._about()})
         except OSError as error:
             self._failed(point.step, error, must)

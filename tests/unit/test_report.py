@@ -21,6 +21,7 @@ def make_run(tmp_path, lines, name="arithmetic") -> RunFolder:
     config = EngineConfig(run={"dir": str(tmp_path), "name": name}, tracking={"trackers": []})
     run = RunFolder.create(config)
     hub = TrackerHub(run, config, None)
+    hub.start()
     for step, line in enumerate(lines, 1):
         hub.log(step, line)
     hub.close()

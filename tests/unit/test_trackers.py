@@ -39,13 +39,17 @@ def test_tensorboard_has_every_step_and_a_resumed_run_has_each_once(tmp_path):
     config = config_in(tmp_path)
     run = RunFolder.create(config)
     hub = TrackerHub(run, config, Plugins())
+    hub.start()
     for step in (1, 2, 3, 4):
         hub.log(step, {"reward/mean": step / 4})
     hub.close()
     assert scalars(run, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
     run.close()
-    run = RunFolder.open(run.path, resume_step=2, config=config)
+    run = RunFolder.open(run.path)
+    run.claim(2)
+    run.rewind(2, config)
     hub = TrackerHub(run, config, Plugins())
+    hub.start()
     hub.log(3, {"reward/mean": 0.125})
     hub.close()
     assert scalars(run, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.125)]
@@ -56,6 +60,7 @@ def test_tensorboard_writes_to_the_folder_of_its_table(tmp_path):
     config.tracking.options = {"tensorboard": TensorBoardOptions(folder="events")}
     run = RunFolder.create(config)
     hub = TrackerHub(run, config, Plugins())
+    hub.start()
     hub.log(1, {"x": 1.0})
     hub.close()
     assert scalars(run, "x", "events") == [(1, 1.0)]
@@ -94,8 +99,11 @@ def test_wandb_gets_options_config_and_steps_and_a_resumed_run_keeps_its_id(tmp_
     for resume in (False, True):
         if resume:
             run.close()
-            run = RunFolder.open(run.path, resume_step=0, config=config)
+            run = RunFolder.open(run.path)
+            run.claim(0)
+            run.rewind(0, config)
         hub = TrackerHub(run, config, Plugins())
+        hub.start()
         hub.log(1, {"x": 1.0})
         hub.close()
     first, second = (call for call in fake.calls if isinstance(call, dict))

@@ -52,7 +52,9 @@ def config_in(folder: Path, name: str | None = "a", **tables) -> EngineConfig:
 def hub_of(run: RunFolder, folder: Path, **options) -> TrackerHub:
     trackers = options.pop("trackers", {})
     config = config_in(folder, tracking={"trackers": list(trackers)})
-    return TrackerHub(run, config, Plugins(**trackers), **options)
+    hub = TrackerHub(run, config, Plugins(**trackers), **options)
+    hub.start()
+    return hub
 
 
 @pytest.fixture
@@ -155,7 +157,10 @@ def test_latest_is_the_newest_run(tmp_path, monkeypatch):
     assert RunFolder.open("runs/latest").path.name == "second"
     assert RunFolder.open("first").path.name == "first"
     first.close()
-    RunFolder.open("first", resume_step=0).close()
+    again = RunFolder.open("first")
+    again.claim(0)
+    again.rewind(0, config_in(tmp_path, "first"))
+    again.close()
     assert RunFolder.open("latest").path.name == "first"
 
 
@@ -174,7 +179,10 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
     with run.metrics_file.open("a") as file:
         file.write('{"step": 6, "rew')  # killed while writing
     run.close()
-    resumed = RunFolder.open(run.path, resume_step=3, config=config_in(tmp_path))
+    resumed = RunFolder.open(run.path)
+    resumed.claim(3)
+    assert len(run.read_metrics()) == 5, "claiming alone drops nothing"
+    resumed.rewind(3, config_in(tmp_path))
     hub = hub_of(resumed, tmp_path)
     hub.log(4, {"reward/mean": 0.9})
     assert [(line["step"], line["reward/mean"]) for line in run.read_metrics()] == [
@@ -191,12 +199,44 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
     hub.close()
 
 
+def test_the_line_of_a_step_that_was_not_finished_is_written_again(tmp_path, run):
+    hub = hub_of(run, tmp_path)
+    for step in (1, 2):
+        hub.log(step, {})
+        run.rollout_file(step).touch()
+    hub.close()
+    run.close()
+    resumed = RunFolder.open(run.path)
+    resumed.claim(2)
+    resumed.rewind(2, config_in(tmp_path), unfinished=True)
+    assert [line["step"] for line in run.read_metrics()] == [1]
+    assert run.rollout_file(2).exists()
+    resumed.close()
+
+
+def test_a_run_goes_on_with_the_config_of_its_last_attempt_that_trained(tmp_path, run):
+    run.close()
+    assert run.config_file == run.path / "config.resolved.toml"
+    for _ in range(11):  # attempt_10 comes after attempt_9
+        resumed = RunFolder.open(run.path)
+        resumed.claim(0)
+        resumed.rewind(0, config_in(tmp_path))
+        resumed.close()
+    assert resumed.config_file == run.logs_dir / "attempt_11" / "config.resolved.toml"
+    failed = RunFolder.open(run.path)
+    failed.claim(0)  # and never came to training
+    failed.close()
+    assert failed.config_file == resumed.config_file
+
+
 def test_a_run_in_use_is_refused_with_its_holder(run):
     with pytest.raises(EnvironmentProblem, match=r"is in use by process \d+ on"):
-        RunFolder.open(run.path, resume_step=0)
+        RunFolder.open(run.path).claim(0)
     assert not (run.logs_dir / "attempt_1").exists()
     run.close()
-    RunFolder.open(run.path, resume_step=0).close()
+    again = RunFolder.open(run.path)
+    again.claim(0)
+    again.close()
 
 
 def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
@@ -227,7 +267,9 @@ def test_secrets_are_in_no_file_of_the_run(tmp_path, monkeypatch):
     config.tracking.trackers = ["spy"]
     config.tracking.options = {"spy": SpyOptions(password="in-an-option-table")}
     run = RunFolder.create(config)
-    TrackerHub(run, config, Plugins(spy=Spy)).close()
+    hub = TrackerHub(run, config, Plugins(spy=Spy))
+    hub.start()
+    hub.close()
     written = "".join(file.read_text() for file in run.path.rglob("*") if file.is_file())
     for secret in (CANARY, "hunter2secret", "in-an-option-table"):
         assert secret not in written + json.dumps(seen)
