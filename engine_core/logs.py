@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGERS = ("engine", "engine_core")  # the run's own notes, and those of modules named after themselves
 MAX_BYTES, OLD_FILES = 20 * 1024**2, 3
+FILE_ONLY = {"file_only": True}
+"""``extra=`` of what belongs into the file alone."""
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s rank %(rank)d  %(name)s: %(message)s"
 
 
@@ -87,6 +89,8 @@ class _Console(logging.Handler):
     """Writes to whatever ``sys.stderr`` is now: a live display replaces it and prints lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "file_only", False):
+            return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
         except Exception:

@@ -23,10 +23,11 @@ from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.logs import setup_logging
+from engine_core.logs import FILE_ONLY, setup_logging
 from engine_core.preemption import Stop, StopSignals
 from engine_core.tracking import RunFolder, TrackerHub
 from engine_core.trainers.loop import StepLoop
+from engine_core.trainers.points import seed_random
 from engine_core.trainers.resuming import Resume
 from engine_core.trainers.saving import Saver
 
@@ -141,6 +142,7 @@ class TrainingRun(abc.ABC):
         self._cleanup.close()
         self._trains = training
         faults.point("run.setup")
+        seed_random(self.config.run.seed)
         self.load_inputs()
         if resume is not None:
             resume.check_inputs(self)
@@ -354,11 +356,12 @@ class TrainingRun(abc.ABC):
         """Say in which step the run failed or was ended at once."""
         try:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            where = f"in step {self.step_now}" if loop is not None else "before its first step"
+            where = f"in step {self.step_now}. {self.way_on()}" if loop else "before its first step."
             if self.folder is not None and isinstance(error, Exception):
-                log.error("The run failed %s: %s", where, error)
+                log.error("%s", error, exc_info=error, extra=FILE_ONLY)  # whoever called shows it on the screen
+                log.error("The run failed %s", where)
             elif self.folder is not None:
-                log.warning("The run was ended at once %s. %s", where, self.way_on())
+                log.warning("The run was ended at once %s", where)
         finally:
             self.close()
 
@@ -391,6 +394,7 @@ def combine(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The mini-batches' values of each metric as the step's: counts are summed, the rest averaged."""
     rules: dict[str, Callable[[Sequence[float]], float]] = {
         "mismatch/max_abs": max,
+        "correction/weight_max": max,
         "actor/lr": max,
         "actor/skipped_steps": sum,
         "actor/empty_updates": sum,

@@ -54,6 +54,13 @@ def test_log_level_sets_what_is_received(run, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_what_is_for_the_file_alone_is_not_shown(run, capsys):
+    logs.setup_logging(run)
+    log.error("with its traceback", extra=logs.FILE_ONLY)
+    assert "with its traceback" in (run.attempt_dir / "rank_0.log").read_text()
+    assert capsys.readouterr().err == ""
+
+
 def test_an_unknown_level_is_refused_with_the_known_ones(run, monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "debgu")
     with pytest.raises(ConfigError, match=r"LOG_LEVEL is 'debgu', no level\. Did you mean 'DEBUG'"):
