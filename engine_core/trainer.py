@@ -63,21 +63,20 @@ class Trainer(TrainingRun):
 
     def step(self, step: int) -> dict[str, float]:
         """One step: P prompts in, one policy update done, samplers on the new weights."""
-        prompts = self.source.take(self.config_now.data.prompts_per_step)
-        metrics: dict[str, float] = {}
-        with self.phase("generate"):
-            rollouts = self.sampling.sample(prompts, step)  # B = P * G rollouts
-        with self.phase("reward"):
-            metrics |= self.sampling.score(rollouts, step)  # rewards [B], failures handled by policy
-            metrics |= self.sampling.describe(rollouts)
-            rollouts, staged = self.sampling.stages(rollouts, step)  # filters and caches named in the TOML
+        rounds = self.sampling.rounds(step, self.plan.greedy)  # one; more where a stage refills what it drops
+        while prompts := self.source.take(rounds.missing):
+            with self.phase("generate"):
+                rounds.sample(prompts)  # G rollouts for each prompt
+            with self.phase("reward"):
+                rounds.score()  # failures are handled by policy
+        rollouts, metrics = rounds.finish()  # B rollouts after the stages of the TOML: filters, caches
         self.sampling.keep(rollouts, step)
-        batch = Batch.from_rollouts(rollouts, self.config_now.rollout.temperature)
+        batch = rounds.batch(rollouts)  # rewards [B]
         with self.phase("annotate"):
             batch, noted = self.annotate(batch)  # old / ref log-probs: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
         with self.phase("train"):
-            metrics |= staged | noted | self.update(batch, step)
+            metrics |= noted | self.update(batch, step)
         with self.phase("sync"):
             metrics |= self.sampling.sync()  # worker to worker
         return metrics

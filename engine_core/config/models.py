@@ -175,6 +175,8 @@ class AlgorithmConfig(Table):
     """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss, or subtract it from the rewards."""
+    mask_truncated: bool = False
+    """Learn nothing from responses that were cut at `rollout.max_response_tokens`; their rewards still count in their group."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss."""
     correction: CorrectionConfig = CorrectionConfig()

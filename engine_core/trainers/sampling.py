@@ -1,4 +1,4 @@
-"""The rollout side of a trainer: sample, score, filter, describe, keep, and bring new weights in."""
+"""The rollout side of a trainer: sample, score, describe, keep, and bring new weights in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from engine_core.rewards import RewardRunner
 from engine_core.rollout_files import write_rollouts
+from engine_core.trainers.rounds import Rounds
 from engine_core.types import Request, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine_core.trainers.base import TrainingRun
     from engine_core.types import Prompt, Rollout
@@ -46,24 +47,29 @@ class RolloutSource:
             "policy_version": float(result.version),
         }
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
+    def rounds(self, step: int, greedy: bool = False) -> Rounds:
+        """The rounds of sampling of one step."""
+        return Rounds(self, step, greedy)
+
+    def sample(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
         config = self.run.config_now.rollout
-        return self._sample(prompts, step, config.group_size, config.temperature, config.top_p, config.top_k)
+        cut = config.temperature, config.top_p, config.top_k
+        return self._sample(prompts, step, config.group_size, *cut, first_group=first_group)
+
+    def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
+        """One rollout for each prompt, of the most likely token each time."""
+        return self._sample(prompts, step, 1, 0.0, 1.0, 0, first_group=first_group)
 
     def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
         """Fill in the rewards; metrics of the rewards and of their failures."""
         return self.rewards.score(rollouts, step, training=training)
 
-    def stages(self, rollouts: list[Rollout], step: int) -> tuple[list[Rollout], dict[str, float]]:
-        """Run the stages of the TOML, in their order."""
-        metrics: dict[str, float] = {}
-        for stage in self.run.config_now.stage:
-            function = self.run.plugins.resolve("stages", stage.name)
-            options = stage.options.model_dump() if stage.options else {}
-            rollouts, noted = function(rollouts, step, **options)
-            metrics |= {f"stage/{stage.name}/{name}": value for name, value in noted.items()}
-        return rollouts, metrics
+    def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
+        """Name, weight and clipping of each reward that is in the sum."""
+        for scorer in self.rewards.scorers:
+            if scorer.config.weight:
+                yield scorer.config.name, scorer.config.weight, scorer.clipped
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Counts and lengths."""
@@ -121,10 +127,11 @@ class RolloutSource:
         temperature: float,
         top_p: float,
         top_k: int,
+        first_group: int = 0,
     ) -> list[Rollout]:
         config = self.run.config_now.rollout
         requests = []
-        for group, prompt in enumerate(prompts):
+        for group, prompt in enumerate(prompts, first_group):
             for index in range(group_size):
                 sampling = Sampling(
                     temperature=temperature,

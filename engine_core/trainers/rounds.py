@@ -1,0 +1,193 @@
+"""From prompts to the rollouts of a step: rounds of sampling and scoring, and the stages.
+
+A step has one round, unless a stage drops groups and has them replaced (``RefillOptions``): then each
+further round samples prompts for the groups that are missing. Stages up to the last refilling one run
+on each round's rollouts, those after it once on all. Which prompts a step took follows from the
+source's position alone, so a resumed run takes the same.
+
+Left out: keeping surplus groups for the next step, which would be rollouts of an older policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.algorithms.requirements import GREEDY
+from engine_core.specs import RefillOptions
+from engine_core.types import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_core.config.models import StageConfig
+    from engine_core.trainers.sampling import RolloutSource
+    from engine_core.types import Prompt, Rollout
+
+log = logging.getLogger("engine")
+
+COUNTS = ("reward/failures", "reward/timeouts", "reward/unrewarded")
+COUNTS_OF_A_REWARD = ("errors", "timeouts", "restarts")
+
+
+class Rounds:
+    """The rounds of one step. While prompts are ``missing``: ``sample``, then ``score``; at last ``finish``.
+
+    Args:
+        source: samples and scores.
+        step: its number.
+        greedy: also sample and score a greedy response for each prompt, as a baseline.
+    """
+
+    def __init__(self, source: RolloutSource, step: int, greedy: bool) -> None:
+        self.source, self.step, self.with_greedy = source, step, greedy
+        self.config = source.run.config_now
+        stages = self.config.stage
+        refilling = [i for i, stage in enumerate(stages) if isinstance(stage.options, RefillOptions)]
+        split = refilling[-1] + 1 if refilling else 0
+        self.each_round, self.at_end = stages[:split], stages[split:]
+        self.refill = [s for s in stages if isinstance(s.options, RefillOptions)]
+        self.count = self.prompts = 0  # rounds, prompts taken
+        self.fresh: list[Rollout] = []  # of this round
+        self.greedy: list[Rollout] = []
+        self.sampled: list[Rollout] = []  # of all rounds
+        self.kept: list[Rollout] = []
+        self.baselines: dict[int, float] = {}  # group -> reward of its greedy response
+        self.scored: list[tuple[int, dict[str, float]]] = []
+        self.greedy_tokens = 0
+        self.staged: dict[str, float] = {}
+
+    @property
+    def missing(self) -> int:
+        """Prompts to take for the next round; 0: there is none."""
+        wanted = self.config.data.prompts_per_step
+        options = [stage.options for stage in self.refill]
+        if self.count == 0:
+            lacking = wanted
+        elif self.count < min((each.max_rounds for each in options), default=1):
+            lacking = max(wanted - groups_in(self.kept), 0)
+        else:
+            lacking = 0
+        return math.ceil(lacking * max((each.oversample for each in options), default=1.0))
+
+    def sample(self, prompts: Sequence[Prompt]) -> None:
+        """G rollouts for each prompt, in groups of their own."""
+        self.fresh = self.source.sample(prompts, self.step, self.prompts)
+        if self.with_greedy:
+            self.greedy = self.source.sample_greedy(prompts, self.step, self.prompts)
+        self.count, self.prompts = self.count + 1, self.prompts + len(prompts)
+
+    def score(self) -> None:
+        """Rewards of this round, and the stages up to the last that refills."""
+        self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step)))
+        self.sampled += self.fresh
+        if self.with_greedy:
+            self.source.score(self.greedy, self.step, training=False)
+            self.greedy_tokens += sum(r.response_length for r in self.greedy)
+            self.baselines |= {r.group_id: r.reward for r in self.greedy if r.valid}
+        kept, noted = self._run(self.each_round, self.fresh)
+        self.kept += kept
+        self.staged = {name: self.staged.get(name, 0.0) + value for name, value in noted.items()}
+
+    def finish(self) -> tuple[list[Rollout], dict[str, float]]:
+        """The step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
+        if self.refill:
+            self._close_refill(self.refill[-1].name)
+        rollouts, noted = self._run(self.at_end, self.kept)
+        metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged | noted
+        metrics["tokens/total"] = float(sum(len(r.token_ids) for r in rollouts))
+        if self.with_greedy:
+            rewards = list(self.baselines.values())
+            metrics["greedy/tokens"] = float(self.greedy_tokens)
+            metrics["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
+            metrics["tokens/generated"] += self.greedy_tokens
+        return rollouts, metrics
+
+    def batch(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Pack the rollouts, with the columns that only the run knows.
+
+        Besides ``Batch.from_rollouts``: ``reward_term/NAME`` [B], the clipped value of each reward with
+        a weight (NaN where it did not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] (NaN
+        where the greedy response has none). With `algorithm.mask_truncated` the ``loss_mask`` of
+        truncated rollouts is False; their rewards still count in their group.
+        """
+        batch = Batch.from_rollouts(rollouts, self.config.rollout.temperature)
+        columns: dict[str, torch.Tensor] = {}
+        for name, weight, clipped in self.source.reward_terms():
+            values = [r.rewards.get(name) for r in rollouts]
+            terms = [math.nan if value is None else clipped(value) for value in values]
+            columns[f"reward_term/{name}"] = torch.tensor(terms, dtype=torch.float32)
+            columns[f"reward_weight/{name}"] = torch.full((len(rollouts),), weight)
+        if self.with_greedy:
+            baselines = [self.baselines.get(r.group_id, math.nan) for r in rollouts]
+            columns[GREEDY] = torch.tensor(baselines, dtype=torch.float32)
+        batch = batch.with_columns(sequences=columns)
+        if self.config.algorithm.mask_truncated:
+            mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
+            batch = batch.with_columns(tokens={"loss_mask": mask})
+        return batch
+
+    def _run(
+        self, stages: Sequence[StageConfig], rollouts: list[Rollout]
+    ) -> tuple[list[Rollout], dict[str, float]]:
+        metrics: dict[str, float] = {}
+        for stage in stages:
+            function = self.source.run.plugins.resolve("stages", stage.name)
+            trainers_own = (
+                set(RefillOptions.model_fields) if isinstance(stage.options, RefillOptions) else set()
+            )
+            options = stage.options.model_dump(exclude=trainers_own) if stage.options else {}
+            rollouts, noted = function(rollouts, self.step, **options)
+            metrics |= {f"stage/{stage.name}/{name}": value for name, value in noted.items()}
+        return rollouts, metrics
+
+    def _close_refill(self, name: str) -> None:
+        """Drop surplus groups, the last first; say how the rounds went."""
+        wanted = self.config.data.prompts_per_step
+        groups = list(dict.fromkeys(r.group_id for r in self.kept))
+        chosen = set(groups[:wanted])
+        self.kept = [r for r in self.kept if r.group_id in chosen]
+        missing = wanted - len(chosen)
+        self.staged |= {
+            f"stage/{name}/rounds": float(self.count),
+            f"stage/{name}/surplus_groups": float(len(groups) - len(chosen)),
+            f"stage/{name}/missing_groups": float(missing),
+        }
+        if missing:
+            log.warning(
+                "Step %d: %d of %d groups are missing after %d rounds of sampling (stage.%s.max_rounds).",
+                self.step, missing, wanted, self.count, name,
+            )  # fmt: skip
+
+
+def groups_in(rollouts: Sequence[Rollout]) -> int:
+    """How many groups there are."""
+    return len({rollout.group_id for rollout in rollouts})
+
+
+def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Reward metrics of several rounds as one: counts are summed, means weighed by rollouts.
+
+    Args:
+        scored: number of rollouts and metrics of each round.
+    """
+    if len(scored) == 1:
+        return dict(scored[0][1])
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, noted in scored for name in noted):
+        parts = [(count, noted) for count, noted in scored if name in noted]
+        total = sum(count for count, _ in parts)
+        if name in COUNTS or (name.count("/") == 2 and name.rpartition("/")[2] in COUNTS_OF_A_REWARD):
+            metrics[name] = sum(noted[name] for _, noted in parts)
+        elif (
+            name == "reward/std" and len(parts) > 1
+        ):  # from the mean of squares: rounds have means of their own
+            mean = sum(count * noted["reward/mean"] for count, noted in parts) / total
+            squares = sum(count * (noted[name] ** 2 + noted["reward/mean"] ** 2) for count, noted in parts)
+            metrics[name] = math.sqrt(max(squares / total - mean**2, 0.0))
+        else:
+            metrics[name] = sum(count * noted[name] for count, noted in parts) / total
+    return metrics
