@@ -60,6 +60,12 @@ class ResumePoint:
         }
 
 
+def seed_random(seed: int) -> None:
+    """Seed Python's and numpy's global generators, which rewards and stages of a user may draw from."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Set Python's and numpy's global generators to what ``ResumePoint.as_json`` wrote."""
     version, internal, gauss = state["python"]
