@@ -15,7 +15,19 @@ from engine_core.algorithms.advantage_options import (
     GRPOPassKOptions,
     RewardToGoOptions,
 )
-from engine_core.algorithms.options import PPOClipOptions
+from engine_core.algorithms.loss_options import (
+    CISPOOptions,
+    ClipCovOptions,
+    DPPOKLOptions,
+    DPPOTVOptions,
+    DROOptions,
+    GMPOOptions,
+    GSPOOptions,
+    KLCovOptions,
+    PPOClipOptions,
+    SAPOOptions,
+    VESPOOptions,
+)
 from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
@@ -102,7 +114,34 @@ def engine_stages() -> Mapping[str, Stage]:
 
 @hookimpl
 def engine_losses() -> Mapping[str, Loss]:
-    return {"ppo_clip": Loss(load="engine_core.algorithms.losses:ppo_clip", config=PPOClipOptions)}
+    token, sequence = "engine_core.algorithms.losses:", "engine_core.algorithms.losses_sequence:"
+    covariance, of_rollout = "engine_core.algorithms.losses_covariance:", "seq-mean-token-mean"
+    measured = frozenset({"advantages", "current_log_probs"})
+    return {
+        "cispo": Loss(load=token + "cispo", config=CISPOOptions),
+        "clip_cov": Loss(
+            load=covariance + "clip_cov",
+            config=ClipCovOptions,
+            needs=measured,
+            prepare=covariance + "mark_clip_cov",
+        ),
+        "dppo_kl": Loss(load=token + "dppo_kl", config=DPPOKLOptions),
+        "dppo_tv": Loss(load=token + "dppo_tv", config=DPPOTVOptions),
+        "dro": Loss(load=token + "dro", config=DROOptions, ratio=False),
+        "gmpo": Loss(load=sequence + "gmpo", config=GMPOOptions, aggregation=of_rollout),
+        "gspo": Loss(load=sequence + "gspo", config=GSPOOptions, aggregation=of_rollout),
+        "kl_cov": Loss(
+            load=covariance + "kl_cov",
+            config=KLCovOptions,
+            needs=measured,
+            prepare=covariance + "mark_kl_cov",
+        ),
+        "luspo": Loss(load=sequence + "luspo", config=GSPOOptions, aggregation="seq-mean-token-sum"),
+        "ppo_clip": Loss(load=token + "ppo_clip", config=PPOClipOptions),
+        "reinforce": Loss(load=token + "reinforce", ratio=False),
+        "sapo": Loss(load=token + "sapo", config=SAPOOptions, aggregation=of_rollout),
+        "vespo": Loss(load=sequence + "vespo", config=VESPOOptions),
+    }
 
 
 @hookimpl

@@ -51,10 +51,15 @@ class Spec:
 
     def resolve(self) -> Any:
         """The class or function behind ``load``."""
-        if not isinstance(self.load, str):
-            return self.load
-        module, _, attribute = self.load.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return resolve(self.load)
+
+
+def resolve(load: str | Callable[..., Any]) -> Any:
+    """What ``"module:attribute"`` names, or the object itself."""
+    if not isinstance(load, str):
+        return load
+    module, _, attribute = load.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +125,29 @@ class Loss(Spec):
     """A policy loss ``f(outputs, batch, **options) -> (per-token loss [T], metrics)``.
 
     Args:
-        outputs: what the train engine computes with gradient: ``log_probs``, ``entropy``, ``values``.
-        needs: columns read from the batch.
+        outputs: what the train engine computes with gradient: ``log_probs``, ``entropy``,
+            ``sum_pi_squared``.
+        needs: columns read from the batch. Besides those of an advantage: ``current_log_probs`` and
+            ``current_entropy``, of the policy as the update of a mini-batch finds it.
+        prepare: ``f(batch, seed, **options) -> {column: [T]}``, called with each whole mini-batch before
+            its update: what is a statistic over the mini-batch (a rank, a quantile) is made here and read
+            by the loss as a column, so that the loss does not depend on how the mini-batch is split.
+        aggregation: what `algorithm.loss_aggregation = "auto"` is with this loss.
+        ratio: the loss weighs each token by the ratio to ``old_log_probs`` itself. Where it does not,
+            the correction does, also with `algorithm.correction.bypass`.
     """
 
     kind = "losses"
     noun = "policy loss"
     outputs: tuple[str, ...] = ("log_probs",)
     needs: frozenset[str] = frozenset({"advantages"})
+    prepare: str | Callable[..., Any] | None = None
+    aggregation: str = "token-mean"
+    ratio: bool = True
+
+    def resolve_prepare(self) -> Callable[..., Any] | None:
+        """The function behind ``prepare``."""
+        return None if self.prepare is None else resolve(self.prepare)
 
 
 @dataclass(frozen=True, kw_only=True)

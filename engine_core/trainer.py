@@ -9,22 +9,19 @@ P prompts, G rollouts a prompt, B = P * G, T tokens of all sequences one after a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.algorithms import requirements
-from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun, combine
+from engine_core.trainers.policy import PolicyUpdate
 from engine_core.trainers.sampling import RolloutSource
-from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
-    from engine_core.specs import Advantage, Loss
-    from engine_core.types import Prompt, Rollout
+    from engine_core.types import Batch, Prompt, Rollout
 
 
 class Trainer(TrainingRun):
@@ -41,29 +38,30 @@ class Trainer(TrainingRun):
     """
 
     def prepare(self) -> None:
-        algorithm = self.config.algorithm
-        advantage = cast("Advantage", self.plugins.spec("advantages", algorithm.advantage))
-        loss = cast("Loss", self.plugins.spec("losses", algorithm.loss))
-        self.plan = requirements.plan_run(self.config, advantage, loss)
-        self.advantage = self.plugins.resolve("advantages", algorithm.advantage)
+        self.policy = PolicyUpdate(self)
+        self.advantage = self.plugins.resolve("advantages", self.config.algorithm.advantage)
         self.sampling = RolloutSource(self)
 
     def roles(self, training: bool) -> dict[str, Role]:
         if not training:
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
-        ref = {"ref": Role("train", trainable=False)} if self.plan.needs_ref else {}
+        refreshed = self.config.algorithm.ref_refresh_steps > 0
+        ref = {"ref": Role("train", trainable=False, refreshed=refreshed)}
+        ref = ref if self.policy.plan.needs_ref else {}
         return {"actor": Role("train"), **ref, "rollout": Role("rollout")}
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        return self.plan.updates_per_step
+        return self.policy.plan.updates_per_step
 
     def start(self) -> None:
         self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
 
     def step(self, step: int) -> dict[str, float]:
         """One step: P prompts in, one policy update done, samplers on the new weights."""
-        rounds = self.sampling.rounds(step, self.plan.greedy)  # one; more where a stage refills what it drops
+        rounds = self.sampling.rounds(
+            step, self.policy.plan.greedy
+        )  # one; more where a stage refills what it drops
         while prompts := self.source.take(rounds.missing):
             with self.phase("generate"):
                 rounds.sample(prompts)  # G rollouts for each prompt
@@ -79,22 +77,25 @@ class Trainer(TrainingRun):
             metrics |= noted | self.update(batch, step)
         with self.phase("sync"):
             metrics |= self.sampling.sync()  # worker to worker
+            self.refresh_reference(step)
         return metrics
 
     def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add the columns that the algorithm needs from a model, and the KL where it is in the reward."""
         algorithm = self.config_now.algorithm
         columns: dict[str, torch.Tensor] = {}
-        for role, outputs in self.plan.inferred(batch["group_ids"], algorithm).items():
+        for role, outputs in self.policy.plan.inferred(batch["group_ids"], algorithm).items():
             made = self.groups[role].call("infer", batch, outputs=tuple(outputs)).result()
             columns |= {column: made[output] for output, column in outputs.items()}
+        if algorithm.correction.bypass:
+            columns["old_log_probs"] = batch["rollout_log_probs"]
         batch = batch.with_columns(tokens=columns)
         if algorithm.kl_in == "loss" or not algorithm.kl_coef:
             return batch, {}
         per_token = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_estimator)
-        penalty = algorithm.kl_coef * per_token * batch["loss_mask"]  # [T]
+        penalty = self.policy.kl_coef * per_token * batch["loss_mask"]  # [T]
         kl = batch.sum_by_sequence(per_token * batch["loss_mask"])  # [B]
-        shaped = {"rewards": batch["rewards"] - algorithm.kl_coef * kl}
+        shaped = {"rewards": batch["rewards"] - self.policy.kl_coef * kl}
         noted = {"reward/kl_penalty": float(kl.mean())}
         return batch.with_columns(tokens={"kl_penalty": penalty}, sequences=shaped), noted
 
@@ -113,18 +114,20 @@ class Trainer(TrainingRun):
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer step for each mini-batch."""
         totals: dict[str, list[float]] = {}
-        for mini in self.mini_batches(batch, step):
-            for name, value in self.update_on(mini).items():
+        for number, mini in enumerate(self.policy.mini_batches(batch, step)):
+            for name, value in self.update_on(mini, step, number).items():
                 totals.setdefault(name, []).append(value)
-        return combine(totals)
+        metrics = combine(totals)
+        return metrics | self.policy.settle(metrics, len(batch))
 
-    def update_on(self, mini: Batch) -> dict[str, float]:
+    def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
         """Forward, backward, check, optimizer step."""
         if not bool(mini["loss_mask"].any()):
             return {"actor/empty_updates": 1.0}
-        output = self.forward_backward(mini, self.loss_call())
+        mini = self.policy.with_statistics(mini, step, number)
+        output = self.forward_backward(mini, self.policy.loss_call())
         metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
-        self.check_parity(metrics)
+        self.policy.check(metrics)
         done = self.optimizer_step()
         return metrics | {
             "actor/loss": output.loss,
@@ -134,46 +137,11 @@ class Trainer(TrainingRun):
             "actor/micro_batches": float(output.num_micro_batches),
         }
 
-    def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
-        """Whole groups, `mini_batch_prompts` at a time, weighed; a new order in each epoch after the first."""
+    def refresh_reference(self, step: int) -> None:
+        """Bring the reference to the actor, or part of the way, every `ref_refresh_steps` steps."""
         algorithm = self.config_now.algorithm
-        norm = algorithm.loss_length_norm or self.config.rollout.max_response_tokens
-        groups = batch["group_ids"]
-        order = torch.unique(groups)
-        size = algorithm.mini_batch_prompts or max(len(order), 1)
-        generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + step)
-        minis = []
-        for epoch in range(algorithm.epochs):
-            if epoch:
-                order = order[torch.randperm(len(order), generator=generator)]
-            for chosen in order.split(size):
-                rows = torch.isin(groups, chosen).nonzero().flatten()
-                minis.append(with_weights(batch.select(rows), algorithm.loss_aggregation, norm))
-        return minis
-
-    def loss_call(self) -> LossCall:
-        """The actor's objective, by name and plain values."""
-        algorithm = self.config_now.algorithm
-        parameters: dict[str, Any] = {
-            "loss": algorithm.loss,
-            "loss_options": algorithm.loss_options.model_dump() if algorithm.loss_options else {},
-            "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-            "kl_estimator": algorithm.kl_estimator,
-            "entropy_coef": algorithm.entropy_coef,
-            "correction_level": algorithm.correction.level,
-            "correction_cap": algorithm.correction.cap,
-        }
-        return LossCall("policy", parameters, self.plan.outputs, watched=("entropy",))
-
-    def check_parity(self, metrics: dict[str, float]) -> None:
-        """The sampler and the trainer must be one policy: a gap over the bound ends the run before the update."""
-        gap, bound = metrics["mismatch/mean_abs"], self.config.rollout.max_log_prob_gap
-        if gap > bound:
-            raise TrainingFailed(
-                f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
-                "The weights were left alone. The sampler does not have the trainer's weights, or computes another "
-                "distribution (temperature, top-p, precision)."
-            )
+        if algorithm.ref_refresh_steps and step % algorithm.ref_refresh_steps == 0 and "ref" in self.groups:
+            self.runtime.mix_weights("actor", "ref", algorithm.ref_refresh_mix)
 
     def generate(self, prompts: list[Prompt]) -> list[Rollout]:
         """Sample and score `group_size` responses a prompt with the current weights, outside of training."""
@@ -189,9 +157,14 @@ class Trainer(TrainingRun):
         return self.sampling.evaluate()
 
     def state(self) -> dict[str, Any]:
-        return {"rewards": self.sampling.rewards.state(), "version": self.sampling.version}
+        return {
+            "rewards": self.sampling.rewards.state(),
+            "version": self.sampling.version,
+            "policy": self.policy.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.sampling.rewards.load_state(state["rewards"])
         self.sampling.version = state["version"]
+        self.policy.load_state(state["policy"])
         self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these

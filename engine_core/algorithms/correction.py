@@ -1,12 +1,34 @@
-"""The gap between the policy that sampled and the policy that is trained: measured, then corrected.
+"""The gap between the policy that sampled and the policy that is trained: measured, weighed, masked.
 
 The two are the same weights in two programs (or, off policy, two versions of the weights). With
-``r = pi_old / pi_rollout`` at each sampled token: truncated importance sampling multiplies the loss
-by ``min(r, cap)``, per token or per sequence (https://fengyao.notion.site/off-policy-rl).
+``r = pi / pi_rollout`` at each sampled token, pi the trained policy before this step's updates:
+
+====================  ===================================================================
+truncated weights     ``min(r, cap)``, of a token or of the product over the sequence (TIS,
+                      https://fengyao.notion.site/off-policy-rl)
+mask ``token``        only tokens with ``low <= r <= high``; with token weights: IcePop
+                      (https://arxiv.org/abs/2510.18855)
+mask ``sequence``     only sequences with the product of r inside; with sequence weights: MIS
+mask ``geometric``    only sequences with ``exp(mean log r)`` inside
+rejection             only sequences whose mean of k1, k2 or k3 of r is at most its value at
+                      one ratio
+off-policy mask       no token with a negative advantage in a sequence that pi has left
+====================  ===================================================================
+
+Every bound is on r itself. (verl tests the bounds of its k1 rejection on ``-log r``, so there "0.5 to
+4" keeps 0.25 to 2.) A weight multiplies the loss after the clip and has no gradient; a masked token
+keeps its place in the denominator of the mean, as an update from it would be 0.
+
+Where top-p or top-k cut the distribution, ``rollout_log_probs`` are those over the whole vocabulary
+(``Batch.from_rollouts`` adds ``support_log_mass``), as the trainer's are. Over the replayed support
+both would be divided by the mass that their own policy has there; the two masses are one where the
+policies agree, so r is the same, and the renormalisation alone is never taken for a gap.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,35 +38,163 @@ if TYPE_CHECKING:
 
     from engine_core.types import Batch
 
+MASK_BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+"""Of r, where none are set: IcePop's, and those of sequence masks in use."""
+CAP = 2.0
+"""Upper bound of a weight, where none is set and no mask bounds it."""
 
-def importance_weights(batch: Batch, old: Tensor, level: str, cap: float) -> Tensor | None:
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What is done about the gap; the keys of ``[algorithm.correction]``.
+
+    Args:
+        level: weights of a ``token``, of a ``sequence``, or ``off``.
+        cap: their upper bound; None: that of the mask of the same level, else 2.
+        mask: ``off``, ``token``, ``sequence`` or ``geometric``.
+        mask_low: lower bound of r; None: ``MASK_BOUNDS``.
+        mask_high: upper bound of r.
+        reject: ``off``, ``k1``, ``k2`` or ``k3``.
+        reject_ratio: over 1; the bound is the estimator's value at this r.
+        off_policy_threshold: of the off-policy mask, in nats a token; None is off.
+    """
+
+    level: str = "off"
+    cap: float | None = None
+    mask: str = "off"
+    mask_low: float | None = None
+    mask_high: float | None = None
+    reject: str = "off"
+    reject_ratio: float = 1.1
+    off_policy_threshold: float | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of the mask."""
+        low, high = MASK_BOUNDS[self.mask]
+        return self.mask_low or low, self.mask_high or high
+
+    @property
+    def weight_cap(self) -> float:
+        """Of the weights."""
+        if self.cap is not None:
+            return self.cap
+        return self.bounds[1] if self.mask == self.level != "off" else CAP
+
+
+def importance_weights(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tensor | None:
     """Truncated importance weights, without gradient.
 
     Args:
-        batch: ``rollout_log_probs`` [T], ``loss_mask`` [T].
-        old: [T] log-probs of the trained policy before this step's updates.
-        level: ``token``, ``sequence`` (product over the sequence) or ``off``.
-        cap: upper bound.
+        batch: the sequences.
+        log_ratio: [T] from ``rollout_log_ratio``.
+        correction: ``level`` and ``cap``.
 
     Returns:
-        [T], or None for ``off``.
+        [T], or None for ``off``; times ``correction_scale`` [T] where the batch has it.
     """
-    if level == "off":
+    if correction.level == "off":
         return None
-    log_ratio = _log_ratio(batch, old)
-    if level == "sequence":
+    weights = untruncated(batch, log_ratio, correction).clamp(max=correction.weight_cap)
+    return weights * batch["correction_scale"] if "correction_scale" in batch else weights
+
+
+def untruncated(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tensor:
+    """[T]: the ratio that ``level`` speaks of, within e^20: of each token, or of its sequence."""
+    if correction.level == "sequence":
         log_ratio = batch.to_tokens(batch.sum_by_sequence(log_ratio))
-    return log_ratio.clamp(-20.0, 20.0).exp().clamp(max=cap)
+    return log_ratio.clamp(-20.0, 20.0).exp()
 
 
-def mismatch_metrics(batch: Batch, old: Tensor) -> dict[str, Tensor]:
+def kept_tokens(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tensor | None:
+    """What mask and rejection leave.
+
+    Args:
+        batch: ``loss_mask`` [T].
+        log_ratio: [T] from ``rollout_log_ratio``.
+        correction: ``mask`` and ``reject``.
+
+    Returns:
+        [T] bool, or None where neither is on.
+    """
+    kept = None
+    if correction.mask != "off":
+        low, high = (math.log(bound) for bound in correction.bounds)
+        measured = log_ratio
+        if correction.mask != "token":
+            total = batch.sum_by_sequence(log_ratio)
+            measured = batch.to_tokens(total if correction.mask == "sequence" else total / _counts(batch))
+        kept = (measured >= low) & (measured <= high)
+    if correction.reject != "off":
+        measured = _divergence(log_ratio, correction.reject)
+        mean = batch.to_tokens((batch.sum_by_sequence(measured) / _counts(batch)).abs())
+        at = torch.tensor(math.log(correction.reject_ratio), dtype=mean.dtype, device=mean.device)
+        near = mean <= _divergence(at, correction.reject).abs()
+        kept = near if kept is None else kept & near
+    return kept
+
+
+def left_behind(batch: Batch, current: Tensor, threshold: float) -> Tensor:
+    """Off-policy sequence masking (OPSM): tokens with ``A < 0`` in a sequence that the policy has left.
+
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: a sequence is left when
+    ``mean_t(log pi_rollout - log pi) > threshold``. Good samples are kept however old they are.
+
+    Args:
+        batch: ``advantages``, ``rollout_log_probs``, ``loss_mask`` [T].
+        current: [T] log-probs of the policy in training.
+        threshold: in nats a token.
+
+    Returns:
+        [T] bool: True where the loss is dropped.
+    """
+    log_ratio = rollout_log_ratio(batch, current)
+    gone = -batch.sum_by_sequence(log_ratio) / _counts(batch) > threshold
+    return batch.to_tokens(gone) & (batch["advantages"] < 0)
+
+
+def normalizing_scale(batch: Batch, log_probs: Tensor, correction: Correction) -> Tensor:
+    """[T]: one factor that gives the weights of a mini-batch the mean 1 over the tokens that are kept.
+
+    Args:
+        batch: the whole mini-batch, before its update.
+        log_probs: [T] of the trained policy before this step's updates.
+        correction: how tokens are weighed and masked.
+    """
+    log_ratio = rollout_log_ratio(batch, log_probs)
+    weights = importance_weights(batch, log_ratio, correction)
+    kept = kept_tokens(batch, log_ratio, correction)
+    counted = batch["loss_mask"] if kept is None else batch["loss_mask"] & kept
+    if weights is None or not bool(counted.any()):
+        return torch.ones_like(log_ratio)
+    return torch.ones_like(log_ratio) / weights[counted].mean()
+
+
+def mismatch_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
     """The gap per token: ``kl`` (k3: r - log r - 1), ``mean_abs`` and ``max_abs`` of log r. Each [T]."""
-    log_ratio = _log_ratio(batch, old)
     gap = log_ratio.abs()
-    kl = torch.expm1(log_ratio.clamp(-20.0, 20.0)) - log_ratio
-    return {"mismatch/kl": kl, "mismatch/mean_abs": gap, "max/mismatch/max_abs": gap}
+    return {
+        "mismatch/kl": _divergence(log_ratio, "k3"),
+        "mismatch/mean_abs": gap,
+        "max/mismatch/max_abs": gap,
+    }
 
 
-def _log_ratio(batch: Batch, old: Tensor) -> Tensor:
-    gap = old.detach() - batch["rollout_log_probs"]
+def rollout_log_ratio(batch: Batch, log_probs: Tensor) -> Tensor:
+    """[T] ``log pi - log pi_rollout`` at loss tokens, without gradient; 0 elsewhere."""
+    gap = log_probs.detach() - batch["rollout_log_probs"]
     return torch.where(batch["loss_mask"], gap, torch.zeros_like(gap))
+
+
+def _divergence(log_ratio: Tensor, estimator: str) -> Tensor:
+    """k1, k2, k3 of KL(pi_rollout || pi), from log r."""
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio * log_ratio
+    return torch.expm1(log_ratio.clamp(-20.0, 20.0)) - log_ratio
+
+
+def _counts(batch: Batch) -> Tensor:
+    """[B] loss tokens of each sequence, at least 1."""
+    return batch.sum_by_sequence(batch["loss_mask"].to(batch["rollout_log_probs"].dtype)).clamp(min=1)

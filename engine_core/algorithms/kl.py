@@ -1,21 +1,25 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens.
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and its adaptive weight.
 
-http://joschu.net/blog/kl-approx.html, with ``d = log policy - log reference``:
-k1 ``d`` (unbiased, noisy), k2 ``d^2 / 2`` (biased, its gradient is the right one on policy),
-k3 ``exp(-d) - 1 + d`` (unbiased, never negative).
+http://joschu.net/blog/kl-approx.html, with ``d = log policy - log reference``: k1 ``d`` (unbiased,
+noisy), abs ``|d|`` (no estimate of the KL, a distance), k2 ``d^2 / 2`` (biased, its gradient is the
+right one on policy), k3 ``exp(-d) - 1 + d`` (unbiased, never negative).
 
 As a loss on policy, the gradient of k1 is 0 in expectation and that of k3 is the gradient of the
-forward KL(reference || policy).
+forward KL(reference || policy). Hence ``k1+`` and ``k3+``: the value of the estimator, the gradient
+of k2.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
@@ -24,17 +28,42 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
     Args:
         log_probs: [T] of the policy.
         ref_log_probs: [T] of the reference, same tokens.
-        estimator: ``k1``, ``k2`` or ``k3``. k3's exponent is held within 20, so that one token
-            cannot overflow the batch.
+        estimator: one of ``ESTIMATORS``. k3's exponent is held within 20, so that one token cannot
+            overflow the batch.
 
     Returns:
         [T], natural log.
     """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"Unknown KL estimator '{estimator}'. Known: {', '.join(ESTIMATORS)}.")
     d = log_probs - ref_log_probs
     if estimator == "k1":
         return d
+    if estimator == "abs":
+        return d.abs()
     if estimator == "k2":
         return 0.5 * d * d
     if estimator == "k3":
         return torch.exp((-d).clamp(-20.0, 20.0)) - 1 + d
-    raise ValueError(f"Unknown KL estimator '{estimator}'. Known: k1, k2, k3.")
+    value, k2 = kl_estimate(log_probs, ref_log_probs, estimator.removesuffix("+")), 0.5 * d * d
+    return value.detach() + (k2 - k2.detach())
+
+
+@dataclass
+class AdaptiveKL:
+    """A coefficient that keeps the KL at a target.
+
+    https://arxiv.org/abs/1909.08593, section 2.2: after each step
+    ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)`` with n the rollouts of the step.
+    The target is of the mean KL of a token here; the paper's is of a whole response.
+
+    Args:
+        coef: where it starts, over 0 (a coefficient of 0 stays 0).
+    """
+
+    coef: float
+
+    def update(self, kl: float, target: float, horizon: float, num_rollouts: int) -> None:
+        """Move after a step that measured ``kl``."""
+        error = min(max(kl / target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_rollouts / horizon

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.algorithms.correction import importance_weights, mismatch_metrics
+from engine_core.algorithms import correction as gap
+from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
+from engine_core.algorithms.losses_value import value as value_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,17 +31,21 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
     """The objective behind a name.
 
     Args:
-        call: ``policy`` (a policy loss of the table, with KL, entropy and correction) or ``nll``.
+        call: ``policy`` (a policy loss of the table, with KL, entropy and correction), ``value`` (a
+            critic's) or ``nll``.
         plugins: the worker's own, which know the policy losses.
     """
     if call.name == "nll":
         return nll
+    if call.name == "value":
+        return partial(value_objective, **call.parameters)
     if call.name == "policy":
-        parameters = dict(call.parameters)
+        parameters: dict[str, Any] = dict(call.parameters)
         loss = plugins.resolve("losses", parameters.pop("loss"))
         token_loss = partial(loss, **parameters.pop("loss_options"))
-        return partial(policy, token_loss=token_loss, **parameters)
-    raise ValueError(f"Unknown objective '{call.name}'. Known: nll, policy.")
+        correction = Correction(**parameters.pop("correction", {}))
+        return partial(policy, token_loss=token_loss, correction=correction, **parameters)
+    raise ValueError(f"Unknown objective '{call.name}'. Known: nll, policy, value.")
 
 
 def policy(
@@ -50,36 +56,36 @@ def policy(
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
-    correction_level: str = "off",
-    correction_cap: float = 2.0,
+    correction: Correction = Correction(),  # noqa: B008  frozen
+    bypass: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t w_t (c_t loss_t + kl_coef kl_t - entropy_coef H_t)``.
 
-    ``c_t`` is the truncated importance weight between sampler and trainer, multiplied after the
-    clip and without gradient.
+    ``c_t`` is the correction between sampler and trainer, multiplied after the clip and without
+    gradient: the importance weight, and 0 where the token is masked.
 
     Args:
         outputs: ``log_probs`` [T]; ``entropy`` [T] where it is weighed or watched.
         batch: ``weights``, ``token_share``, ``loss_mask``, ``rollout_log_probs``, and what the loss
-            needs; ``ref_log_probs`` [T] for a KL.
+            needs; ``ref_log_probs`` [T] for a KL; ``learned`` [T] bool where the loss is of some
+            tokens only.
         token_loss: the policy loss with its options bound.
         kl_coef: weight of the KL to the reference; 0 where it is in the reward.
-        kl_estimator: k1, k2, k3.
+        kl_estimator: see ``kl``.
         entropy_coef: weight of the bonus.
-        correction_level: off, token, sequence.
-        correction_cap: bound of the importance weights.
+        correction: see ``correction``.
+        bypass: ``old_log_probs`` are the sampler's, so the gap is between it and the current policy.
     """
     weights, share = batch["weights"], batch["token_share"]
-    old = old_log_probs(outputs, batch)
     losses, watched = token_loss(outputs, batch)
     watched = {f"actor/{name}": value for name, value in watched.items()}
-    watched |= mismatch_metrics(batch, old)
-    correction = importance_weights(batch, old, correction_level, correction_cap)
-    if correction is not None:
-        losses = correction * losses
-        watched["correction/weight_mean"] = correction
-        watched["correction/capped_share"] = (correction >= correction_cap).float()
-    total = _weighted_sum(weights, losses)
+    trained = outputs["log_probs"] if bypass else old_log_probs(outputs, batch)
+    factor, noted = _corrected(outputs, batch, trained, correction)
+    watched |= noted
+    if "learned" in batch:
+        factor = _times(factor, batch["learned"].to(losses.dtype))
+        watched["actor/learned_share"] = batch["learned"].to(losses.dtype)
+    total = _weighted_sum(weights, losses if factor is None else _masked(losses, factor))
     if "ref_log_probs" in batch:
         kl = kl_estimate(outputs["log_probs"], batch["ref_log_probs"], kl_estimator)
         watched["actor/kl"] = kl.detach()
@@ -98,6 +104,55 @@ def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, 
     return _weighted_sum(batch["weights"], losses), _summed(
         {"actor/nll": losses.detach()}, batch["token_share"]
     )
+
+
+def value_objective(
+    outputs: Mapping[str, Tensor], batch: Batch, *, value_clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's: ``sum_t w_t loss_t``, see ``losses_value``.
+
+    Args:
+        outputs: ``values`` [T], with gradient.
+        batch: ``weights``, ``token_share``, ``returns``, and ``values`` [T] of before the update.
+        value_clip: width; None is no clip.
+    """
+    losses, watched = value_loss(outputs, batch, value_clip=value_clip)
+    named = {f"critic/{name}": held for name, held in watched.items()}
+    return _weighted_sum(batch["weights"], losses), _summed(named, batch["token_share"])
+
+
+def _corrected(
+    outputs: Mapping[str, Tensor], batch: Batch, trained: Tensor, correction: Correction
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The factor of each token's loss (None: 1), and the metrics of the gap."""
+    log_ratio = gap.rollout_log_ratio(batch, trained)
+    watched = gap.mismatch_metrics(log_ratio)
+    factor = gap.importance_weights(batch, log_ratio, correction)
+    if factor is not None:
+        watched["correction/capped_share"] = (
+            gap.untruncated(batch, log_ratio, correction) >= correction.weight_cap
+        ).to(factor.dtype)
+    kept = gap.kept_tokens(batch, log_ratio, correction)
+    if kept is not None:
+        factor = _times(factor, kept.to(log_ratio.dtype))
+        watched["correction/masked_share"] = (~kept).to(log_ratio.dtype)
+    if correction.off_policy_threshold is not None:
+        left = gap.left_behind(batch, outputs["log_probs"], correction.off_policy_threshold)
+        factor = _times(factor, (~left).to(log_ratio.dtype))
+        watched["correction/off_policy_share"] = left.to(log_ratio.dtype)
+    if factor is not None:
+        watched["correction/weight_mean"] = watched["max/correction/weight_max"] = factor
+        watched["correction/weight_square"] = factor * factor
+    return factor, watched
+
+
+def _times(factor: Tensor | None, other: Tensor) -> Tensor:
+    return other if factor is None else factor * other
+
+
+def _masked(losses: Tensor, factor: Tensor) -> Tensor:
+    """The product, 0 where the factor is, also where the loss is not finite."""
+    return factor * torch.where(factor > 0, losses, torch.zeros_like(losses))
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ columns ``reward_term/NAME`` and ``reward_weight/NAME`` of each reward that has 
 GREEDY = "greedy_rewards"
 """Sampled and scored for an estimator that needs it: one more response a prompt, at temperature 0."""
 
-OUTPUTS = frozenset({"log_probs", "entropy"})
+OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 """What a train engine can compute for a loss."""
 
 PRODUCERS = {
@@ -49,6 +49,9 @@ PRODUCERS = {
     "ref_log_probs": ("ref", "log_probs"),
 }
 """Column -> the role whose ``infer`` makes it, and the output that it is."""
+
+MEASURED = {"current_log_probs": "log_probs", "current_entropy": "entropy"}
+"""Column -> the actor's output that it is; made for each mini-batch just before its update."""
 
 NOT_MADE = {
     "values": "It comes from a critic, a model that predicts the return of each token, and no trainer here "
@@ -65,9 +68,15 @@ class Plan:
     outputs: tuple[str, ...]  # computed with gradient
     updates_per_step: int  # optimizer steps for one batch of rollouts
     greedy: bool = False  # one greedy response a prompt is sampled and scored
+    measured: tuple[str, ...] = ()  # to be made for each mini-batch before its update
 
     def columns_for(self, group_ids: Tensor, algorithm: AlgorithmConfig) -> tuple[str, ...]:
-        """``columns``, and ``old_log_probs`` where a stage made so many groups that there is more than one update."""
+        """``columns``, and ``old_log_probs`` where a stage made so many groups that there is more than one update.
+
+        With `correction.bypass` the old log-probs are the sampler's: nothing is computed.
+        """
+        if algorithm.correction.bypass:
+            return tuple(column for column in self.columns if column != "old_log_probs")
         groups = len(group_ids.unique())
         updates = algorithm.epochs * -(-groups // (algorithm.mini_batch_prompts or max(groups, 1)))
         added = updates > 1 and "old_log_probs" not in self.columns
@@ -98,6 +107,7 @@ def plan_run(config: EngineConfig, advantage: Advantage, loss: Loss) -> Plan:
         tuple(outputs),
         max(each.updates_per_step for each in plans),
         any(each.greedy for each in plans),
+        tuple(c for c in MEASURED if any(c in each.measured for each in plans)),
     )
 
 
@@ -116,13 +126,19 @@ def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_p
     needed = set(advantage.needs) | (set(loss.needs) - {"advantages"})
     if algorithm.kl_coef > 0:
         needed.add("ref_log_probs")
+    if algorithm.top_entropy_quantile < 1:
+        needed.add("current_entropy")
+    if algorithm.correction.normalize:
+        needed.add("current_log_probs" if algorithm.correction.bypass else "old_log_probs")
     if updates > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward"):
         needed.add("old_log_probs")
     problems = [*_missing(algorithm, advantage, loss), *_impossible(algorithm, advantage)]
     if problems:
         raise ConfigError(problems)
-    outputs = tuple(dict.fromkeys([*loss.outputs, *(["entropy"] if algorithm.entropy_coef else [])]))
-    return Plan(tuple(c for c in PRODUCERS if c in needed), outputs, updates, GREEDY in needed)
+    weighs_entropy = algorithm.entropy_coef or algorithm.entropy_target is not None
+    outputs = tuple(dict.fromkeys([*loss.outputs, *(["entropy"] if weighs_entropy else [])]))
+    measured = tuple(column for column in MEASURED if column in needed)
+    return Plan(tuple(c for c in PRODUCERS if c in needed), outputs, updates, GREEDY in needed, measured)
 
 
 def _missing(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> Iterator[str]:
@@ -130,7 +146,7 @@ def _missing(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> It
     made = ROLLOUT_COLUMNS | set(PRODUCERS)
     chosen = (
         ("advantage", algorithm.advantage, advantage, made | {GREEDY}),
-        ("loss", algorithm.loss, loss, made | advantage.makes),
+        ("loss", algorithm.loss, loss, made | set(MEASURED) | advantage.makes),
     )
     for key, name, spec, known in chosen:
         for column in sorted(c for c in spec.needs - known if not c.startswith("reward/")):

@@ -11,7 +11,7 @@ from engine_core.config.wording import Problem
 from engine_core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from engine_core.config.models import EngineConfig
+    from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig
 
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
@@ -22,6 +22,8 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         sections: top-level tables that the trainer reads; others are not judged.
     """
     problems = [*_duplicates(config), *_placement(config), *_values(config)]
+    if "algorithm" in sections:
+        problems += _adaptive(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
     for step in [1] if broken else boundaries(config):
         now = config if broken else config_at(config, step)
@@ -79,6 +81,7 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         )
     if "algorithm" not in sections:
         return
+    yield from _algorithm(config.algorithm)
     mini, prompts = config.algorithm.mini_batch_prompts, config.data.prompts_per_step
     if mini and prompts % mini:
         fits = [size for size in range(1, prompts + 1) if prompts % size == 0]
@@ -86,6 +89,29 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         yield Problem(
             ("algorithm", "mini_batch_prompts"),
             f"got {mini}, expected a divisor of data.prompts_per_step ({prompts}), such as {nearest}; 0 takes all.",
+        )
+
+
+def _adaptive(config: EngineConfig) -> Iterator[Problem]:
+    """A weight that adapts is set by nothing else."""
+    for target, weight in (("kl_target", "kl_coef"), ("entropy_target", "entropy_coef")):
+        if getattr(config.algorithm, target) is not None and f"algorithm.{weight}" in config.schedule:
+            yield Problem(
+                ("schedule", f"algorithm.{weight}"),
+                f"algorithm.{target} adapts this weight: remove one of the two.",
+            )
+
+
+def _algorithm(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        yield Problem(
+            ("algorithm", "kl_target"),
+            "the weight of the KL starts at algorithm.kl_coef and is multiplied, so 0 stays 0. Set kl_coef.",
+        )
+    low, high = algorithm.correction.mask_low, algorithm.correction.mask_high
+    if low is not None and high is not None and low >= high:
+        yield Problem(
+            ("algorithm", "correction", "mask_low"), f"got {low}, expected less than mask_high ({high})."
         )
 
 
@@ -98,13 +124,30 @@ def without_effect(config: EngineConfig) -> dict[str, str]:
 def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     algorithm, optim = config.algorithm, config.actor.optim
     if algorithm.kl_coef == 0:
-        yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in ("kl_in", "kl_estimator"))
+        keys = ("kl_in", "kl_estimator", "ref_refresh_steps")
+        yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in keys)
+    if algorithm.kl_target is None:
+        yield "algorithm.kl_horizon", "algorithm.kl_target is not set"
+    if algorithm.ref_refresh_steps == 0:
+        yield "algorithm.ref_refresh_mix", "algorithm.ref_refresh_steps is 0"
+    if algorithm.entropy_target is None:
+        yield "algorithm.entropy_delta", "algorithm.entropy_target is not set"
     if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
         yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
-    if algorithm.correction.level == "off":
-        yield "algorithm.correction.cap", "algorithm.correction.level is 'off'"
+    yield from _idle_correction(algorithm.correction)
     if optim.schedule == "constant":
         yield from (
             (f"actor.optim.{key}", "actor.optim.schedule is 'constant'")
             for key in ("decay_steps", "min_lr_ratio")
         )
+
+
+def _idle_correction(correction: CorrectionConfig) -> Iterator[tuple[str, str]]:
+    held = {"level": ("cap", "normalize"), "mask": ("mask_low", "mask_high"), "reject": ("reject_ratio",)}
+    for switch, keys in held.items():
+        if getattr(correction, switch) == "off":
+            yield from (
+                (f"algorithm.correction.{key}", f"algorithm.correction.{switch} is 'off'") for key in keys
+            )
+    if correction.mask == correction.reject == "off":
+        yield "algorithm.correction.max_masked_share", "algorithm.correction has no mask and no reject"

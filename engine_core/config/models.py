@@ -146,10 +146,28 @@ class StageConfig(Table):
 class CorrectionConfig(Table):
     """``[algorithm.correction]``: importance weights between the sampler's and the trainer's policy."""
 
-    level: Literal["off", "token", "sequence"] = "token"
-    """Truncated importance sampling (TIS): weight min(ratio, `cap`) per token or per sequence; ``off`` measures only."""
-    cap: PositiveFloat = 2.0
-    """Upper bound of the weights."""
+    level: Literal["auto", "off", "token", "sequence"] = "auto"
+    """Truncated importance sampling (TIS): weight min(ratio, `cap`) per token or per sequence; ``off`` measures only. ``auto``: ``token``, but ``off`` where the sampler reads the actor's own module."""
+    cap: PositiveFloat | None = None
+    """Upper bound of the weights; default: 2, or `mask_high` where tokens are weighed and masked (IcePop) or sequences are (MIS)."""
+    normalize: bool = False
+    """Divide the weights by their mean over the mini-batch."""
+    mask: Literal["off", "token", "sequence", "geometric"] = "off"
+    """Learn only where the ratio is within bounds: of a token, of a sequence (product), of a sequence per token (geometric mean)."""
+    mask_low: PositiveFloat | None = None
+    """Lower bound of the ratio; default: 0.5 for tokens and sequences, 0.99 for the geometric mean."""
+    mask_high: PositiveFloat | None = None
+    """Upper bound of the ratio; default: 5 for tokens, 2 for sequences, 1.01 for the geometric mean."""
+    reject: Literal["off", "k1", "k2", "k3"] = "off"
+    """Learn only from rollouts whose mean k1, k2 or k3 between sampler and trainer is at most its value at `reject_ratio`."""
+    reject_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 1.1
+    """The bound of `reject`, as a ratio: with k1 the geometric mean is then within 1 / this and this."""
+    off_policy_threshold: PositiveFloat | None = None
+    """Drop tokens with a negative advantage in rollouts that the policy has left by more than this, in nats a token (OPSM, https://arxiv.org/abs/2512.02556)."""
+    bypass: bool = False
+    """Take the sampler's log-probs as the old ones: no pass to compute them, and the ratio of the loss corrects the gap. Weights are then for losses without a ratio (``reinforce``)."""
+    max_masked_share: Fraction = 0.5
+    """`mask` and `reject` together may drop this share of a mini-batch's loss tokens; more ends the run before the update."""
 
 
 class AlgorithmConfig(Table):
@@ -160,9 +178,14 @@ class AlgorithmConfig(Table):
     loss: str = "ppo_clip"
     """Policy loss, by name; options in the table of that name."""
     loss_aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token losses become one number; over the global mini-batch, never over a micro-batch."""
+        "auto",
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ] = "auto"
+    """How token losses become one number; over the global mini-batch, never over a micro-batch. ``auto``: as the loss is defined, ``token-mean`` for most."""
     loss_length_norm: PositiveInt | None = None
     """Constant length L of ``seq-mean-token-sum-norm`` (sum over tokens / L); default: `rollout.max_response_tokens`."""
     mini_batch_prompts: NonNegativeInt = 0
@@ -171,14 +194,28 @@ class AlgorithmConfig(Table):
     """Passes over the rollouts of a step."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference model; 0 builds none."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html)."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html); with ``+`` its gradient is that of k2, the right one on policy."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss, or subtract it from the rewards."""
+    kl_target: PositiveFloat | None = None
+    """Adapt the weight of the KL from step to step, from `kl_coef` on, so that the mean KL of a token comes to this (https://arxiv.org/abs/1909.08593)."""
+    kl_horizon: PositiveFloat = 10000.0
+    """With `kl_target`: rollouts in which the weight can change by a factor of about 1.2."""
+    ref_refresh_steps: NonNegativeInt = 0
+    """Bring the reference to the actor's weights after every n steps; 0: never."""
+    ref_refresh_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the actor in the refreshed reference: 1 is a copy, less a moving average."""
     mask_truncated: bool = False
     """Learn nothing from responses that were cut at `rollout.max_response_tokens`; their rewards still count in their group."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss."""
+    entropy_target: PositiveFloat | None = None
+    """Adapt the weight of the bonus, from `entropy_coef` on, so that the mean entropy stays above this (https://arxiv.org/abs/2505.22312)."""
+    entropy_delta: PositiveFloat = 0.005
+    """With `entropy_target`: change of the weight in one step."""
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Learn only from this share of the mini-batch's tokens, those of the highest entropy (https://arxiv.org/abs/2506.01939)."""
     correction: CorrectionConfig = CorrectionConfig()
     """Correction of the gap between sampler and trainer."""
     advantage_options: Any = Field(default=None, exclude=True)

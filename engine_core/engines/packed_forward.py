@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine_core.engines.attention import packed, packed_arguments
-from engine_core.engines.log_probs import OUTPUTS, Head, find_head, gather_outputs
+from engine_core.engines.log_probs import Head, find_head, gather_outputs
 
 if TYPE_CHECKING:
     from engine_core.types import Batch

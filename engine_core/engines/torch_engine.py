@@ -26,9 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_core.engines import state
 from engine_core.engines.base import TrainEngine
+from engine_core.engines.log_probs import OUTPUTS
 from engine_core.engines.model_loading import DTYPES, adopt_live, cast_parameters, load_model
 from engine_core.engines.optimizers import build_optimizer, set_peak_lr
-from engine_core.engines.packed_forward import OUTPUTS, PackedForward
+from engine_core.engines.packed_forward import PackedForward
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.engines.weights import near, own_weights, published_weights, take_weights, to_own_names
 from engine_core.errors import DataError, PluginError, did_you_mean

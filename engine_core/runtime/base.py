@@ -62,6 +62,8 @@ class Runtime(abc.ABC):
         live: objects given from Python (``model``, ``tokenizer``); only a local runtime takes a model.
     """
 
+    shared = False  # the sampler reads the actor's own module: the two are one policy
+
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
         self.config, self.plugins, self.live = config, plugins, live
 
@@ -77,6 +79,16 @@ class Runtime(abc.ABC):
     @abc.abstractmethod
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """Bring a sampler to a trained role's weights, worker to worker."""
+
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        """Bring an untrained role part of the way to a trained one, worker to worker.
+
+        Args:
+            source: the trained role.
+            target: of the same model.
+            mix: share of the source in the target's new weights.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot refresh a reference model.")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

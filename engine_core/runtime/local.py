@@ -62,6 +62,10 @@ class LocalRuntime(Runtime):
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         return same_process(self.engines[source], self.engines[target], version, self.shared)
 
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        trained, other = (cast("TrainEngine", self.engines[role]) for role in (source, target))
+        other.load_named_weights(trained.named_weights(), mix)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if getattr(self.config.runtime.options, "trade_memory", False):

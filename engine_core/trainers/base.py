@@ -28,7 +28,6 @@ from engine_core.preemption import Stop, StopSignals
 from engine_core.tracking import RunFolder, TrackerHub
 from engine_core.trainers.loop import StepLoop
 from engine_core.trainers.points import seed_random
-from engine_core.trainers.points import seed_random
 from engine_core.trainers.resuming import Resume
 from engine_core.trainers.saving import Saver
 
@@ -143,7 +142,6 @@ class TrainingRun(abc.ABC):
         self._cleanup.close()
         self._trains = training
         faults.point("run.setup")
-        seed_random(self.config.run.seed)
         seed_random(self.config.run.seed)
         self.load_inputs()
         if resume is not None:

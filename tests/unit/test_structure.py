@@ -42,7 +42,7 @@ LIGHT = [
 LIGHT += [f"config.{path.stem}" for path in (CORE / "config").glob("[a-z]*.py")]
 LIGHT += [f"cli.{path.stem}" for path in (CORE / "cli").glob("[a-z]*.py")]
 LIGHT += [
-    "algorithms.options",
+    "algorithms.loss_options",
     "engines.torch_options",
     "runtime.options",
     "trainers.options",

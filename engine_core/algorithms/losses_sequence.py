@@ -1,0 +1,147 @@
+"""Policy losses whose ratio is that of a whole sequence: GSPO, LUSPO, GMPO, VESPO.
+
+Each is written per token, so that any aggregation and any split of the mini-batch into whole
+sequences gives the same sum. With the aggregation that a loss names in its spec the sum is the
+paper's own objective; an advantage is then one for all tokens of a sequence, as the papers have it.
+Means and products are over loss tokens; a sequence without any has ratio 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.algorithms.losses import log_ratio_and_ratio, ratio_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.algorithms.losses import Outputs, TokenLoss
+    from engine_core.types import Batch
+
+
+def gspo(
+    outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4
+) -> TokenLoss:
+    """PPO's clip on the sequence's ratio ``s = exp(mean_t log rho_t)``.
+
+    GSPO, https://arxiv.org/abs/2507.18071, in its token form (equation 17): the value at each token is
+    ``max(-s A, -clip(s, 1 - low, 1 + high) A)`` and its gradient goes through that token's log-prob
+    alone. With one advantage for all tokens the sum is the sequence form, gradient included; the
+    defaults are the paper's widths, far below those of a token's ratio.
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: ``advantages`` [T], ``loss_mask`` [T]; ``old_log_probs`` [T] where the policy has moved.
+        clip_ratio_low: lower width.
+        clip_ratio_high: upper width.
+
+    Returns:
+        [T] loss, and the metrics ``ratio_mean`` (of s), ``clip_fraction`` and ``approx_kl`` (of tokens).
+    """
+    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
+    sequence = batch.to_tokens(mean_by_sequence(batch, log_ratio.detach())).clamp(-20.0, 20.0).exp()
+    log_probs = outputs["log_probs"]
+    surrogate = sequence * (log_probs - log_probs.detach()).exp()  # value s, gradient s d log pi
+    advantages = batch["advantages"]
+    plain = -surrogate * advantages
+    clipped = -surrogate.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
+    metrics = ratio_metrics(log_ratio, ratio) | {"ratio_mean": sequence}
+    return torch.maximum(plain, clipped), {**metrics, "clip_fraction": (clipped > plain).float()}
+
+
+def luspo(
+    outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4
+) -> TokenLoss:
+    """GSPO whose sequences weigh by their length.
+
+    LUSPO, https://arxiv.org/abs/2602.05261: the loss of ``gspo`` summed over the tokens of a sequence,
+    then the mean over sequences (`loss_aggregation = "seq-mean-token-sum"`, which this loss names), so
+    that the gradient of a token does not shrink with the length of its response.
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: ``advantages`` [T], ``loss_mask`` [T]; ``old_log_probs`` [T] where the policy has moved.
+        clip_ratio_low: lower width.
+        clip_ratio_high: upper width.
+
+    Returns:
+        As ``gspo``.
+    """
+    return gspo(outputs, batch, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
+
+
+def gmpo(
+    outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 0.4, clip_ratio_high: float = 0.4
+) -> TokenLoss:
+    """Geometric mean of clipped ratios: ``-A exp(mean_t x_t)``.
+
+    GMPO, https://arxiv.org/abs/2507.20673: ``x_t = sign(A) min(sign(A) log rho_t,
+    sign(A) clip(log rho_t, -low, high))``. The widths are of log rho, not of rho.
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: ``advantages`` [T], ``loss_mask`` [T]; ``old_log_probs`` [T] where the policy has moved.
+        clip_ratio_low: width below, of log rho.
+        clip_ratio_high: width above.
+
+    Returns:
+        [T] loss, and the metrics ``ratio_mean`` (of the geometric mean), ``clip_fraction`` (of tokens)
+        and ``approx_kl``.
+    """
+    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
+    advantages = batch["advantages"]
+    sign = advantages.sign()
+    held = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    x = sign * torch.minimum(sign * log_ratio, sign * held)
+    mean = batch.to_tokens(mean_by_sequence(batch, x).clamp(-20.0, 20.0).exp())
+    clipped = (sign * held < sign * log_ratio).float()
+    metrics = ratio_metrics(log_ratio, ratio) | {"ratio_mean": mean.detach(), "clip_fraction": clipped}
+    return -advantages * mean, metrics
+
+
+def vespo(
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> TokenLoss:
+    """A soft window over the sequence's weight: ``-sg(phi(w)) A log pi``, ``w = prod_t rho_t``.
+
+    VESPO, https://arxiv.org/abs/2602.10693: ``phi(w) = w^k exp(lambda (1 - w))``, which is 1 at w = 1
+    and goes to 0 on both sides; k and lambda by the sign of A.
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: ``advantages`` [T], ``loss_mask`` [T]; ``old_log_probs`` [T] where the policy has moved.
+        k_pos: power of w where A > 0.
+        lambda_pos: decay where A > 0.
+        k_neg: power of w elsewhere.
+        lambda_neg: decay elsewhere.
+
+    Returns:
+        [T] loss, and the metrics ``ratio_mean`` (of tokens), ``weight_mean`` (of phi) and ``approx_kl``.
+    """
+    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
+    advantages = batch["advantages"]
+    log_w = batch.to_tokens(sum_by_sequence(batch, log_ratio.detach())).clamp(-20.0, 20.0)
+    k = torch.where(advantages > 0, k_pos, k_neg).to(log_w.dtype)
+    decay = torch.where(advantages > 0, lambda_pos, lambda_neg).to(log_w.dtype)
+    phi = (k * log_w + decay * (1 - log_w.exp())).exp()
+    metrics = {**ratio_metrics(log_ratio, ratio), "weight_mean": phi}
+    return -phi * advantages * outputs["log_probs"], metrics
+
+
+def sum_by_sequence(batch: Batch, values: Tensor) -> Tensor:
+    """[T] -> [B]: the sum over a sequence's loss tokens."""
+    return batch.sum_by_sequence(torch.where(batch["loss_mask"], values, torch.zeros_like(values)))
+
+
+def mean_by_sequence(batch: Batch, values: Tensor) -> Tensor:
+    """[T] -> [B]: the mean over a sequence's loss tokens, 0 where it has none."""
+    count = batch.sum_by_sequence(batch["loss_mask"].to(values.dtype))
+    return sum_by_sequence(batch, values) / count.clamp(min=1)

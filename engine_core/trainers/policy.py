@@ -1,0 +1,197 @@
+"""The policy's side of a step: mini-batches and their columns, the objective, and the weights that adapt.
+
+The trainer says when; here is what an update is made of. Left out on purpose: calling the engines for
+the update itself, which is the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from engine_core.algorithms import requirements
+from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.correction import Correction, normalizing_scale
+from engine_core.algorithms.entropy import AdaptiveEntropy, high_entropy
+from engine_core.algorithms.kl import AdaptiveKL
+from engine_core.config.schedule import boundaries, config_at
+from engine_core.errors import TrainingFailed
+from engine_core.types import LossCall
+
+if TYPE_CHECKING:
+    from engine_core.config import AlgorithmConfig
+    from engine_core.specs import Advantage, Loss
+    from engine_core.trainer import Trainer
+    from engine_core.types import Batch
+
+OWN_KEYS = {"bypass", "normalize", "max_masked_share"}
+"""Of ``[algorithm.correction]``: what is done here, not in the objective."""
+
+
+class PolicyUpdate:
+    """What one batch of rollouts does to the policy of a run.
+
+    Args:
+        run: the trainer that it serves.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+        algorithm = run.config.algorithm
+        advantage = cast("Advantage", run.plugins.spec("advantages", algorithm.advantage))
+        self.loss = cast("Loss", run.plugins.spec("losses", algorithm.loss))
+        self.plan = requirements.plan_run(run.config, advantage, self.loss)
+        steps = [config_at(run.config, step).algorithm for step in boundaries(run.config)]
+        adapts_kl = any(each.kl_target is not None for each in steps)
+        adapts_entropy = any(each.entropy_target is not None for each in steps)
+        self.adaptive_kl = AdaptiveKL(algorithm.kl_coef) if adapts_kl else None
+        self.adaptive_entropy = AdaptiveEntropy(algorithm.entropy_coef) if adapts_entropy else None
+
+    @property
+    def _now(self) -> AlgorithmConfig:
+        return self.run.config_now.algorithm
+
+    @property
+    def kl_coef(self) -> float:
+        """Of this step."""
+        return self._now.kl_coef if self.adaptive_kl is None else self.adaptive_kl.coef
+
+    @property
+    def entropy_coef(self) -> float:
+        """Of this step."""
+        return self._now.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.applied
+
+    @property
+    def correction(self) -> Correction:
+        """What the objective does about the gap to the sampler.
+
+        ``auto`` weighs tokens unless the sampler reads the actor's own module, where there is no gap.
+        With ``bypass`` the ratio of a loss is to the sampler already; only a loss without one is weighed.
+        """
+        config = self._now.correction
+        level = config.level
+        if level == "auto":
+            level = "off" if self.run.runtime.shared and not config.bypass else "token"
+        if config.bypass and self.loss.ratio:
+            level = "off"
+        return Correction(**{**config.model_dump(exclude=OWN_KEYS), "level": level})
+
+    def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
+        """Whole groups, `mini_batch_prompts` at a time, weighed; a new order in each epoch after the first."""
+        algorithm = self._now
+        norm = algorithm.loss_length_norm or self.run.config.rollout.max_response_tokens
+        own = algorithm.loss_aggregation == "auto"
+        mode = self.loss.aggregation if own else algorithm.loss_aggregation
+        groups = batch["group_ids"]
+        order = torch.unique(groups)
+        size = algorithm.mini_batch_prompts or max(len(order), 1)
+        generator = torch.Generator().manual_seed(self.run.config.run.seed * 1_000_003 + step)
+        minis = []
+        for epoch in range(algorithm.epochs):
+            if epoch:
+                order = order[torch.randperm(len(order), generator=generator)]
+            for chosen in order.split(size):
+                rows = torch.isin(groups, chosen).nonzero().flatten()
+                minis.append(with_weights(batch.select(rows), mode, norm))
+        return minis
+
+    def with_statistics(self, mini: Batch, step: int, number: int) -> Batch:
+        """Add the columns that are statistics over a mini-batch, from the policy as its update finds it.
+
+        Args:
+            mini: the whole mini-batch, with at least one loss token.
+            step: of the run.
+            number: of the mini-batch within the step; step and number give random choices their seed.
+        """
+        algorithm = self._now
+        if self.plan.measured:
+            outputs = tuple(requirements.MEASURED[column] for column in self.plan.measured)
+            made = self.run.groups["actor"].call("infer", mini, outputs=outputs).result()
+            mini = mini.with_columns(
+                tokens={c: made[o] for c, o in zip(self.plan.measured, outputs, strict=True)}
+            )
+        columns: dict[str, torch.Tensor] = {}
+        if algorithm.top_entropy_quantile < 1:
+            entropy, mask = mini["current_entropy"], mini["loss_mask"]
+            columns["learned"] = high_entropy(entropy, mask, algorithm.top_entropy_quantile)
+        if algorithm.correction.normalize:
+            before = mini["current_log_probs" if algorithm.correction.bypass else "old_log_probs"]
+            columns["correction_scale"] = normalizing_scale(mini, before, self.correction)
+        if prepare := self.loss.resolve_prepare():
+            seed = (self.run.config.run.seed * 1_000_003 + step) * 1_009 + number
+            columns |= prepare(mini, seed, **self._loss_options())
+        return mini.with_columns(tokens=columns)
+
+    def loss_call(self) -> LossCall:
+        """The actor's objective, by name and plain values."""
+        algorithm = self._now
+        parameters: dict[str, Any] = {
+            "loss": algorithm.loss,
+            "loss_options": self._loss_options(),
+            "kl_coef": self.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            "kl_estimator": algorithm.kl_estimator,
+            "entropy_coef": self.entropy_coef,
+            "correction": vars(self.correction),
+            "bypass": algorithm.correction.bypass,
+        }
+        return LossCall("policy", parameters, self.plan.outputs, watched=("entropy",))
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Refuse an update of a policy that is not the sampler's, or of next to no tokens.
+
+        Raises:
+            TrainingFailed: the gap is over `rollout.max_log_prob_gap`, or the correction masked more than
+                `max_masked_share`. The weights were left alone.
+        """
+        gap, bound = metrics["mismatch/mean_abs"], self.run.config.rollout.max_log_prob_gap
+        if gap > bound:
+            raise TrainingFailed(
+                f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
+                "The weights were left alone. The sampler does not have the trainer's weights, or computes another "
+                "distribution (temperature, top-p, precision)."
+            )
+        masked, most = metrics.get("correction/masked_share", 0.0), self._now.correction.max_masked_share
+        if masked > most:
+            raise TrainingFailed(
+                f"The correction masked {masked:.3g} of the loss tokens (algorithm.correction.max_masked_share = "
+                f"{most}). The weights were left alone. Mean |log ratio| of sampler and trainer is {gap:.4g}: widen "
+                "mask_low and mask_high or reject_ratio, or find out why the two differ."
+            )
+
+    def settle(self, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:
+        """After the updates of a step: move what adapts; metrics of it and of the weights."""
+        algorithm = self._now
+        found: dict[str, float] = {}
+        if self.adaptive_kl is not None:
+            found["actor/kl_coef"] = self.adaptive_kl.coef
+            if algorithm.kl_target is not None and "actor/kl" in metrics:
+                self.adaptive_kl.update(
+                    metrics["actor/kl"], algorithm.kl_target, algorithm.kl_horizon, num_rollouts
+                )
+        if self.adaptive_entropy is not None:
+            found["actor/entropy_coef"] = self.adaptive_entropy.applied
+            if algorithm.entropy_target is not None and "actor/entropy" in metrics:
+                self.adaptive_entropy.update(
+                    metrics["actor/entropy"], algorithm.entropy_target, algorithm.entropy_delta
+                )
+        if square := metrics.get("correction/weight_square"):
+            found["correction/effective_sample_share"] = metrics["correction/weight_mean"] ** 2 / square
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON state of what adapts."""
+        adaptive = {"kl": self.adaptive_kl, "entropy": self.adaptive_entropy}
+        return {name: vars(held).copy() for name, held in adaptive.items() if held is not None}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state`` gave; what did not adapt then starts from the run file."""
+        if self.adaptive_kl is not None and "kl" in state:
+            self.adaptive_kl = AdaptiveKL(**state["kl"])
+        if self.adaptive_entropy is not None and "entropy" in state:
+            self.adaptive_entropy = AdaptiveEntropy(**state["entropy"])
+
+    def _loss_options(self) -> dict[str, Any]:
+        options = self._now.loss_options
+        return options.model_dump() if options else {}
