@@ -184,6 +184,8 @@ class Engine:
         if prelude:
             script = logs / f"{len(self.started)}.py"
             script.write_text(prelude)
+        for file in (out, err):
+            file.touch()
         pid = self.server.fork(
             argv=[str(word) for word in argv],
             env=whole,
@@ -271,19 +273,22 @@ def engine_rewards():
 '''
 
 
+ONE_REWARD = '[[reward]]\nname = "bytes_share"\nworkers = 0\nnormalize = true\n'
+
+
 @pytest.fixture
 def tiny(tiny_world, tmp_path):
-    """Writes ``run.toml`` of a run of some tiny steps, as ``--set`` values change it; returns its path.
+    """Writes ``run.toml`` of a run ``runs/r`` of some tiny steps into the test's folder; returns its path.
 
-    ``tiny({"run.steps": 4}, reward="[[reward]] ...", plugin="...")``: the run is called ``r`` and lies in ``runs/r``.
+    Args of what it returns: ``changes`` (keys with dots and values), ``reward`` (TOML), ``plugin`` (its code), ``folder``.
     """
 
-    def write(changes=None, reward='[[reward]]\nname = "bytes_share"\nworkers = 0\n', plugin=TINY_PLUGIN):
+    def write(changes=None, reward=ONE_REWARD, plugin=TINY_PLUGIN, folder=tmp_path):
         settings = {
             "model.path": str(tiny_world / "model"),
             "data.train": str(tiny_world / "data" / "train.jsonl"),
             "data.validation": str(tiny_world / "data" / "heldout.jsonl"),
-            "data.prompts_per_step": 3,
+            "data.prompts_per_step": 4,
             "rollout.group_size": 2,
             "rollout.max_response_tokens": 4,
             "actor.optim.lr": 1e-2,
@@ -296,9 +301,84 @@ def tiny(tiny_world, tmp_path):
             'plugins = ["tiny.py"]',
             *(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
         ]
-        (tmp_path / "tiny.py").write_text(plugin)
-        path = tmp_path / "run.toml"
+        (folder / "tiny.py").write_text(plugin)
+        path = folder / "run.toml"
         path.write_text("\n".join(lines) + "\n" + reward)
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def _straight_runs():
+    return {}
+
+
+@pytest.fixture
+def straight(server, tiny, tmp_path_factory, _straight_runs):
+    """``straight(changes)``: the `result` of that run when nothing happens to it; done once for all tests."""
+
+    def run(changes=None, **files):
+        key = json.dumps([changes, files], sort_keys=True)
+        if key not in _straight_runs:
+            folder = tmp_path_factory.mktemp("straight")
+            done = Engine(server, folder)("train", tiny(changes, **files, folder=folder))
+            assert done.code == 0, done.err
+            _straight_runs[key] = result_of(folder / "runs" / "r")
+        return _straight_runs[key]
+
+    return run
+
+
+TIMED = ("time", "throughput/", "memory/", "sync/seconds", "data/worker_restarts")
+
+
+def without_times(metrics):
+    return {name: value for name, value in metrics.items() if not name.startswith(TIMED)}
+
+
+def result_of(run: Path) -> dict:
+    """What a run came to, without times and paths: two runs that did the same are equal here bit for bit.
+
+    ``metrics``: the lines; ``samples``: for each step the ids, tokens and rewards of its rollouts;
+    ``files``: hashes of the newest checkpoint's weights, optimizer and random states; ``state``: its state.
+    """
+    from engine_core.checkpoint import Checkpoints, problems, read_state
+    from engine_core.rollout_files import read_rollouts
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    samples = {
+        str(file.relative_to(run / "rollouts")): [
+            (r.prompt.id, r.request_id, r.token_ids.tolist(), r.reward) for r in read_rollouts(file)
+        ]
+        for file in sorted((run / "rollouts").rglob("*.parquet"))
+    }
+    checkpoints = Checkpoints(run / "checkpoints")
+    newest = checkpoints.path(checkpoints.steps()[-1])
+    assert problems(newest) == []
+    manifest = json.loads((newest / "manifest.json").read_text())
+    state = {name: value for name, value in read_state(newest).items() if name not in ("config", "plugins")}
+    state["metrics"] = without_times(state["metrics"])
+    return {
+        "metrics": [without_times(line) for line in lines],
+        "samples": samples,
+        "files": {name: entry for name, entry in manifest["files"].items() if name != "state.json"},
+        "state": state,
+    }
+
+
+@pytest.fixture
+def result(tmp_path):
+    """``result()``: `result_of` the test's own run, as far as it has come."""
+    return lambda: result_of(tmp_path / "runs" / "r")
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    """``metrics()``: the lines of ``metrics.jsonl`` of the test's own run."""
+
+    def read():
+        text = (tmp_path / "runs" / "r" / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    return read
