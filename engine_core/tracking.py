@@ -104,7 +104,8 @@ class RunFolder:
         candidates = [Path(path), Path(runs) / path]
         found = [folder for folder in candidates if (folder / "config.resolved.toml").is_file()]
         if not found:
-            names = [entry.parent.name for entry in Path(runs).glob("*/config.resolved.toml")]
+            folders = {Path(runs), Path(path).parent} - {Path()}
+            names = [entry.parent.name for f in folders for entry in f.glob("*/config.resolved.toml")]
             raise DataError(
                 f"No run at '{path}': neither that folder nor {candidates[1]} holds a config.resolved.toml."
                 + did_you_mean(Path(path).name, names)

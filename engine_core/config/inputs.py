@@ -79,7 +79,9 @@ def data_problems(data: DataConfig) -> Iterator[str]:
 
 def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:
     kind = path.suffix.lower()
-    if not path.is_file():
+    if path.is_dir():
+        yield f"{key}: '{path}' is a folder. Expected its files, each by name."
+    elif not path.is_file():
         yield f"{key}: there is no file '{path}'.{_neighbour(path)}"
     elif path.stat().st_size == 0:
         yield f"{path}: empty. {key} needs at least one row."

@@ -175,6 +175,8 @@ class _Validation:
 
 def _header(path: Path_) -> Path_:
     """A table as the file writes it: ``[reward.format]``, whichever reward it belongs to."""
+    if path and path[0] == "schedule":  # its keys are settings of other tables
+        return path[:1]
     return (path[0], *path[2:]) if path and path[0] in ("reward", "stage") else path
 
 

@@ -170,6 +170,14 @@ def test_a_run_that_is_not_there_names_the_nearest(tmp_path):
         RunFolder.open("arithmetik", runs=tmp_path / "runs")
 
 
+def test_a_misspelt_run_in_another_folder_names_its_neighbours(tmp_path, monkeypatch):
+    RunFolder.create(config_in(tmp_path, "arithmetic"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="Did you mean 'arithmetic'"):
+        RunFolder.open(tmp_path / "runs" / "arithmetik")
+
+
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
     hub = hub_of(run, tmp_path)
     for step in range(1, 6):

@@ -156,3 +156,9 @@ def test_a_folder_without_a_model_or_tokenizer_says_what_is_missing(tmp_path):
     assert model(path=str(tmp_path)) == []
     (problem,) = model(path=str(tmp_path / "config.json"), tokenizer="a/b")
     assert "is a file" in problem
+
+
+def test_a_folder_in_place_of_a_file_is_called_one(tmp_path):
+    (tmp_path / "rows").mkdir()
+    found = list(data_problems(DataConfig(train=str(tmp_path / "rows"))))
+    assert found == [f"data.train: '{tmp_path / 'rows'}' is a folder. Expected its files, each by name."]

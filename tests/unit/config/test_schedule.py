@@ -1,5 +1,6 @@
 import pytest
 
+from engine_core import load_config
 from engine_core.config.schedule import boundaries, changes, config_at, setting, settings
 
 TEXT = """\
@@ -134,3 +135,10 @@ def test_what_the_algorithm_needs_may_rise_from_nothing(config_of):
     before, after = config_at(config, 4).algorithm, config_at(config, 5).algorithm
     assert (before.kl_coef, before.entropy_coef, before.epochs) == (0.0, 0.0, 1)
     assert (after.kl_coef, after.entropy_coef, after.epochs) == (0.1, 0.1, 2)
+
+
+def test_a_scheduled_value_of_the_wrong_type_points_to_the_table_of_schedules():
+    with pytest.raises(
+        ConfigError, match=r"expected a number or true or false.*see: engine schema schedule$"
+    ):
+        load_config(overrides={"model.path": "x", "schedule": {"rollout.temperature": [[0, "hot"]]}})
