@@ -226,12 +226,15 @@ def group_statistics(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[
         Three [B] tensors, the group's figure at each member; the deviation is 0 below two members.
     """
     group, size = _groups(group_ids)
-    kept = torch.where(valid, values, torch.zeros_like(values))  # an invalid one may hold NaN
+    lowest = values.new_full((size,), torch.inf)
+    lowest = lowest.scatter_reduce(0, group, torch.where(valid, values, torch.inf), "amin")[group]
+    above = torch.where(valid, values - lowest, torch.zeros_like(values))  # equal values: exactly 0
     count = values.new_zeros(size).index_add(0, group, valid.to(values.dtype))
-    mean = values.new_zeros(size).index_add(0, group, kept) / count.clamp(min=1)
-    squares = torch.where(valid, (kept - mean[group]) ** 2, torch.zeros_like(values))
+    offset = values.new_zeros(size).index_add(0, group, above) / count.clamp(min=1)
+    squares = torch.where(valid, (above - offset[group]) ** 2, torch.zeros_like(values))
     variance = values.new_zeros(size).index_add(0, group, squares) / (count - 1).clamp(min=1)
-    return mean[group], variance.sqrt()[group], count[group]
+    mean = torch.where(count[group] > 0, lowest + offset[group], torch.zeros_like(values))
+    return mean, variance.sqrt()[group], count[group]
 
 
 def _groups(group_ids: Tensor) -> tuple[Tensor, int]:
