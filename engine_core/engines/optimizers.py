@@ -68,15 +68,18 @@ def build_schedule(
 
 
 def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> None:
-    """Replace the peak: the schedule's factor of this step stays."""
-    old = [float(base) for base in getattr(scheduler, "base_lrs", [])]
-    if scheduler is not None and hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [lr for _ in scheduler.base_lrs]
+    """Replace the peak: the schedule's factor of this step stays, and each group's share of the largest rate."""
+    groups = optimizer.param_groups
+    bases = getattr(scheduler, "base_lrs", None) or [group.get("initial_lr", group["lr"]) for group in groups]
+    bases = [float(base) for base in bases]
+    peaks = [lr * base / max(bases) if max(bases) else lr for base in bases]
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = peaks
     factors = getattr(scheduler, "lr_lambdas", None)
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         if factors is not None:
-            share = factors[index](scheduler.last_epoch)
+            factor = factors[index](scheduler.last_epoch)
         else:
-            share = group["lr"] / old[index] if old and old[index] else 1.0
-        group["initial_lr"] = lr
-        group["lr"] = lr * share
+            factor = group["lr"] / bases[index] if bases[index] else 1.0
+        group["initial_lr"] = peaks[index]
+        group["lr"] = peaks[index] * factor

@@ -86,3 +86,14 @@ def demo(run_demo, tmp_path_factory):
     done = run_demo(root, "--sft-steps", 3, "--steps", 10)
     assert done.returncode == 0, done.stderr
     return root, done.stdout
+
+
+@pytest.fixture(scope="session")
+def custom_model(tmp_path_factory):
+    """A folder for ``sys.path`` in which the wheel of ``examples/custom_model`` is installed."""
+    source, site = tmp_path_factory.mktemp("custom_model"), tmp_path_factory.mktemp("site")
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT / "examples" / "custom_model", source, dirs_exist_ok=True, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, capture_output=True)
+    return site

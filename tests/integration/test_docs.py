@@ -49,8 +49,9 @@ NOT_RUN_HERE = {
     r"make (demo|demo-control)": "minutes; tests/integration/test_examples.py runs it in small, and `slow` in full",
     r"make (install|test|test-full|lint|docs)": "this test is a part of it",
     r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
-    r"pip install -e .*": "changes the environment of this test; tests/unit/test_scaffold.py installs the template",
+    r"pip (install -e|wheel) .*": "changes the environment of this test; the template's and the example's tests install them",
     r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
+    r"pytest examples/custom_model": "tests/integration/test_examples.py runs them on the installed wheel",
 }
 """Commands that cannot be nested in a test, and why. Any other command is run."""
 
@@ -79,6 +80,9 @@ prompts_per_step = 4
 [run]
 steps = 2
 """
+
+
+NEEDS_EXAMPLE = ("custom_model.md",)  # pages that install examples/custom_model
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,9 @@ class Session:
 
     def _toml(self, block: Block) -> None:
         parsed = tomllib.loads(block.text)
-        if "project" in parsed:
+        if block.file.endswith("pyproject.toml"):
+            self._write(block.file, block.text)
+        elif "project" in parsed:
             groups = parsed["project"].get("entry-points", {})
             assert {group.removeprefix("engine.") for group in groups} <= {*TABLE_SPECS, "plugins"}
         elif block.file:
@@ -237,13 +243,15 @@ def not_printed(expected: list[str], printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_block_of_a_page_works(page, library, tmp_path, capsys, monkeypatch):
+def test_every_block_of_a_page_works(page, library, custom_model, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "page"
     shutil.copytree(library, folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name, value in ENVIRONMENT.get(page.name, {}).items():
         monkeypatch.setenv(name, value)
+    if page.name in NEEDS_EXAMPLE:
+        monkeypatch.syspath_prepend(custom_model)
     session = Session(page.name, folder, capsys)
     for block in blocks_of(page.read_text("utf-8")):
         session.run(block)
@@ -303,7 +311,7 @@ def test_keys_in_the_text_are_keys_of_a_run_file():
 
     schema = json_schema(installed_specs())
     tables = "|".join({*EngineConfig.model_fields, "sft"} - {"options", "trainer", "plugins"})
-    own = {"run.toml", "reward.sums", "reward.exact"}  # a file; rewards of the examples
+    own = {"run.toml", "reward.sums", "reward.exact", "actor.gru"}  # a file; names of the examples
     for page in PAGES:
         if page.parent.name == "reference":  # made from the code
             continue
@@ -330,10 +338,12 @@ def test_the_tree_in_the_readme_is_the_tree():
         assert (ROOT / folder).is_dir(), folder
 
 
-def test_the_readme_shows_the_example_as_it_is():
-    for block in blocks_of((ROOT / "README.md").read_text("utf-8")):
-        if block.file:
-            assert (ROOT / block.file).read_text() == block.text
+def test_the_pages_show_the_examples_as_they_are():
+    shown = [block for page in PAGES for block in blocks_of(page.read_text("utf-8"))]
+    shown = [block for block in shown if block.file.startswith("examples/")]
+    assert len(shown) >= 7
+    for block in shown:
+        assert (ROOT / block.file).read_text() == block.text, block.file
 
 
 def part(page: str, name: str) -> str:

@@ -1,12 +1,17 @@
 """The examples do what they say: the one-file plugin trains, and the demo goes from nothing to a report."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from engine_core.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 LAST_LINE = r"held-out accuracy (\d\.\d\d) -> (\d\.\d\d)"
 
 
@@ -99,6 +104,20 @@ def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts(demo):
     shuffle(rollouts, step=3)
     assert sorted(r.reward for r in rollouts) == [float(i) for i in range(32)]
     assert [r.reward for r in rollouts] != [float(i) for i in range(32)]
+
+
+def test_the_custom_model_passes_its_own_tests_as_an_installed_wheel(custom_model, tmp_path):
+    tests = ROOT / "examples" / "custom_model" / "tests"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "PYTHONPATH": f"{custom_model}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"[89] passed", done.stdout), done.stdout
 
 
 @pytest.mark.slow

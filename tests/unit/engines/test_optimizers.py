@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine_core.config import OptimConfig
-from engine_core.engines.optimizers import build_optimizer, set_peak_lr
+from engine_core.engines.optimizers import build_optimizer, build_schedule, set_peak_lr
 from engine_core.errors import ConfigError
 
 
@@ -77,3 +77,29 @@ def test_a_new_peak_without_a_schedule_is_the_rate():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
     set_peak_lr(optimizer, None, 0.1)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_new_peak_keeps_the_shares_of_groups_with_rates_of_their_own():
+    slow, fast = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": slow.parameters(), "lr": 0.25}, {"params": fast.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    scheduler = build_schedule(optimizer, OptimConfig(lr=1.0, schedule="linear"), 4)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    set_peak_lr(optimizer, scheduler, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0125, 0.05])
+    set_peak_lr(optimizer, scheduler, 0.2)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0125, 0.05])
+
+
+def test_a_new_peak_without_a_schedule_keeps_the_shares_too():
+    slow, fast = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(
+        [{"params": slow.parameters(), "lr": 0.25}, {"params": fast.parameters()}], lr=0.5
+    )
+    for peak in (0.1, 0.3):
+        set_peak_lr(optimizer, None, peak)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([peak / 2, peak])

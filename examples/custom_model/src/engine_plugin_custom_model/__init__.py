@@ -1,0 +1,1 @@
+"""An example: a recurrent language model, its train engine and its sampler."""

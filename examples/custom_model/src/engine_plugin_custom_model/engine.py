@@ -1,0 +1,47 @@
+"""A language model that transformers does not have, and the engine that builds, trains and exports it."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from engine_core.engines.optimizers import build_schedule
+from engine_core.engines.torch_engine import TorchEngine
+
+
+class GRULM(nn.Module):
+    def __init__(self, vocab_size, hidden_size, num_hidden_layers):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, hidden_size)
+        self.gru = nn.GRU(hidden_size, hidden_size, num_hidden_layers, batch_first=True)
+
+    def step(self, input_ids, state=None):  # for the sampler, which keeps the state
+        hidden, state = self.gru(self.embed(input_ids), state)
+        return nn.functional.linear(hidden, self.embed.weight), state
+
+    def forward(self, input_ids, position_ids=None):  # [1, T] each; logits [1, T, V]
+        return self.step(input_ids)[0]
+
+
+class GRUEngine(TorchEngine):
+    def _build_model_optimizer(self, *, model_path, optim_config, override_model_config, role, **_):
+        config, weights = Path(model_path) / "config.json", Path(model_path) / "model.safetensors"
+        self.sizes = json.loads(config.read_text()) | override_model_config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.model_config.seed)
+            module = GRULM(*(self.sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")))
+        if weights.exists():
+            module.load_state_dict(load_file(weights))
+        if optim_config is None:  # a reference model is not trained: the engine goes on alone
+            return module
+        module = self._place(module)  # on the device, in the type that is trained
+        embedding = {"params": module.embed.parameters(), "lr": optim_config.lr / 4}
+        layers = {"params": module.gru.parameters(), "weight_decay": optim_config.weight_decay}
+        optimizer = torch.optim.AdamW([embedding, layers], lr=optim_config.lr, weight_decay=0.0)
+        return module, optimizer, build_schedule(optimizer, optim_config, self.context.total_steps, role)
+
+    def export(self, folder):
+        super().export(folder)
+        (folder / "config.json").write_text(json.dumps(self.sizes))

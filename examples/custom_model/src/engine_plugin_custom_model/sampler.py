@@ -1,0 +1,84 @@
+"""The sampler of the recurrent model: one request at a time, one token at a time, from the state it keeps."""
+
+import torch
+
+from engine_core.engines.base import RolloutEngine
+from engine_core.errors import ConfigError
+from engine_core.types import Rollout
+
+
+class GRUSampler(RolloutEngine):
+    """Samples from the train engine's own module, so weights never move."""
+
+    def __init__(self, config, model_config, context):
+        super().__init__(config, model_config, context)
+        if config.top_p < 1 or config.top_k:
+            raise ConfigError("rollout.backend = 'gru' samples from all tokens. Leave top_p and top_k out.")
+        self.tokenizer = context.live["tokenizer"]
+        self.queue = {}
+
+    def share_module(self, engine):
+        self.trainer = engine
+
+    def update_weights(self, stream, version):
+        raise RuntimeError("This sampler has no weights of its own.")
+
+    def add(self, requests):
+        self.queue |= {request.id: request for request in requests}
+
+    @property
+    def num_unfinished(self):
+        return len(self.queue)
+
+    def step(self):
+        if not self.queue:
+            return []
+        request = self.queue.pop(next(iter(self.queue)))
+        with self.trainer.generation_module() as module:
+            return [self.sample(module, request)]
+
+    def abort(self, ids):
+        return [self.rollout(self.queue.pop(id), [], [], "abort") for id in ids if id in self.queue]
+
+    def sample(self, module, request):
+        """One response; with a seed the same tokens whatever else is sampled."""
+        sampling, tokens, log_probs = request.sampling, [], []
+        generator = torch.Generator()
+        if sampling.seed is not None:
+            generator.manual_seed(sampling.seed)
+        else:
+            generator.seed()
+        ends = {self.tokenizer.eos_token_id, *sampling.stop_token_ids}
+        ids, state = request.prompt.token_ids, None
+        while len(tokens) < sampling.max_response_tokens:
+            logits, state = module.step(torch.tensor([ids], device=self.context.device), state)
+            distribution = torch.log_softmax(
+                logits[0, -1].float().cpu() / (sampling.temperature or 1.0), dim=-1
+            )
+            if sampling.temperature == 0:
+                token = int(distribution.argmax())
+            else:
+                token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
+            tokens.append(token)
+            log_probs.append(float(distribution[token]))
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            if token in ends or any(word in text for word in sampling.stop):
+                return self.rollout(request, tokens, log_probs, "stop")
+            ids = [token]
+        return self.rollout(request, tokens, log_probs, "length")
+
+    def rollout(self, request, tokens, log_probs, reason):
+        """What was sampled, with the log-prob of each token under the distribution it was drawn from."""
+        prompt = request.prompt.token_ids
+        return Rollout(
+            request_id=request.id,
+            prompt=request.prompt,
+            token_ids=torch.tensor(prompt + tokens),
+            loss_mask=torch.tensor([False] * len(prompt) + [True] * len(tokens)),
+            rollout_log_probs=torch.tensor([0.0] * len(prompt) + log_probs),
+            policy_versions=torch.full((len(prompt) + len(tokens),), self.version, dtype=torch.int32),
+            finish_reason=reason,
+            group_id=request.group_id,
+            index=request.index,
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+        )
