@@ -59,9 +59,7 @@ class Trainer(TrainingRun):
 
     def step(self, step: int) -> dict[str, float]:
         """One step: P prompts in, one policy update done, samplers on the new weights."""
-        rounds = self.sampling.rounds(
-            step, self.policy.plan.greedy
-        )  # one; more where a stage refills what it drops
+        rounds = self.sampling.rounds(step, self.policy.plan.greedy)  # more than one where a stage refills
         while prompts := self.source.take(rounds.missing):
             with self.phase("generate"):
                 rounds.sample(prompts)  # G rollouts for each prompt
