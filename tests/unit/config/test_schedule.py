@@ -2,6 +2,7 @@ import pytest
 
 from engine_core import load_config
 from engine_core.config.schedule import boundaries, changes, config_at, setting, settings
+from engine_core.errors import ConfigError
 
 TEXT = """\
 [rollout]
