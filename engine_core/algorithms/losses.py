@@ -5,7 +5,8 @@ importance weights are added once for all losses in ``objectives``; a metric is 
 which the token mean is reported.
 
 Here are the losses of one token; those whose ratio is a sequence's are in ``losses_sequence``, those
-that look at the mini-batch first in ``losses_covariance``. Each holds for any ``old_log_probs``; where
+that look at the mini-batch first in ``losses_covariance``. In the formulas p is the policy in training, r is
+``p / p_old``, sg stops the gradient. Each holds for any ``old_log_probs``; where
 the policy has not moved since (no such column) the ratio is exactly 1 and its gradient that of the
 log-prob. All log-ratios are held within 20, so that one token cannot overflow the batch.
 """
@@ -36,10 +37,11 @@ def ppo_clip(
     clip_ratio_c: float | None = None,
     delta: float | None = None,
 ) -> TokenLoss:
-    """Clipped surrogate: ``max(-rho A, -clip(rho, 1 - low, 1 + high) A)``, ``rho = pi / pi_old``.
+    """Clipped surrogate: a token that went far enough the way it is pushed gets no more gradient.
 
-    PPO, https://arxiv.org/abs/1707.06347; ``high > low`` is DAPO's clip-higher,
-    https://arxiv.org/abs/2503.14476.
+    Formula: ``max(-r A, -clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A)``; with `clip_ratio_c` at most ``-c A`` where A < 0; with `delta` the first r is at most delta
+    Paper: https://arxiv.org/abs/1707.06347 (clip), https://arxiv.org/abs/2503.14476 (clip-higher), https://arxiv.org/abs/1912.09729 (dual clip), https://arxiv.org/abs/2505.07291 (delta)
+    Differs: the dual clip is off unless set (verl: 3); `clip_ratio` is what the two widths are where they are not set (verl: setting it changes nothing)
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -69,10 +71,10 @@ def ppo_clip(
 
 
 def reinforce(outputs: Outputs, batch: Batch) -> TokenLoss:
-    """REINFORCE: ``-A log pi``; also the loss of GPG (https://arxiv.org/abs/2504.02546).
+    """REINFORCE, and GPG: no ratio and no clip; off policy it is the correction that weighs.
 
-    No ratio: off policy it is the correction that weighs (``[algorithm.correction]``, with ``bypass``
-    by the ratio to the sampler).
+    Formula: ``-A log p``
+    Paper: https://arxiv.org/abs/2504.02546
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -87,11 +89,11 @@ def reinforce(outputs: Outputs, batch: Batch) -> TokenLoss:
 def cispo(
     outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 1.0, clip_ratio_high: float = 4.0
 ) -> TokenLoss:
-    """Clipped importance weight: ``-sg(clip(rho, 1 - low, 1 + high)) A log pi``.
+    """The weight of a token is bounded and every token keeps its gradient.
 
-    MiniMax-M1, https://arxiv.org/abs/2506.13585, section 3.1: the weight is bounded and every token
-    keeps its gradient. The defaults are no lower bound and 5. (TRL's ``epsilon_high`` is the bound
-    itself, ours the width above 1, as in every other loss.)
+    Formula: ``-sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log p``
+    Paper: https://arxiv.org/abs/2506.13585
+    Differs: the bounds are widths around 1, as in every other loss (TRL: its upper bound is the weight itself); by default none below and 5 above
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -109,10 +111,10 @@ def cispo(
 
 
 def sapo(outputs: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
-    """Soft gate in place of the clip: ``-(4 / tau) sigmoid(tau (rho - 1)) A``, tau by the sign of A.
+    """A soft gate in place of the clip: the gradient fades on both sides of r = 1.
 
-    SAPO, https://arxiv.org/abs/2511.20347. At ``rho = 1`` its gradient is that of ``-rho A``, and it
-    fades on both sides; the mean over a rollout's tokens, then over rollouts, is the paper's.
+    Formula: ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau = `tau_pos` where A > 0, else `tau_neg`
+    Paper: https://arxiv.org/abs/2511.20347
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -125,7 +127,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float
     """
     log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
     advantages = batch["advantages"]
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = by_sign(advantages, tau_pos, tau_neg)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages, ratio_metrics(log_ratio, ratio)
 
 
@@ -137,11 +139,11 @@ def dppo_tv(
     threshold_high: float = 0.2,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """Trust region by probability difference: ``-A sg(min(rho, cap)) log pi`` on kept tokens.
+    """Trust region by probability: a token that has moved too far is pushed no further.
 
-    DPPO, https://arxiv.org/abs/2602.04879. A token is dropped where the update would push it further
-    away and it is too far already: ``A > 0`` and ``pi - pi_old > high``, or ``A <= 0`` and
-    ``pi_old - pi > low``. (The names are our own: verl reads its clip widths as these thresholds.)
+    Formula: ``-A sg(min(r, cap)) log p``, and 0 where A > 0 and ``p - p_old > threshold_high``, or A <= 0 and ``p_old - p > threshold_low``
+    Paper: https://arxiv.org/abs/2602.04879
+    Differs: thresholds and cap have names of their own (verl reads its clip widths and its dual clip as these)
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -167,10 +169,10 @@ def dppo_kl(
     threshold_high: float = 0.05,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """``dppo_tv`` with the KL of the two-way choice "this token or another" as distance.
+    """``dppo_tv`` with the KL of "this token or another" as distance.
 
-    DPPO, https://arxiv.org/abs/2602.04879: ``p log(p / q) + (1 - p) log((1 - p) / (1 - q))`` with
-    ``p = pi_old`` and ``q = pi``, and only where the token has moved the way that A pushes it.
+    Formula: as `dppo_tv`, with ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`` over the threshold, where the token has moved the way that A pushes it
+    Paper: https://arxiv.org/abs/2602.04879
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -191,10 +193,11 @@ def dppo_kl(
 
 
 def dro(outputs: Outputs, batch: Batch, *, beta: float = 0.1) -> TokenLoss:
-    """Direct reward optimization: ``-(A log pi - beta / 2 (log rho)^2)``: a square in place of the clip.
+    """A square in place of the clip.
 
-    https://arxiv.org/abs/2405.19107, with the policy before the update as the reference, and the
-    advantage for the reward less the value.
+    Formula: ``-(A log p - beta / 2 (log r)^2)``
+    Paper: https://arxiv.org/abs/2405.19107
+    Differs: the reference is the policy before the update, and the advantage stands for reward less value
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -207,6 +210,13 @@ def dro(outputs: Outputs, batch: Batch, *, beta: float = 0.1) -> TokenLoss:
     log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
     loss = -batch["advantages"] * outputs["log_probs"] + 0.5 * beta * log_ratio * log_ratio
     return loss, ratio_metrics(log_ratio, ratio)
+
+
+def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    """[T]: one value where the advantage is positive, the other elsewhere."""
+    return torch.where(
+        advantages > 0, torch.full_like(advantages, positive), torch.full_like(advantages, other)
+    )
 
 
 def old_log_probs(outputs: Outputs, batch: Batch) -> Tensor:

@@ -31,7 +31,11 @@ def clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> TokenLoss:
-    """PPO's clip, and no gradient from the tokens that ``mark_clip_cov`` chose.
+    """PPO's clip, and no gradient from a few tokens whose covariance drives entropy down.
+
+    Formula: as `ppo_clip`, 0 at `clip_cov_ratio` of the tokens, drawn from those with ``clip_cov_lb < (A - mean A)(log p - mean log p) < clip_cov_ub`` that the clip leaves
+    Paper: https://arxiv.org/abs/2505.22617
+    Differs: chosen once over the mini-batch, before its update (the authors: within each micro-batch)
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -54,7 +58,11 @@ def clip_cov(
 def kl_cov(
     outputs: Outputs, batch: Batch, *, ppo_kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4
 ) -> TokenLoss:
-    """``-rho A``, and ``+ coef |log rho|`` on the tokens that ``mark_kl_cov`` chose; no clip.
+    """A penalty on the few tokens whose covariance is largest; no clip.
+
+    Formula: ``-r A``, and ``+ ppo_kl_coef |log r|`` at the `kl_cov_ratio` of the tokens with the largest ``(A - mean A)(log p - mean log p)``
+    Paper: https://arxiv.org/abs/2505.22617
+    Differs: chosen once over the mini-batch, before its update
 
     Args:
         outputs: ``log_probs`` [T], with gradient.

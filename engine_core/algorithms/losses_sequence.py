@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_core.algorithms.losses import log_ratio_and_ratio, ratio_metrics
+from engine_core.algorithms.losses import by_sign, log_ratio_and_ratio, ratio_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 def gspo(
     outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4
 ) -> TokenLoss:
-    """PPO's clip on the sequence's ratio ``s = exp(mean_t log rho_t)``.
+    """PPO's clip on the ratio of the sequence.
 
-    GSPO, https://arxiv.org/abs/2507.18071, in its token form (equation 17): the value at each token is
-    ``max(-s A, -clip(s, 1 - low, 1 + high) A)`` and its gradient goes through that token's log-prob
-    alone. With one advantage for all tokens the sum is the sequence form, gradient included; the
-    defaults are the paper's widths, far below those of a token's ratio.
+    Formula: ``max(-s A, -clip(s, 1 - clip_ratio_low, 1 + clip_ratio_high) A)``, ``s = exp(mean_t log r_t)``
+    Paper: https://arxiv.org/abs/2507.18071
+    Differs: written per token (equation 17), which is the sequence form where a sequence has one advantage
+
+    The value at each token is s and its gradient goes through that token's log-prob alone; summed, that
+    is the gradient of s. The defaults are the paper's widths, far below those of a token's ratio.
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -56,9 +58,8 @@ def luspo(
 ) -> TokenLoss:
     """GSPO whose sequences weigh by their length.
 
-    LUSPO, https://arxiv.org/abs/2602.05261: the loss of ``gspo`` summed over the tokens of a sequence,
-    then the mean over sequences (`loss_aggregation = "seq-mean-token-sum"`, which this loss names), so
-    that the gradient of a token does not shrink with the length of its response.
+    Formula: as `gspo`, summed over the tokens of a rollout, then the mean over rollouts
+    Paper: https://arxiv.org/abs/2602.05261
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -75,10 +76,11 @@ def luspo(
 def gmpo(
     outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 0.4, clip_ratio_high: float = 0.4
 ) -> TokenLoss:
-    """Geometric mean of clipped ratios: ``-A exp(mean_t x_t)``.
+    """The geometric mean of clipped ratios.
 
-    GMPO, https://arxiv.org/abs/2507.20673: ``x_t = sign(A) min(sign(A) log rho_t,
-    sign(A) clip(log rho_t, -low, high))``. The widths are of log rho, not of rho.
+    Formula: ``-A exp(mean_t x_t)``, ``x = sign(A) min(sign(A) log r, sign(A) clip(log r, -clip_ratio_low, clip_ratio_high))``
+    Paper: https://arxiv.org/abs/2507.20673
+    Differs: the widths are of log r, as in the paper
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -110,10 +112,10 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> TokenLoss:
-    """A soft window over the sequence's weight: ``-sg(phi(w)) A log pi``, ``w = prod_t rho_t``.
+    """A soft window over the weight of the sequence.
 
-    VESPO, https://arxiv.org/abs/2602.10693: ``phi(w) = w^k exp(lambda (1 - w))``, which is 1 at w = 1
-    and goes to 0 on both sides; k and lambda by the sign of A.
+    Formula: ``-sg(w^k exp(lambda (1 - w))) A log p``, ``w = prod_t r_t``, k and lambda by the sign of A
+    Paper: https://arxiv.org/abs/2602.10693
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -129,8 +131,7 @@ def vespo(
     log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
     advantages = batch["advantages"]
     log_w = batch.to_tokens(sum_by_sequence(batch, log_ratio.detach())).clamp(-20.0, 20.0)
-    k = torch.where(advantages > 0, k_pos, k_neg).to(log_w.dtype)
-    decay = torch.where(advantages > 0, lambda_pos, lambda_neg).to(log_w.dtype)
+    k, decay = by_sign(advantages, k_pos, k_neg), by_sign(advantages, lambda_pos, lambda_neg)
     phi = (k * log_w + decay * (1 - log_w.exp())).exp()
     metrics = {**ratio_metrics(log_ratio, ratio), "weight_mean": phi}
     return -phi * advantages * outputs["log_probs"], metrics
