@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine_core.testing.reward_suite import RewardSuite
+    from engine_core.testing.rollout_suite import RolloutEngineSuite
     from engine_core.testing.train_suite import TrainEngineSuite
 
 HOMES = {
@@ -14,7 +16,7 @@ HOMES = {
     "RewardSuite": "reward_suite",
 }
 
-__all__ = ["TrainEngineSuite"]
+__all__ = ["RewardSuite", "RolloutEngineSuite", "TrainEngineSuite"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,151 @@
+"""The bench of rollout engines: builds them, makes requests, and samples by brute force to compare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.engines.base import WorkerContext
+from engine_core.testing.bench import EngineBench
+from engine_core.testing.reference import EOS, load_reference, logits_of, tokenizer
+from engine_core.testing.worker import resolve
+from engine_core.types import Prompt, Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from engine_core.engines.base import RolloutEngine
+
+TEXTS = ("2+2=", "Once upon a time", "x", "The answer to it is", "ab", "(a*b)-(c*d) = ?")
+EDGE = 1e-3  # a top-p border this near to a token's cumulative probability may go either way
+MARGIN = 0.02  # logits of the two best tokens: nearer ones may swap by rounding
+
+
+class RolloutBench(EngineBench):
+    """What a contract of a rollout engine is given."""
+
+    kind = "rollout_engines"
+
+    @property
+    def tolerance(self) -> float:
+        return float(self.settings["tolerance"])
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer."""
+        return tokenizer()
+
+    def engine(self, path: str | None = None) -> RolloutEngine:
+        """A sampler on the tiny model (or ``path``), closed after the contract."""
+        plugins = self.load_plugins()
+        context = WorkerContext(
+            plugins=plugins,
+            role="rollout",
+            device=self.device,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            live={"tokenizer": self.tokenizer},
+        )
+        config = RolloutConfig(backend=self.name, options=self.checked_options(plugins))
+        made: RolloutEngine = plugins.resolve(self.kind, self.name)(
+            config, ModelConfig(path=path or self.model()), context
+        )
+        self.stack.callback(made.close)
+        return made
+
+    def reference(self, path: str | None = None) -> nn.Module:
+        """The independent module, float64."""
+        load = self.settings["reference"]
+        build = resolve(load, Path(self.settings["root"])) if load else load_reference
+        module: nn.Module = build(path or self.model())
+        return module
+
+    def requests(
+        self, texts: Sequence[str] = TEXTS, group: int = 1, seed: int | None = 0, **sampling: Any
+    ) -> list[Request]:
+        """``group`` requests for each text, with seeds of their own from ``seed`` on."""
+        made: list[Request] = []
+        for i, text in enumerate(texts):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompt = Prompt(f"train:{i}", ids, text, {"answer": str(i)})
+            for index in range(group):
+                own = None if seed is None else seed + len(made)
+                asked = Sampling(**{"max_response_tokens": 12, "seed": own, **sampling})
+                made.append(Request(f"{i}-{index}", prompt, asked, group_id=i, index=index))
+        return made
+
+    def stream(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a folder, as ``named_weights`` of an engine gives them."""
+        for file in sorted(Path(path).glob("*.safetensors")):
+            yield from load_file(file).items()
+
+
+def response(rollout: Rollout) -> list[int]:
+    """The sampled tokens."""
+    found: list[int] = rollout.token_ids[rollout.prompt_length :].tolist()
+    return found
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, float, bool]:
+    """What is sampled from: [V] log-probs after temperature, top-k, then top-p on what that left.
+
+    Returns:
+        The log-probs (-inf where cut), the log of the mass that was kept, and whether a border is so
+        near that rounding may decide.
+    """
+    probs = torch.softmax(logits.double() / (sampling.temperature or 1.0), -1)
+    ranked, order = probs.sort(descending=True)
+    kept = torch.ones(len(probs), dtype=torch.bool)
+    unsure = False
+    if sampling.top_k:
+        kept[sampling.top_k :] = False
+        if sampling.top_k < len(ranked):
+            unsure |= bool(ranked[sampling.top_k - 1] / ranked[sampling.top_k] < 1 + EDGE)
+    if sampling.top_p < 1:
+        left = ranked * kept / (ranked * kept).sum()
+        before = left.cumsum(0) - left
+        unsure |= bool(((before - sampling.top_p).abs() < EDGE).any())
+        kept &= before < sampling.top_p
+    mass = float((ranked * kept).sum())
+    log_probs = torch.full_like(probs, -torch.inf)
+    log_probs[order[kept]] = (ranked[kept] / mass).log()
+    return log_probs, float(torch.tensor(mass).log()), unsure
+
+
+@torch.no_grad()
+def expected_log_probs(
+    module: nn.Module, rollout: Rollout, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sampled token: log-prob, log of the mass kept, and whether a border is unsure."""
+    logits = logits_of(module, rollout.token_ids)
+    found = []
+    for at in range(rollout.prompt_length, len(rollout.token_ids)):
+        log_probs, mass, unsure = distribution(logits[at - 1], sampling)
+        found.append((float(log_probs[rollout.token_ids[at]]), mass, unsure))
+    columns = list(zip(*found, strict=True)) or [(), (), ()]
+    return torch.tensor(columns[0]), torch.tensor(columns[1]), torch.tensor(columns[2], dtype=torch.bool)
+
+
+@torch.no_grad()
+def greedy(module: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
+    """The most likely continuation, until it ends or two tokens are too near to tell."""
+    ids = list(prompt)
+    for _ in range(count):
+        best = logits_of(module, torch.tensor(ids))[-1].topk(2)
+        if float(best.values[0] - best.values[1]) < MARGIN:
+            break
+        ids.append(int(best.indices[0]))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+def plain_text(bench: RolloutBench, tokens: Sequence[int]) -> str:
+    """Decoded as rewards see it."""
+    decoded: str = bench.tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return decoded

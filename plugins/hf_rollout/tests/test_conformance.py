@@ -1,0 +1,5 @@
+from engine_core.testing import RolloutEngineSuite
+
+
+class TestHF(RolloutEngineSuite):
+    backend = "hf"
