@@ -21,6 +21,12 @@ SAVED = 75  # EX_TEMPFAIL: schedulers take it as "run me again"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
+class Terminated(BaseException):
+    """SIGTERM ends the process now. Not SystemExit: that is what a plugin raises to end itself, and is caught as its failure."""
+
+    code = 128 + signal.SIGTERM
+
+
 class Stop(BaseException):
     """A signal asks the run to end; raised where nothing is half done. No error: nothing may handle it as one."""
 
@@ -37,7 +43,7 @@ class Stop(BaseException):
         """What leaves the program: KeyboardInterrupt for Ctrl-C (exit 130), else SystemExit(75), or 143 if nothing was saved."""
         if self.number == signal.SIGINT:
             return KeyboardInterrupt()
-        return SystemExit(SAVED if saved else 128 + signal.SIGTERM)
+        return SystemExit(SAVED if saved else Terminated.code)
 
 
 class StopSignals:
@@ -93,7 +99,7 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:  # the second one: now
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         self.requested = number
         if self._open:
             raise Stop(number)

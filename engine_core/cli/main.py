@@ -23,6 +23,7 @@ from typer.main import get_command
 
 from engine_core import __version__
 from engine_core.errors import ConfigError, EngineError, did_you_mean
+from engine_core.preemption import Terminated
 
 COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "train": "engine_core.cli.train:train",
@@ -120,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = context.command_path if context else "engine"
         _complain(f"{error.format_message().rstrip('.')}. See '{command} --help'.")
         return 2
+    except Terminated:
+        return Terminated.code
     except BrokenPipeError:  # the reader of our output has gone, as in `engine plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as Typer does where it meets this first
@@ -131,7 +134,7 @@ def _complain(message: str) -> None:
 
 @contextmanager
 def _sigterm_ends_cleanly() -> Iterator[None]:
-    """SIGTERM raises ``SystemExit(143)``, so that workers are stopped and files are closed on the way out."""
+    """SIGTERM raises ``Terminated``, so that workers are stopped and files are closed on the way out."""
     if threading.current_thread() is not threading.main_thread():  # only it may handle signals
         yield
         return
@@ -143,7 +146,7 @@ def _sigterm_ends_cleanly() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+    raise Terminated
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, toke
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.logs import FILE_ONLY, setup_logging
-from engine_core.preemption import Stop, StopSignals
+from engine_core.preemption import Stop, StopSignals, Terminated
 from engine_core.tracking import RunFolder, TrackerHub
 from engine_core.trainers.loop import StepLoop
 from engine_core.trainers.points import seed_random
@@ -213,6 +213,8 @@ class TrainingRun(abc.ABC):
                 raise self._stopped(stop, loop) from None
             except BaseException as error:
                 self._failed(error, loop)
+                if isinstance(error, Terminated):
+                    raise SystemExit(Terminated.code) from None
                 raise
             finally:
                 self._attempt.close()

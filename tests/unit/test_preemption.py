@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from engine_core.preemption import SAVED, Stop, StopSignals
+from engine_core.preemption import SAVED, Stop, StopSignals, Terminated
 
 
 def send(number):
@@ -43,7 +43,7 @@ def test_a_shield_in_a_window_comes_to_its_end():
 
 
 @pytest.mark.parametrize(
-    ("number", "ending"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+    ("number", "ending"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)]
 )
 def test_the_second_signal_ends_at_once_wherever_it_comes(number, ending):
     with StopSignals(), pytest.raises(ending):

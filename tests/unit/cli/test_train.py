@@ -106,3 +106,12 @@ def test_a_signal_saves_and_ends_training_and_its_reward_workers(rl_run, number,
     assert "Traceback" not in said
     assert "Stopped by" in said
     assert "Go on: engine resume" in said
+
+
+def test_a_signal_while_plugins_are_imported_is_no_plugin_that_is_broken(rl_run):
+    (rl_run.parent / "slow.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    )
+    words = [sys.executable, "-m", "engine_core.cli.main", "train", "rl.toml", "--set", "plugins=['slow.py']"]
+    done = subprocess.run(words, cwd=rl_run.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (143, "")
