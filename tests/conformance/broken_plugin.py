@@ -1,0 +1,116 @@
+"""One plugin that offers every broken engine and reward, by the names of their classes and functions."""
+
+import random
+import sys
+from pathlib import Path
+
+from engine_plugin_hf_rollout.plugin import HFOptions
+from pydantic import BaseModel
+
+from engine_core import hookimpl
+from engine_core.engines.torch_options import TorchOptions
+from engine_core.specs import Options, Reward, RolloutBackend, TrainBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+TRAIN = [
+    "Shifted",
+    "NoTemperature",
+    "Leaking",
+    "WrongOrder",
+    "DrawsInInfer",
+    "RoughInfer",
+    "LocalMean",
+    "MeanOverRanks",
+    "OwnLoss",
+    "MicroBatchMean",
+    "NoClip",
+    "AppliesNaN",
+    "ForgetsOptimizer",
+    "ForgetsSchedule",
+    "ForgetsRandom",
+    "LoadsAnything",
+    "DropsWeight",
+    "TiedTwice",
+    "TakesPart",
+]
+ROLLOUT = [
+    "Swapped",
+    "Dropped",
+    "Doubled",
+    "PromptInMask",
+    "Shifted",
+    "AtOne",
+    "BeforeTheCut",
+    "AlwaysStop",
+    "NoTemperature",
+    "NoTopK",
+    "NoStop",
+    "NoStopIds",
+    "NoSeed",
+    "OneSeed",
+    "SeedOfBatch",
+    "TakesEmpty",
+    "Stale",
+    "TakesPart",
+    "UpdatesAsleep",
+]
+
+
+@hookimpl
+def engine_train_engines():
+    return {name: TrainBackend(load=f"broken_train:{name}", config=TorchOptions) for name in TRAIN}
+
+
+@hookimpl
+def engine_rollout_engines():
+    return {
+        name: RolloutBackend(
+            load=f"broken_rollout:{name}", config=HFOptions, capabilities=frozenset({"sleep"})
+        )
+        for name in ROLLOUT
+    }
+
+
+def one_number(completions):
+    return [float("4" in text) for text in completions][:1]
+
+
+def draws(completion):
+    return random.random()
+
+
+def first_wins(completions):
+    return [float(i == 0) for i in range(len(completions))]
+
+
+def strips(completions):
+    for i, text in enumerate(completions):
+        completions[i] = text.strip(" .")
+    return [float(text.endswith("4")) for text in completions]
+
+
+def first_letter(completion):
+    return float(completion[0] == "4")
+
+
+class Undocumented(Options):
+    most: int = 3
+
+
+class Loose(BaseModel):
+    """Takes any key."""
+
+
+def short(completion, most=3):
+    return float(len(completion) <= most)
+
+
+@hookimpl
+def engine_rewards():
+    functions = (one_number, draws, first_wins, strips, first_letter)
+    return {
+        **{function.__name__: Reward(load=function) for function in functions},
+        "undocumented": Reward(load=short, config=Undocumented),
+        "loose": Reward(load=short, config=Loose),
+    }

@@ -1,0 +1,136 @@
+"""Train engines, each with one mistake that a real backend could make."""
+
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from data_parallel_engine import DataParallelEngine
+
+from engine_core.engines.torch_engine import TorchEngine
+from engine_core.engines.weights import published_weights
+from engine_core.errors import DataError
+from engine_core.types import Batch
+
+
+class Shifted(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        found = super()._outputs(micro, grad, watched)
+        return {name: value.roll(-1) if name == "log_probs" else value for name, value in found.items()}
+
+
+class NoTemperature(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        micro.temperature = 1.0
+        return super()._outputs(micro, grad, watched)
+
+
+class Leaking(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        one = Batch(micro.token_ids, micro.lengths.sum()[None], micro.tokens, temperature=micro.temperature)
+        return super()._outputs(one, grad, watched)
+
+
+class WrongOrder(TorchEngine):
+    def infer(self, batch, outputs, adapter=True):
+        parts = [
+            super(WrongOrder, self).infer(micro, outputs) for _, micro in list(self._micro_batches(batch))
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in outputs}
+
+
+class DrawsInInfer(TorchEngine):
+    def infer(self, batch, outputs, adapter=True):
+        torch.rand(1)
+        return super().infer(batch, outputs, adapter)
+
+
+class RoughInfer(TorchEngine):
+    def infer(self, batch, outputs, adapter=True):
+        self.forward.compute_dtype = torch.bfloat16
+        found = super().infer(batch, outputs, adapter)
+        self.forward.compute_dtype = torch.float32
+        return found
+
+
+class LocalMean(TorchEngine):
+    def forward_backward(self, batch, loss):
+        mask = batch["loss_mask"].float()
+        return super().forward_backward(batch.with_columns({"weights": mask / mask.sum().clamp(min=1)}), loss)
+
+
+class MeanOverRanks(DataParallelEngine):
+    def optimizer_step(self):
+        for parameter in self._trainable_parameters():
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()
+        return super().optimizer_step()
+
+
+class OwnLoss(DataParallelEngine):
+    @staticmethod
+    def _over_ranks(value, kind):
+        DataParallelEngine._over_ranks(value, kind)
+        return value
+
+
+class MicroBatchMean(TorchEngine):
+    def _micro_batches(self, batch):
+        for indices, micro in super()._micro_batches(batch):
+            share = micro["weights"].sum() if "weights" in micro else torch.ones(())
+            yield indices, micro.with_columns({"weights": micro["weights"] / share.clamp(min=1e-6)})
+
+
+class NoClip(TorchEngine):
+    def _clip(self, max_norm, norm):
+        pass
+
+
+class AppliesNaN(TorchEngine):
+    def _grad_norm(self):
+        norm = super()._grad_norm()
+        return norm if math.isfinite(norm) else torch.zeros(())
+
+
+class ForgetsOptimizer(TorchEngine):
+    def load(self, folder):
+        super().load(folder)
+        self.optimizer.state.clear()
+
+
+class ForgetsSchedule(TorchEngine):
+    def load(self, folder):
+        fresh = self.lr_scheduler.state_dict()
+        super().load(folder)
+        self.lr_scheduler.load_state_dict(fresh)
+        self.set_lr(self.config.optim.lr)
+
+
+class ForgetsRandom(TorchEngine):
+    def load(self, folder):
+        state = torch.get_rng_state()
+        super().load(folder)
+        torch.set_rng_state(state)
+
+
+class LoadsAnything(TorchEngine):
+    def load(self, folder):
+        with contextlib.suppress(DataError):
+            super().load(folder)
+
+
+class DropsWeight(TorchEngine):
+    def named_weights(self, to="all", adapter=False):
+        return (pair for pair in published_weights(self.module) if "layers.1.mlp.up_proj" not in pair[0])
+
+
+class TiedTwice(TorchEngine):
+    def named_weights(self, to="all", adapter=False):
+        yield from published_weights(self.module)
+        yield "lm_head.weight", self.module.get_output_embeddings().weight.detach()
+
+
+class TakesPart(TorchEngine):
+    def load_named_weights(self, stream, mix=1.0):
+        with contextlib.suppress(DataError):
+            super().load_named_weights(stream, mix)

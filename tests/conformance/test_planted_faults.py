@@ -1,0 +1,116 @@
+"""The kit catches what it says that it catches: each fault by the contract that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_core.testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite
+from engine_core.testing.launcher import CaseFailed, Workers
+
+
+class Train(TrainEngineSuite):
+    plugins = ["broken_plugin.py"]
+
+
+class Heavy(TrainEngineSuite):
+    plugins = ["heavy_plugin.py"]
+
+
+class TwoRanks(TrainEngineSuite):
+    plugins = ["broken_plugin.py"]
+    world_size = 2
+
+
+class Rollout(RolloutEngineSuite):
+    plugins = ["broken_plugin.py"]
+
+
+class Rewards(RewardSuite):
+    plugins = ["broken_plugin.py"]
+    examples = [(" 4.", 1.0), ("4", 1.0), ("5", 0.0)]
+
+
+FAULTS = [
+    (Heavy, "heavy", "torch imported at the top of the hook module", "hooks_load_without_heavy_imports"),
+    (Train, "Shifted", "log-probs shifted by one token", "log_probs_equal_the_reference"),
+    (Train, "NoTemperature", "temperature ignored in training", "log_probs_are_at_the_temperature_of_the_batch"),
+    (Train, "Leaking", "attention across packed sequences", "a_sequence_does_not_see_its_neighbours"),
+    (Train, "WrongOrder", "results in the order of the micro-batches", "results_come_in_the_order_of_the_batch"),
+    (Train, "DrawsInInfer", "infer draws random numbers", "infer_leaves_no_trace"),
+    (Train, "RoughInfer", "infer in another arithmetic than the step", "the_ratio_of_an_unchanged_policy_is_exactly_one"),
+    (Train, "LocalMean", "mean over a rank's tokens instead of the global sum", "the_gradient_is_that_of_the_global_sum"),
+    (TwoRanks, "MeanOverRanks", "gradients averaged over ranks", "the_gradient_is_that_of_the_global_sum"),
+    (TwoRanks, "OwnLoss", "loss of one rank reported", "the_loss_is_that_of_the_whole_batch"),
+    (Train, "MicroBatchMean", "no normalisation over micro-batches", "micro_batches_change_neither_loss_nor_gradient"),
+    (Train, "NoClip", "gradients not clipped", "gradients_are_clipped_to_max_grad_norm"),
+    (Train, "AppliesNaN", "a step with a NaN gradient is applied", "a_gradient_that_is_not_finite_skips_the_step"),
+    (Train, "ForgetsOptimizer", "optimizer state not saved", "a_resumed_run_continues_exactly"),
+    (Train, "ForgetsSchedule", "schedule not saved", "a_resumed_run_continues_exactly"),
+    (Train, "ForgetsRandom", "random state not saved", "the_random_state_comes_back"),
+    (Train, "LoadsAnything", "another model's state loaded", "the_state_of_another_model_is_refused"),
+    (Train, "DropsWeight", "a weight left out of named_weights", "named_weights_are_those_of_the_model_folder"),
+    (Train, "TiedTwice", "a tied weight given twice", "a_tied_weight_comes_once"),
+    (Train, "TakesPart", "a missing weight accepted", "weights_that_do_not_fit_are_refused"),
+    (Rollout, "Swapped", "sequences of a group swapped", "groups_are_complete_and_in_order"),
+    (Rollout, "Dropped", "a token dropped", "no_token_is_lost_or_doubled"),
+    (Rollout, "Doubled", "a token doubled", "no_token_is_lost_or_doubled"),
+    (Rollout, "PromptInMask", "prompt tokens in the loss mask", "only_sampled_tokens_are_in_the_loss_mask"),
+    (Rollout, "TakesEmpty", "an empty prompt accepted", "malformed_requests_are_refused"),
+    (Rollout, "Shifted", "rollout log-probs shifted by one token", "log_probs_equal_the_reference"),
+    (Rollout, "AtOne", "log-probs reported at temperature 1", "log_probs_are_at_the_temperature"),
+    (Rollout, "BeforeTheCut", "log-probs before top-p and top-k", "log_probs_are_of_what_top_p_and_top_k_left"),
+    (Rollout, "NoTemperature", "temperature ignored in sampling", "samples_follow_the_distribution"),
+    (Rollout, "NoTopK", "top-k ignored in sampling", "samples_follow_the_distribution"),
+    (Rollout, "NoStop", "stop strings ignored", "a_stop_string_ends_a_response"),
+    (Rollout, "NoStopIds", "stop token ids ignored", "a_stop_token_ends_a_response"),
+    (Rollout, "AlwaysStop", "wrong finish reason", "the_finish_reason_is_true"),
+    (Rollout, "NoSeed", "seed ignored", "a_seed_gives_the_same_tokens"),
+    (Rollout, "OneSeed", "one seed for all", "different_seeds_differ"),
+    (Rollout, "SeedOfBatch", "the batch decides what is sampled", "a_seed_does_not_depend_on_the_batch"),
+    (Rollout, "Stale", "stale weights after an update", "sampling_follows_new_weights"),
+    (Rollout, "TakesPart", "an incomplete update accepted", "an_update_that_does_not_fit_is_refused"),
+    (Rollout, "UpdatesAsleep", "an update taken while asleep", "an_engine_asleep_takes_no_update"),
+    (Rewards, "one_number", "wrong length returned", "values_are_right"),
+    (Rewards, "draws", "a random reward", "it_is_deterministic"),
+    (Rewards, "first_wins", "depends on the order of the samples", "order_and_company_do_not_matter"),
+    (Rewards, "strips", "changes its inputs", "inputs_are_left_alone"),
+    (Rewards, "first_letter", "fails on an empty completion", "any_text_gets_a_value"),
+    (Rewards, "undocumented", "an option without a docstring", "options_are_documented_and_checked"),
+    (Rewards, "loose", "unknown options accepted", "options_are_documented_and_checked"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """One group for each number of ranks, for all broken plugins."""
+    groups = {}
+
+    def of(size):
+        return groups.setdefault(size, Workers(size))
+
+    yield of
+    for group in groups.values():
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "fault", "contract"), FAULTS, ids=[f"{f[0].__name__}-{f[1]}" for f in FAULTS]
+)
+def test_a_planted_fault_is_caught_by_its_contract(workers, suite, name, fault, contract):
+    made = suite.contracts[f"test_{contract}"]
+    key = "name" if suite is Rewards else "backend"
+    with pytest.raises(CaseFailed) as caught:
+        workers(suite.world_size).run(suite.bench, made.case, {**suite.settings(), key: name})
+    first = str(caught.value).splitlines()[0]
+    assert "Error" not in first.split(":")[0], f"It failed for another reason: {caught.value}"
+    assert fault in made.catches
+
+
+def test_every_fault_that_a_contract_claims_to_catch_is_planted():
+    claimed = {
+        (made.name, fault)
+        for suite in (TrainEngineSuite, RolloutEngineSuite, RewardSuite)
+        for made in suite.contracts.values()
+        for fault in made.catches
+    }
+    assert claimed == {(f"test_{contract}", fault) for _, _, fault, contract in FAULTS}
