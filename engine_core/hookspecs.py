@@ -73,9 +73,12 @@ def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn
         ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
     :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
-        and gives an object with ``logits`` [1, T, V], with its weights loaded.
+        and gives an object with ``logits`` [1, T, V], with its weights loaded. For ``critic`` and
+        ``reward_model``: a transformers model with a head ``score`` (hidden size to 1), or a module
+        that gives ``values`` [1, T], one number for the sequence up to and with each token.
 
-    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``.
+    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a
+    fresh or loaded head for ``critic`` and ``reward_model``.
 
     Called once for each role, in the worker, before anything is wrapped or sharded, on every rank.
     Not collective.

@@ -107,7 +107,8 @@ class TrainEngine(abc.ABC):
 
         Args:
             batch: any sequences; computed where ``batch["loss_mask"]`` is True, 0 elsewhere.
-            outputs: of ``log_probs``, ``entropy``, ``values`` ([T]).
+            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` ([T]); of a model with a value head
+                (roles ``critic``, ``reward_model``) ``values``, ``scores`` ([T], see ``value_forward``).
             adapter: False leaves LoRA adapters out.
 
         Returns:
@@ -135,12 +136,25 @@ class TrainEngine(abc.ABC):
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Stream whole tensors under the names of ``save_pretrained``, tied weights once.
 
-        Collective: every rank runs it to its end. ``to``: ``all`` ranks or the ``leader``.
+        Collective: every rank runs it to its end.
+
+        Args:
+            to: ``all`` ranks or the ``leader``.
+            adapter: only the tensors of the LoRA adapter, by the names of an adapter file of peft. Without
+                it, base and adapter come merged, as one model.
         """
 
     @abc.abstractmethod
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """Take weights: ``w <- (1 - mix) * w + mix * new``. An unknown or missing name is an error."""
+        """Take weights: ``w <- (1 - mix) * w + mix * new``. An unknown or missing name is an error.
+
+        Of a model with a LoRA adapter: those of an adapter file, or of a whole model, after which the
+        adapter adds nothing.
+        """
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, forward passes are of the base model (capability ``lora``)."""
+        raise NotImplementedError(f"{type(self).__name__} trains no LoRA adapters.")
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
@@ -166,8 +180,13 @@ class TrainEngine(abc.ABC):
         """Read what ``save`` wrote, also under another world size."""
 
     @abc.abstractmethod
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder that ``from_pretrained`` loads (weights and config)."""
+    def export(self, folder: Path, adapter: bool = False) -> None:
+        """Write a Hugging Face folder that ``from_pretrained`` loads (weights and config).
+
+        Args:
+            folder: a new one.
+            adapter: only the LoRA adapter, as a folder that ``PeftModel.from_pretrained`` loads.
+        """
 
     def set_lr(self, lr: float) -> None:
         """Replace the peak learning rate from the next step on (``[schedule]``)."""

@@ -39,13 +39,13 @@ def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     """
     check_attention(model.attention, device)
     config = load_hf_config(model)
-    if _has_no_weights(model.path):
+    if has_no_weights(model.path):
         log.warning(
             "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
         )
         built = cast_parameters(random_model(config, model), dtype)
     else:
-        built = _with_weights(config, model, dtype)
+        built, _ = load_weights(AutoModelForCausalLM, config, model, dtype)
     return built.to(device)
 
 
@@ -137,7 +137,7 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any], key: str) -> dic
     return merged
 
 
-def _has_no_weights(path: str) -> bool:
+def has_no_weights(path: str) -> bool:
     folder = Path(path)
     if not folder.is_dir():
         return False
@@ -152,11 +152,35 @@ def _has_no_weights(path: str) -> bool:
     return True
 
 
-def _with_weights(config: PretrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_weights(
+    kind: Any,
+    config: PretrainedConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    absent: tuple[str, ...] = (),
+    unused: tuple[str, ...] = (),
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model with the weights of a folder.
+
+    Args:
+        kind: a class with ``from_pretrained``.
+        config: with overrides applied.
+        model: ``[model]``.
+        dtype: of the parameters.
+        absent: modules whose weights the folder need not have.
+        unused: modules whose weights it may have and the model not.
+
+    Returns:
+        The model, and the names that were absent: their values are arbitrary.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+        DataError: weights are missing, left over or of another shape.
+    """
     built: PreTrainedModel
     info: dict[str, Any]
     try:
-        built, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+        built, info = kind.from_pretrained(
             model.path,
             config=config,
             attn_implementation=model.attention,
@@ -168,21 +192,29 @@ def _with_weights(config: PretrainedConfig, model: ModelConfig, dtype: torch.dty
         )
     except OSError as error:
         raise ConfigError(f"model.path '{model.path}' cannot be read: {_first_line(error)}") from error
-    problems = [
-        f"{what}: {_some(sorted(str(name) for name in info[key]))}"
-        for key, what in (
-            ("missing_keys", "not in the folder"),
-            ("unexpected_keys", "not in the model"),
-            ("mismatched_keys", "of another shape"),
-        )
-        if info[key]
-    ]
+    fresh = [str(name) for name in info["missing_keys"] if _module(name) in absent]
+    free = {"missing_keys": absent, "unexpected_keys": unused, "mismatched_keys": ()}
+    found = {
+        key: sorted(str(name) for name in info[key] if _module(name) not in modules)
+        for key, modules in free.items()
+    }
+    words = {
+        "missing_keys": "not in the folder",
+        "unexpected_keys": "not in the model",
+        "mismatched_keys": "of another shape",
+    }
+    problems = [f"{words[key]}: {_some(names)}" for key, names in found.items() if names]
     if problems:
         raise DataError(
             f"The weights of '{model.path}' do not fit {type(built).__name__}: {'; '.join(problems)}. "
             "Is model.override right, or is it a folder of another model?"
         )
-    return built
+    return built, fresh
+
+
+def _module(name: object) -> str:
+    """The module of a weight at the top: ``score`` of ``score.weight``."""
+    return str(name).partition(".")[0]
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

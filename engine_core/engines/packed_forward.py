@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine_core.engines.attention import packed, packed_arguments
-from engine_core.engines.log_probs import Head, find_head, gather_outputs
+from engine_core.engines.log_probs import OUTPUTS, Head, find_head, gather_outputs
 
 if TYPE_CHECKING:
     from engine_core.types import Batch
@@ -40,6 +40,8 @@ class PackedForward:
         compute_dtype: of the forward pass; autocast where it is not the parameters' own.
         chunk: rows of logits that exist at one time.
     """
+
+    outputs: tuple[str, ...] = OUTPUTS
 
     def __init__(
         self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype, chunk: int
@@ -99,13 +101,17 @@ class PackedForward:
         positions = torch.arange(len(token_ids), device=index.device) - starts[index]
         inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
         if not isinstance(self.module, PreTrainedModel):
-            return _logits(self.module(**inputs))[0]
+            return self._result(self.module(**inputs))[0]
         lengths = lengths[lengths > 0]
         separate = packed_arguments(lengths, self.device) if self.packs else {}
         with packed() if self.packs else contextlib.nullcontext():
             if self.head is None:
                 return _logits(self.module(**inputs, **separate, use_cache=False))[0]
             return self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
+
+    def _result(self, output: Any) -> Tensor:
+        """[1, T, V] of a module that is not of transformers."""
+        return _logits(output)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         own = next(self.module.parameters()).dtype
@@ -131,15 +137,13 @@ class PackedForward:
                 .float()
             )
             here = torch.arange(4, device=self.device)
-            if self.head and not _close(self._logits_of(self._run(ids[8:], lengths[1:], here * 0)), alone):
+            if self.head and not close_to(self._logits_of(self._run(ids[8:], lengths[1:], here * 0)), alone):
                 log.warning(
                     "%s has a head that its config does not describe: full logits.", _name(self.module)
                 )
                 self.head = None
-            if self.packs and not _close(self._logits_of(self._run(ids, lengths, index))[8:], alone):
-                log.warning(
-                    "%s mixes packed sequences: one sequence at a time, which is slower.", _name(self.module)
-                )
+            if self.packs and not close_to(self._logits_of(self._run(ids, lengths, index))[8:], alone):
+                mixes(self.module)
                 self.packs = False
 
 
@@ -151,6 +155,11 @@ def _attends_only(module: nn.Module) -> bool:
     return set(layers) <= ATTENTION_LAYERS
 
 
+def mixes(module: nn.Module) -> None:
+    """Say that a model is not packed."""
+    log.warning("%s mixes packed sequences: one sequence at a time, which is slower.", _name(module))
+
+
 def _logits(output: object) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits  # type: ignore[attr-defined]
 
@@ -159,6 +168,6 @@ def _name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def close_to(found: Tensor, expected: Tensor) -> bool:
     """Within 3% of the largest logit: rounding of any type is far below, a leak or a scale far above."""
     return bool((found - expected).abs().max() <= 0.03 * expected.abs().max())

@@ -221,11 +221,13 @@ def test_loss_tokens_that_nothing_predicts_give_gradients_of_0(make_engine, batc
 
 def test_an_unknown_output_is_named(make_engine, batch):
     with pytest.raises(
-        ValueError, match=r"Unknown output 'entropi' of TorchEngine. Did you mean 'entropy'\?"
+        ValueError,
+        match=r"Unknown output 'entropi' of TorchEngine in the role 'actor'\. Did you mean 'entropy'\?",
     ):
         make_engine().infer(batch, ["entropi"])
     with pytest.raises(
-        ValueError, match=r"Unknown output 'values' of TorchEngine. Known: entropy, log_probs."
+        ValueError,
+        match=r"Unknown output 'values' of TorchEngine in the role 'actor'\. Known: entropy, log_probs",
     ):
         make_engine().forward_backward(batch, LossCall("nll", outputs=("values",)))
 

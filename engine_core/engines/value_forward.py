@@ -1,0 +1,108 @@
+"""One forward pass of a model with a value head: token ids in, one number a token out.
+
+Two outputs, which differ in the hidden state that they are read from:
+
+* ``values[t]``, read from the hidden state of token t - 1: what is expected before token t is sampled.
+  That is the critic's V(s_t), and it stands at token t like the log-prob of token t.
+* ``scores[t]``, read from the hidden state of token t itself: what is thought of the sequence up to and
+  with token t. At the last token that is a reward model's score, as transformers computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine_core.engines.log_probs import Head
+from engine_core.engines.packed_forward import PackedForward, close_to, mixes
+from engine_core.engines.value_models import HEAD
+from engine_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+
+
+class ValueForward(PackedForward):
+    """Computes ``values`` and ``scores`` of a module for a pack.
+
+    Args:
+        module: a transformers model with a head ``score`` (hidden size to 1), or a module whose
+            ``forward(input_ids, position_ids)`` takes [1, T] and gives ``values`` [1, T], read from each
+            token's own hidden state.
+        compute_dtype: of the decoder; the head runs in the type of its weights.
+
+    Raises:
+        PluginError: a transformers model without that head.
+    """
+
+    outputs = ("values", "scores")
+
+    def __init__(self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
+        super().__init__(module, device, compute_dtype, chunk=0)
+        self.head = None
+        if isinstance(module, PreTrainedModel):
+            if not isinstance(getattr(module, HEAD, None), nn.Module):
+                raise PluginError(
+                    f"{type(module).__name__} was built for a critic and has no head '{HEAD}'. "
+                    "engine_build_model gives a model with one (hidden size to 1) for this role."
+                )
+            self.head = Head(getattr(module, HEAD))
+
+    def __call__(
+        self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Outputs of one micro-batch; see ``PackedForward``.
+
+        Returns:
+            [T] float32 each: ``values`` at loss tokens that have a token before them, ``scores`` at all
+            loss tokens; 0 elsewhere.
+        """
+        if not self._tried:
+            self._try()
+        with self.autocast():
+            rows = self._rows(pack.token_ids, pack.lengths.cpu(), pack.sequence_index)
+        mask = pack["loss_mask"].clone()
+        places = {"scores": mask.nonzero().squeeze(1)}
+        mask[pack.offsets[:-1][pack.lengths > 0]] = False  # nothing comes before a first token
+        places["values"] = mask.nonzero().squeeze(1)
+        zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
+        found = {}
+        for name in dict.fromkeys((*grad, *watched)):
+            read = places[name] - 1 if name == "values" else places[name]
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name in grad):
+                found[name] = zeros.index_put((places[name],), self._numbers(rows[read]))
+        return found
+
+    def _numbers(self, rows: Tensor) -> Tensor:
+        """[N, H] -> [N] float32."""
+        if self.head is None:
+            return rows.squeeze(-1).float()
+        weight = next(self.head.project.parameters())
+        with torch.autocast(self.device.type, enabled=False):
+            return self.head(rows.to(weight.dtype)).squeeze(-1)
+
+    def _result(self, output: Any) -> Tensor:
+        """[1, T, 1] of a module that is not of transformers."""
+        values: Tensor = output if isinstance(output, Tensor) else output.values
+        return values[..., None]
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Compare hidden states of a pack with those of a sequence alone."""
+        self._tried = True
+        if not isinstance(self.module, PreTrainedModel) or not self.packs:
+            return
+        vocabulary: int = self.module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+        ids = torch.arange(1, 13, device=self.device) % vocabulary
+        lengths, index = torch.tensor([8, 4]), torch.tensor([0] * 8 + [1] * 4, device=self.device)
+        with self.autocast():
+            together = self._run(ids, lengths, index)[8:].float()
+            self.packs = False
+            alone = self._run(ids[8:], lengths[1:], index[:4]).float()
+        self.packs = close_to(together, alone)
+        if not self.packs:
+            mixes(self.module)

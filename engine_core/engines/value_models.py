@@ -1,0 +1,121 @@
+"""Models with a value head: the critic, which predicts a return, and the reward model, which scores.
+
+The head is one linear layer without bias on the last hidden states, called ``score`` as in transformers'
+``...ForSequenceClassification``. A folder of such a model (one label) is taken with its head; a folder of a
+language model gets a fresh head, and its ``lm_head`` is left out. Where transformers has no such class for a
+family it is made here from the family's own parts.
+
+Left out: families that are not in transformers. A plugin builds those (``engine_build_model``).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from engine_core.engines.attention import check_attention
+from engine_core.engines.model_loading import cast_parameters, has_no_weights, load_weights, random_model
+from engine_core.engines.model_loading import load_hf_config as load_config
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from engine_core.config import ModelConfig
+
+log = logging.getLogger("engine")
+
+VALUE_ROLES = frozenset({"critic", "reward_model"})
+"""Roles whose model has a value head and no use for a language-model head."""
+
+HEAD, LANGUAGE_HEADS = "score", ("lm_head", "embed_out")
+
+
+def load_value_model(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, live: nn.Module | None = None
+) -> nn.Module:
+    """The model of a value role, on ``device``.
+
+    Args:
+        model: ``[model]``, with the role's path.
+        dtype: of the parameters, the head's too.
+        live: a model given from Python: its decoder is copied.
+
+    Raises:
+        ConfigError: the family has no decoder that transformers knows.
+        DataError: as ``load_model``.
+    """
+    if live is not None:
+        if not isinstance(live, PreTrainedModel):
+            raise ConfigError(
+                f"A value head cannot be put on {type(live).__name__}, which is no transformers model. "
+                "Give the role a path of its own, or build it in a plugin (engine_build_model)."
+            )
+        return _on(with_value_head(copy.deepcopy(live), model.seed), device)
+    check_attention(model.attention, device)
+    config = load_config(model)
+    if has_no_weights(model.path):
+        log.warning(
+            "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
+        )
+        return _on(cast_parameters(with_value_head(random_model(config, model), model.seed), dtype), device)
+    config.num_labels = 1
+    kind = value_class(config)
+    built, fresh = load_weights(kind, config, model, dtype, absent=(HEAD,), unused=LANGUAGE_HEADS)
+    if fresh:
+        log.info("%s has no value head: a fresh one from model.seed %d.", model.path, model.seed)
+        _reset(getattr(built, HEAD), model.seed)
+    return _on(built, device)
+
+
+def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """A model of ``module``'s own decoder (not a copy) and a fresh head."""
+    module.config.num_labels = 1
+    kind = value_class(module.config)
+    with torch.device("meta"):
+        built = kind(module.config)
+    setattr(built, built.base_model_prefix, module.base_model)
+    weight = next(module.parameters())
+    head = nn.Linear(getattr(built, HEAD).in_features, 1, bias=False, dtype=weight.dtype)
+    _reset(head, seed)
+    setattr(built, HEAD, head.to(weight.device))
+    return built
+
+
+def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of a family's models with a head called ``score``."""
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if known is not None and issubclass(known, GenericForSequenceClassification):
+        return cast("type[PreTrainedModel]", known)
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if causal is None:
+        raise ConfigError(
+            f"{type(config).__name__} is of no family whose decoder transformers knows, so it gets no value head. "
+            "Build the role in a plugin (engine_build_model)."
+        )
+    family = next(cls for cls in causal.__mro__ if cls.__name__.endswith("PreTrainedModel"))
+    name = causal.__name__.replace("ForCausalLM", "").replace("LMHeadModel", "") + "ForSequenceClassification"
+    own = {"base_model_prefix": family.base_model_prefix, "__module__": family.__module__}
+    return type(name, (GenericForSequenceClassification, family), own)
+
+
+def _on(module: nn.Module, device: torch.device) -> nn.Module:
+    return module.to(device)
+
+
+def _reset(head: nn.Linear, seed: int) -> None:
+    """N(0, 1 / (H + 1)^2): values begin near 0 (https://arxiv.org/abs/2009.01325 has the variance 1 / (H + 1))."""
+    generator = torch.Generator().manual_seed(seed)
+    fresh = torch.empty(head.weight.shape).normal_(0.0, 1 / (head.in_features + 1), generator=generator)
+    with torch.no_grad():
+        head.weight.copy_(fresh)
