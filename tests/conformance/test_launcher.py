@@ -1,0 +1,114 @@
+"""A group of workers answers, also when what it runs dies, hangs or talks too much."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine_core.testing import launcher
+from engine_core.testing.launcher import CaseFailed, Workers
+
+HERE = Path(__file__).parent
+FILE = "launcher_cases.py"
+
+
+@pytest.fixture
+def group():
+    """``group(world_size=2, ...)``; closed after the test, with nothing left of it."""
+    made = []
+
+    def make(**arguments):
+        made.append(Workers(root=HERE, **arguments))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        processes = [rank.popen for rank in workers.ranks]
+        workers.close()
+        assert all(process.poll() is not None for process in processes)
+        assert not workers.folder.exists()
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))  # the workers get this process's path
+
+
+def run(workers, case, **settings):
+    workers.run("launcher_cases:Bench", f"launcher_cases:{case}", settings)
+
+
+def pids(workers):
+    return [rank.popen.pid for rank in workers.ranks]
+
+
+def test_many_cases_run_in_one_process(group):
+    workers = group()
+    run(workers, "holds")
+    first = pids(workers)
+    with pytest.raises(CaseFailed, match=r"^The answer is 41; expected 42\.\n\n.*launcher_cases.py"):
+        run(workers, "fails", answer=41)
+    run(workers, "fails", answer=42)
+    assert pids(workers) == first
+    assert first[0] != os.getpid()
+
+
+def test_what_a_case_prints_is_no_answer(group):
+    workers = group()
+    run(workers, "prints")
+    run(workers, "holds")
+
+
+def test_a_worker_that_dies_fails_its_case_with_its_last_lines_and_the_next_case_has_a_new_one(group):
+    workers = group()
+    with pytest.raises(CaseFailed, match=r"Worker 0 exited with status 7\. Its last lines:\nlast words"):
+        run(workers, "dies")
+    run(workers, "holds")
+
+
+def test_a_case_past_its_deadline_is_killed_and_shows_where_it_was(group):
+    workers = group(deadline=1.0)
+    run(workers, "holds")
+    with pytest.raises(CaseFailed, match=r"(?s)Worker 0 does not answer.*launcher_cases.py.* in hangs"):
+        run(workers, "hangs")
+    run(workers, "holds")
+
+
+def test_workers_that_are_lost_again_and_again_are_not_started_for_ever(group):
+    workers = group()
+    for _ in range(launcher.MOST_STARTS):
+        with pytest.raises(CaseFailed, match="exited with status 7"):
+            run(workers, "dies")
+    with pytest.raises(CaseFailed, match="were lost 4 times; they are not started again"):
+        run(workers, "holds")
+
+
+def test_each_worker_enters_the_context_once(group):
+    workers = group(context="launcher_cases:context")
+    for _ in range(2):
+        run(workers, "in_the_context", module="launcher_cases")
+
+
+def test_a_context_may_be_in_a_file_beside_the_test(group):
+    run(group(context=f"{FILE}:context"), "holds")
+
+
+def test_workers_whose_context_fails_say_why_at_once_and_for_each_case(group):
+    workers = group(context="launcher_cases:broken_context")
+    for _ in range(2):
+        with pytest.raises(CaseFailed, match=r"(?s)The workers do not start.*no device for this rank"):
+            run(workers, "holds")
+    assert workers.starts == 1
+
+
+def test_ranks_talk_to_each_other_and_a_rank_that_waits_in_vain_does_not_hold_up_the_suite(
+    group, monkeypatch
+):
+    monkeypatch.setattr(launcher, "STRAGGLER_SECONDS", 1.0)
+    workers = group(world_size=2)
+    run(workers, "sums_over_ranks")
+    with pytest.raises(
+        CaseFailed, match=r"(?s)^rank 0: rank 0 is wrong.*Worker 1 does not answer.*all_reduce"
+    ):
+        run(workers, "first_rank_fails_before_a_collective")
+    run(workers, "sums_over_ranks")

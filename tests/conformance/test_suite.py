@@ -1,0 +1,127 @@
+"""The suites as pytest sees them: names, promises, gaps that are declared."""
+
+import pytest
+
+from engine_core.testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite
+from engine_core.testing.contracts import close, identical, near, refused, same_direction
+
+pytest_plugins = ["pytester"]
+SUITES = (TrainEngineSuite, RolloutEngineSuite, RewardSuite)
+REWARD = """
+from engine_core.testing import RewardSuite
+
+class TestShort(RewardSuite):
+    name = "short"
+    plugins = ["short.py"]
+    examples = [("a", 1.0), ("abcdef", {value})]
+    unsupported = {unsupported}
+"""
+PLUGIN = """
+from engine_core import hookimpl
+from engine_core.specs import Reward
+
+def short(completion):
+    return float(len(completion) < 4)
+
+@hookimpl
+def engine_rewards():
+    return {"short": Reward(load=short)}
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """``run(value=0.0, unsupported={...})``: the suite of a stranger's reward, in a pytest of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    pytester.makepyfile(short=PLUGIN)
+
+    def of(value=0.0, unsupported=None, *arguments):
+        pytester.makepyfile(test_short=REWARD.format(value=value, unsupported=unsupported or {}))
+        return pytester.runpytest_subprocess(
+            "-v", "-rs", "-p", "no:cacheprovider", "test_short.py", *arguments
+        )
+
+    return of
+
+
+def test_a_plugin_that_keeps_its_promises_passes_and_a_gap_is_shown_with_its_reason(run):
+    result = run(0.0, {"test_very_long_text_gets_a_value": "it asks a server"})
+    result.assert_outcomes(passed=len(RewardSuite.contracts) - 1, skipped=1)
+    result.stdout.fnmatch_lines(["*SKIPPED*unsupported: it asks a server"])
+
+
+def test_a_broken_promise_is_shown_with_the_numbers_and_without_our_own_frames(run):
+    result = run(0.5)
+    result.stdout.fnmatch_lines(
+        [
+            "In a worker process, as in a run, every example gets its value*",
+            "Example 1 ({'completion': 'abcdef'}): sample 0 got 0.0, expected 0.5.",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*launcher.py*")
+    assert result.parseoutcomes()["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "message"),
+    [
+        ({"test_values_are_wright": "a slip"}, "names 'test_values_are_wright', which is no test of it. Did you mean 'test_values_are_right'"),
+        ({"check": "no test"}, "names 'check', which is no test of it"),
+        ({"test_values_are_right": " "}, "must be the reason, as text"),
+    ],
+)  # fmt: skip
+def test_a_gap_must_be_a_test_and_have_a_reason(unsupported, message):
+    with pytest.raises(TypeError) as caught:
+        type("Mine", (RewardSuite,), {"unsupported": unsupported})
+    assert message in str(caught.value)
+
+
+def test_a_capability_that_is_not_declared_is_a_skip_and_a_declared_one_is_required():
+    made = TrainEngineSuite.contracts["test_set_lr_replaces_the_peak"]
+    suite = TrainEngineSuite()
+    with pytest.raises(pytest.skip.Exception, match="does not declare the capability 'set_lr'"):
+        suite.check(made)
+    TrainEngineSuite.setup_class()
+    try:
+        assert made.capability in TrainEngineSuite._capabilities
+    finally:
+        TrainEngineSuite.teardown_class()
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_contract_has_a_promise_and_pytest_does_not_collect_the_suites_themselves(suite):
+    assert not suite.__name__.startswith("Test")
+    for name, made in suite.contracts.items():
+        assert made.promise.endswith("."), name
+        assert getattr(suite, name).__doc__ == made.promise
+
+
+def test_comparisons_fail_on_what_is_not_a_number():
+    torch = pytest.importorskip("torch")
+    one, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    close(one, one, 0.0, "x")
+    same_direction({"a": one}, {"a": one}, 0.0, "x")
+    for failing in (
+        lambda: close(nan, one, 1.0, "x"),
+        lambda: close(one, one + 0.2, 0.1, "x"),
+        lambda: close(one, torch.ones(3), 1.0, "x"),
+        lambda: near(float("nan"), 1.0, 0.5, "x"),
+        lambda: same_direction({"a": nan}, {"a": one}, 0.1, "x"),
+        lambda: same_direction({"a": 2 * one}, {"a": one}, 0.1, "x"),
+        lambda: same_direction({"b": one}, {"a": one}, 0.1, "x"),
+        lambda: identical({"a": one + 1e-7}, {"a": one}, "x"),
+        lambda: identical({"a": nan}, {"a": one}, "x", exact=False),
+    ):
+        with pytest.raises(AssertionError, match=r"^x"):
+            failing()
+
+
+def test_a_refusal_names_what_was_wrong_and_a_crash_is_none():
+    with refused("this", "word"):
+        raise ValueError("a word")
+    with pytest.raises(AssertionError, match="this is not refused"), refused("this"):
+        pass
+    with pytest.raises(AssertionError, match="not with the words"), refused("this", "word"):
+        raise ValueError("nothing")
+    with pytest.raises(TypeError), refused("this"):
+        raise TypeError("a crash")
