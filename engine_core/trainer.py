@@ -45,8 +45,7 @@ class Trainer(TrainingRun):
     def roles(self, training: bool) -> dict[str, Role]:
         if not training:
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
-        refreshed = self.config.algorithm.ref_refresh_steps > 0
-        ref = {"ref": Role("train", trainable=False, refreshed=refreshed)}
+        ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
         ref = ref if self.policy.plan.needs_ref else {}
         return {"actor": Role("train"), **ref, "rollout": Role("rollout")}
 

@@ -44,6 +44,7 @@ class PolicyUpdate:
         self.loss = cast("Loss", run.plugins.spec("losses", algorithm.loss))
         self.plan = requirements.plan_run(run.config, advantage, self.loss)
         steps = [config_at(run.config, step).algorithm for step in boundaries(run.config)]
+        self.refreshes_ref = any(each.ref_refresh_steps > 0 for each in steps)
         adapts_kl = any(each.kl_target is not None for each in steps)
         adapts_entropy = any(each.entropy_target is not None for each in steps)
         self.adaptive_kl = AdaptiveKL(algorithm.kl_coef) if adapts_kl else None

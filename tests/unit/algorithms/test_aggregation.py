@@ -45,3 +45,32 @@ def test_weights_do_not_depend_on_how_the_batch_is_cut_afterwards():
 def test_a_batch_without_loss_tokens_has_zero_weights():
     empty = batch().with_columns(tokens={"loss_mask": torch.zeros(9, dtype=torch.bool)})
     assert with_weights(empty, "seq-mean-token-mean")["weights"].tolist() == [0.0] * 9
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+)
+@pytest.mark.parametrize("parts", [[[0], [1], [2]], [[2, 0], [1]], [[], [2], [1, 0]], [[2, 1, 0]]])
+def test_the_sum_over_any_split_is_that_of_the_closed_form(mode, parts):
+    loss = torch.tensor(LOSS)
+    rows = [
+        [loss for loss, bit in zip(LOSS[a:b], MASK[a:b], strict=True) if bit]
+        for a, b in ((0, 4), (4, 7), (7, 9))
+    ]
+    filled = [row for row in rows if row]
+    expected = {
+        "token-mean": sum(map(sum, rows)) / sum(map(len, rows)),
+        "token-sum": sum(map(sum, rows)),
+        "seq-mean-token-sum": sum(map(sum, rows)) / len(filled),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in filled) / len(filled),
+        "seq-mean-token-sum-norm": sum(map(sum, rows)) / len(filled) / 7,
+    }[mode]
+    whole = with_weights(batch(), mode, length_norm=7).with_columns(tokens={"loss": loss})
+    total = sum(float((part["weights"] * part["loss"]).sum()) for part in map(whole.select, parts))
+    assert total == pytest.approx(expected)
+
+
+def test_an_unknown_mode_is_named():
+    with pytest.raises(ValueError, match="Unknown loss aggregation 'auto'"):
+        with_weights(batch(), "auto")

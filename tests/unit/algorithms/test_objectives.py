@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.losses import ppo_clip
 from engine_core.algorithms.objectives import nll, policy, resolve_loss
 from engine_core.types import Batch, LossCall
@@ -55,11 +56,71 @@ def test_the_importance_weight_multiplies_the_loss_after_the_clip():
         {"log_probs": LOG_PROBS},
         batch(rollout_log_probs=rollout),
         token_loss=ppo_clip,
-        correction_level="token",
-        correction_cap=2.0,
+        correction=Correction(level="token", cap=2.0),
     )
     assert total.item() == pytest.approx((2.0 * -2.0 + 1.0) / 2)
     assert metrics["correction/capped_share"].item() == pytest.approx(0.5)
+    assert metrics["correction/weight_mean"].item() == pytest.approx(1.5)
+    assert metrics["max/correction/weight_max"].item() == pytest.approx(2.0)
+    assert metrics["correction/weight_square"].item() == pytest.approx((4 + 1) / 2)
+
+
+def test_a_masked_token_costs_nothing_and_keeps_its_place_in_the_mean():
+    rollout = torch.tensor([0.0, 0.0, -8.0, -2.0])  # ratio e^7 on the first token
+    total, metrics = policy(
+        {"log_probs": LOG_PROBS},
+        batch(rollout_log_probs=rollout),
+        token_loss=ppo_clip,
+        correction=Correction(mask="token"),
+    )
+    assert total.item() == pytest.approx((0.0 + 1.0) / 2)
+    assert metrics["correction/masked_share"].item() == pytest.approx(0.5)
+
+
+def test_a_token_that_is_masked_adds_nothing_even_when_its_loss_is_not_finite():
+    log_probs = torch.tensor([0.0, 0.0, float("inf"), -2.0])
+    total, _ = policy(
+        {"log_probs": log_probs},
+        batch(old_log_probs=LOG_PROBS, learned=torch.tensor([True, True, False, True])),
+        token_loss=lambda outputs, batch: (-batch["advantages"] * outputs["log_probs"], {}),
+    )
+    assert total.item() == pytest.approx(-2.0 / 2)
+
+
+def test_tokens_that_are_not_learned_still_pay_kl_and_earn_entropy():
+    outputs = {"log_probs": LOG_PROBS, "entropy": torch.tensor([9.0, 9.0, 0.4, 0.6])}
+    ref = torch.tensor([0.0, 0.0, -1.5, -2.0])
+    learned = torch.tensor([False, False, False, True])
+    total, metrics = policy(
+        outputs,
+        batch(ref_log_probs=ref, learned=learned),
+        token_loss=ppo_clip,
+        kl_coef=0.1,
+        kl_estimator="k2",
+        entropy_coef=0.01,
+    )
+    assert total.item() == pytest.approx(1.0 / 2 + 0.1 * 0.125 / 2 - 0.01 * 0.5)
+    assert metrics["actor/learned_share"].item() == pytest.approx(0.5)
+
+
+def test_with_bypass_the_gap_is_between_the_sampler_and_the_current_policy():
+    rollout = torch.tensor([0.0, 0.0, -1.5, -2.0])
+    found = batch(rollout_log_probs=rollout, old_log_probs=rollout)
+    loss = partial(policy, {"log_probs": LOG_PROBS}, found, token_loss=ppo_clip)
+    assert loss(bypass=True)[1]["mismatch/mean_abs"].item() == pytest.approx(0.25)
+    assert loss()[1]["mismatch/mean_abs"].item() == 0.0
+
+
+def test_bad_samples_that_the_policy_has_left_cost_nothing():
+    rollout = torch.tensor([0.0, 0.0, 0.0, -1.0])  # 1 nat above the policy on both
+    total, metrics = policy(
+        {"log_probs": LOG_PROBS},
+        batch(rollout_log_probs=rollout, old_log_probs=rollout),
+        token_loss=lambda outputs, batch: (-batch["advantages"], {}),
+        correction=Correction(off_policy_threshold=0.9),
+    )
+    assert total.item() == pytest.approx(-2.0 / 2)
+    assert metrics["correction/off_policy_share"].item() == pytest.approx(0.5)
 
 
 def test_a_token_without_weight_adds_nothing_even_when_its_loss_is_not_finite():
@@ -94,5 +155,5 @@ def test_a_loss_is_resolved_by_name_with_its_options():
 
 
 def test_an_unknown_objective_is_named():
-    with pytest.raises(ValueError, match=r"Unknown objective 'ppo'. Known: nll, policy."):
+    with pytest.raises(ValueError, match=r"Unknown objective 'ppo'. Known: nll, policy, value."):
         resolve_loss(LossCall("ppo"), None)

@@ -30,7 +30,7 @@ def test_a_value_holds_from_its_step_on(config):
     assert config_at(config, 1).rollout.top_k == 50
     assert config_at(config, 5).algorithm.advantage_options.normalize_by_std is False
     assert config_at(config, 5).algorithm.loss_options.clip_ratio_high == 0.3
-    assert config_at(config, 5).algorithm.loss_options.clip_ratio_low == 0.2
+    assert config_at(config, 5).algorithm.loss_options.clip_ratio == 0.2
     assert config_at(config, 2).algorithm.correction.cap == 5.0
     assert config_at(config, 4).actor.optim.lr == 1e-7
 
@@ -87,12 +87,29 @@ def test_every_number_and_switch_of_the_algorithm_can_be_scheduled(config):
         "algorithm.mini_batch_prompts": int,
         "algorithm.epochs": int,
         "algorithm.kl_coef": float,
+        "algorithm.kl_target": float,
+        "algorithm.kl_horizon": float,
+        "algorithm.ref_refresh_steps": int,
+        "algorithm.ref_refresh_mix": float,
+        "algorithm.mask_truncated": bool,
         "algorithm.entropy_coef": float,
+        "algorithm.entropy_target": float,
+        "algorithm.entropy_delta": float,
+        "algorithm.top_entropy_quantile": float,
         "algorithm.correction.cap": float,
+        "algorithm.correction.normalize": bool,
+        "algorithm.correction.mask_low": float,
+        "algorithm.correction.mask_high": float,
+        "algorithm.correction.reject_ratio": float,
+        "algorithm.correction.off_policy_threshold": float,
+        "algorithm.correction.bypass": bool,
+        "algorithm.correction.max_masked_share": float,
         "algorithm.grpo.normalize_by_std": bool,
+        "algorithm.ppo_clip.clip_ratio": float,
         "algorithm.ppo_clip.clip_ratio_low": float,
         "algorithm.ppo_clip.clip_ratio_high": float,
         "algorithm.ppo_clip.clip_ratio_c": float,
+        "algorithm.ppo_clip.delta": float,
     }
 
 

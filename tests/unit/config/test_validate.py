@@ -13,7 +13,7 @@ def test_a_good_file_has_typed_tables_and_options(config_of, good):
     assert config.reward[1].options.pattern == "<answer>(.*)</answer>"
     assert config.reward[1].options.share == 1.0
     assert config.algorithm.advantage_options.normalize_by_std is True
-    assert config.algorithm.loss_options.clip_ratio_low == 0.2
+    assert config.algorithm.loss_options.clip_ratio == 0.2
     assert config.tracking.options["tensorboard"].folder == "tensorboard"
     assert config.runtime.options.trade_memory is False
     assert config._source.unread == []
@@ -290,7 +290,7 @@ min_lr_ratio = 0.1
 """
     assert config_of(text).unread == [
         "algorithm.kl_in: algorithm.kl_coef is 0",
-        "algorithm.loss_length_norm: algorithm.loss_aggregation is 'token-mean'",
+        "algorithm.loss_length_norm: algorithm.loss_aggregation is 'auto'",
         "algorithm.correction.cap: algorithm.correction.level is 'off'",
         "actor.optim.min_lr_ratio: actor.optim.schedule is 'constant'",
     ]
