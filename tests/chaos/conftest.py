@@ -273,6 +273,12 @@ def engine_rewards():
 '''
 
 
+def _toml(value):
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
+
+
 ONE_REWARD = '[[reward]]\nname = "bytes_share"\nworkers = 0\nnormalize = true\n'
 
 
