@@ -305,7 +305,7 @@ def tiny(tiny_world, tmp_path):
         } | (changes or {})
         lines = [
             'plugins = ["tiny.py"]',
-            *(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
+            *(f"{key} = {_toml(value)}" for key, value in settings.items()),
         ]
         (folder / "tiny.py").write_text(plugin)
         path = folder / "run.toml"
