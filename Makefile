@@ -48,6 +48,7 @@ lint: install
 
 docs: install
 	$(BIN)/python docs/references.py
+	$(BIN)/python docs/algorithm_tables.py
 	$(BIN)/sphinx-build --quiet -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 def dynamic_sampling(
     rollouts: list[Rollout], step: int, *, reward: str | None = None
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """Drop groups from which nothing can be learned: all rewards equal, or fewer than two valid.
+    """Groups without a signal are dropped, and others sampled in their place.
 
-    DAPO, https://arxiv.org/abs/2503.14476, section 3.2. The trainer samples further prompts in their
-    place (``RefillOptions``).
+    Formula: a group stays where two of its valid rollouts have different rewards
+    Paper: https://arxiv.org/abs/2503.14476
+    Differs: a further round samples only the prompts that are missing (DAPO: whole batches); `reward` looks at one reward alone
 
     Args:
         rollouts: scored; groups by ``group_id``.
@@ -53,11 +54,11 @@ def dynamic_sampling(
 def pf_ppo_resample(
     rollouts: list[Rollout], step: int, *, method: str = "pow", power: float = 2.0, seed: int = 0
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """Draw as many rollouts as there are, with replacement, preferring rewards that are reliable.
+    """As many rollouts as there are, drawn with replacement where the reward is reliable: at the ends of its range.
 
-    PF-PPO, https://arxiv.org/abs/2409.06957: a reward model is trusted at the ends of its range. For
-    estimators that look at no groups; one that does takes its statistics from what was drawn. (verl
-    draws after the advantages, which is the same for GAE without whitening.)
+    Formula: probability of a rollout by `method`: `pow` ``|R|^power``; `max_min` only the highest and lowest R; `max_random` 0.4 for the highest R, 0.1 for others
+    Paper: https://arxiv.org/abs/2409.06957
+    Differs: drawn before the advantages (verl: after), so an estimator that looks at groups takes its statistics from what was drawn
 
     Args:
         rollouts: scored; one that is not valid is never drawn.

@@ -1,0 +1,215 @@
+"""Every estimator and stage of the core through the real trainer, on the default path."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from engine_core import Trainer, load_config
+from engine_core.builtin import engine_advantages
+from engine_core.errors import ConfigError
+from engine_core.plugins import known_names
+from engine_core.rollout_files import read_rollouts
+
+REFUSED = {"gae": r"algorithm.advantage = 'gae' needs the column 'values'.*critic.*need none: rloo"}
+"""Estimators that nothing here can serve, and what is said before anything starts."""
+
+
+def digits(completions):
+    """Share of characters that are digits: a reward with a spread for a random model."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def even(completions):
+    """1 where the response has an even number of characters: of small groups many have no spread."""
+    return [float(len(text) % 2 == 0) for text in completions]
+
+
+def trainer(grpo, changes=None, rewards=(digits,)):
+    return Trainer(load_config(overrides={**grpo, **(changes or {})}), rewards=list(rewards))
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(lines):
+    dropped = ("time", "throughput", "memory", "sync/seconds")
+    return [{k: v for k, v in line.items() if not k.startswith(dropped)} for line in lines]
+
+
+def rollouts_of(run, step):
+    return read_rollouts(sorted(run.folder.rollouts_dir.glob("*.parquet"))[step - 1])
+
+
+def trained(run, **arguments):
+    run.train(**arguments)
+    run.close()
+    return metrics_of(run)
+
+
+def dynamic(**options):
+    return {"stage": [{"name": "dynamic_sampling", "dynamic_sampling": options}], "rollout.group_size": 2}
+
+
+@pytest.mark.parametrize("name", sorted(set(engine_advantages()) - set(REFUSED)))
+def test_an_estimator_trains_two_steps(grpo, name):
+    rewards = [digits, even] if name == "gdpo" else [digits]
+    lines = trained(trainer(grpo, {"algorithm.advantage": name}, rewards))
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_estimator_without_its_columns_is_refused_before_anything_starts(grpo, name):
+    run = trainer(grpo, {"algorithm.advantage": name})
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        run.setup()
+    assert run.groups == {}
+
+
+def test_every_offered_name_is_installed():
+    assert set(engine_advantages()) <= set(known_names("advantages"))
+
+
+def test_remax_pays_one_greedy_response_a_prompt_and_says_so(grpo):
+    plain = trained(trainer(grpo, {"run.name": "plain", "run.steps": 1}))[0]
+    remax = trained(trainer(grpo, {"algorithm.advantage": "remax", "run.steps": 1}))[0]
+    assert remax["rollouts"] == plain["rollouts"] == 16
+    assert 0 < remax["greedy/tokens"] <= 4 * 8
+    assert remax["tokens/generated"] == plain["tokens/generated"] + remax["greedy/tokens"]
+    assert "greedy/reward_mean" in remax
+    assert "greedy/tokens" not in plain
+
+
+def test_a_greedy_baseline_is_the_reward_of_the_most_likely_response(grpo):
+    run = trainer(grpo, {"algorithm.advantage": "remax"})
+    run.setup()
+    prompts = run.source.take(2)
+    rounds = run.sampling.rounds(1, greedy=True)
+    rounds.sample(prompts)
+    rounds.score()
+    rollouts, _ = rounds.finish()
+    batch = rounds.batch(rollouts)
+    again = run.sampling.sample_greedy(prompts, 7)
+    run.sampling.score(again, 7, training=False)
+    expected = [reward for greedy in again for reward in [greedy.reward] * 4]
+    assert batch["greedy_rewards"].tolist() == pytest.approx(expected)
+    run.close()
+
+
+def test_a_kl_in_the_reward_is_refused_where_the_sum_of_rewards_is_not_read(grpo):
+    settings = {"algorithm.advantage": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}
+    with pytest.raises(ConfigError, match=r"'gdpo' does not read. Set algorithm.kl_in = 'loss'"):
+        trainer(grpo, settings).setup()
+
+
+def test_a_kl_in_the_reward_stands_at_its_token(grpo):
+    settings = {"algorithm.advantage": "reinforce", "algorithm.kl_coef": 0.5, "algorithm.kl_in": "reward"}
+    settings |= {"actor.optim.lr": 0.1}
+    run, seen = trainer(grpo, settings), []
+    original = run.with_advantages
+    run.with_advantages = lambda batch: seen.append(original(batch)) or seen[-1]
+    run.train()
+    batch = seen[1]  # the policy has left the reference
+    assert float(batch["kl_penalty"].abs().max()) > 0
+    first = batch["loss_mask"] & ~batch["loss_mask"].roll(1)
+    assert batch["advantages"][first].tolist() == pytest.approx(batch["rewards"].tolist(), abs=1e-5)
+    later = batch["advantages"][batch["loss_mask"]].unique()
+    assert len(later) > len(batch)
+    run.close()
+
+
+def test_truncated_responses_teach_nothing_but_count_in_their_group(grpo):
+    run = trainer(grpo, {"algorithm.mask_truncated": True, "rollout.max_response_tokens": 3})
+    run.setup()
+    rounds = run.sampling.rounds(1)
+    rounds.sample(run.source.take(4))
+    rounds.score()
+    rollouts, _ = rounds.finish()
+    for rollout in rollouts[::3]:  # a random model seldom stops by itself
+        rollout.finish_reason = "stop"
+    batch = run.with_advantages(rounds.batch(rollouts))
+    learned = batch.sum_by_sequence(batch["loss_mask"].long()) > 0
+    assert learned.tolist() == [rollout.finish_reason == "stop" for rollout in rollouts]
+    rewards = [rollout.reward for rollout in rollouts[:4]]
+    value = batch["advantages"][: batch.lengths[0]].abs().max()
+    mean = sum(rewards) / 4
+    std = (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5
+    assert float(value) == pytest.approx(abs(rewards[0] - mean) / (std + 1e-6), rel=1e-4)
+    run.close()
+
+
+def test_dropped_groups_are_replaced_from_further_prompts(grpo):
+    run = trainer(grpo, dynamic(), [even])
+    lines = trained(run)
+    assert any(line["stage/dynamic_sampling/dropped_groups"] for line in lines)
+    for step, line in enumerate(lines, 1):
+        kept = rollouts_of(run, step)
+        groups = {r.group_id: {k.reward for k in kept if k.group_id == r.group_id} for r in kept}
+        assert len(groups) == 4
+        assert all(len(rewards) == 2 for rewards in groups.values())
+        assert line["stage/dynamic_sampling/groups"] == 4 + line["stage/dynamic_sampling/dropped_groups"]
+        assert line["stage/dynamic_sampling/missing_groups"] == 0
+        assert line["rollouts"] == 2 * line["stage/dynamic_sampling/groups"]
+        assert line["tokens/total"] == sum(len(r.token_ids) for r in kept)
+    taken = sum(line["stage/dynamic_sampling/groups"] for line in lines)
+    assert run.source.state()["position"] == taken
+
+
+def test_resume_with_refills_is_the_uninterrupted_run(grpo):
+    settings = dynamic(oversample=1.5) | {"run.steps": 4}
+    whole = trainer(grpo, settings | {"run.name": "whole"}, [even])
+    straight = trained(whole)
+    assert sum(line["stage/dynamic_sampling/rounds"] for line in straight) > 4
+    first = trainer(grpo, settings | {"run.steps": 2}, [even])
+    trained(first)
+    second = trainer(grpo, settings, [even])
+    assert without_time(trained(second, resume=first.folder.path)) == without_time(straight)
+    ends = [next(run.folder.checkpoints.glob("*04/actor/*.safetensors")) for run in (whole, second)]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+def test_surplus_groups_of_an_oversampled_round_are_dropped(grpo):
+    run = trainer(grpo, dynamic(oversample=4.0) | {"run.steps": 1}, [even])
+    line = {name.rpartition("/")[2]: value for name, value in trained(run)[0].items() if "dynamic" in name}
+    assert (line["rounds"], line["groups"]) == (1, 16)
+    assert line["surplus_groups"] == 16 - line["dropped_groups"] - 4 > 0
+    assert len({r.group_id for r in rollouts_of(run, 1)}) == 4
+    assert run.source.state()["position"] == 16
+
+
+def test_rounds_have_a_limit_and_a_step_without_a_group_updates_nothing(grpo, caplog):
+    constant = [lambda completions: [1.0] * len(completions)]
+    run = trainer(grpo, dynamic(max_rounds=3) | {"run.steps": 1}, constant)
+    line = trained(run)[0]
+    assert line["stage/dynamic_sampling/rounds"] == 3
+    assert line["stage/dynamic_sampling/missing_groups"] == 4
+    assert line["actor/empty_updates"] == 1
+    assert "actor/grad_norm" not in line
+    assert "4 of 4 groups are missing after 3 rounds" in caplog.text
+
+
+def test_stages_after_a_refill_see_all_rounds_at_once(grpo):
+    settings = dynamic() | {"run.steps": 1, "algorithm.advantage": "reinforce"}
+    settings["stage"].append({"name": "pf_ppo_resample", "pf_ppo_resample": {"method": "pow"}})
+    run = trainer(grpo, settings, [even])
+    line = trained(run)[0]
+    assert line["stage/dynamic_sampling/rounds"] > 1
+    assert 0 < line["stage/pf_ppo_resample/distinct"] <= 0.5  # those whose reward is 0 are not drawn
+    assert [r.reward for r in rollouts_of(run, 1)] == [1.0] * 8
+
+
+def test_the_dapo_file_of_the_docs_is_all_of_dapo():
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text("utf-8")
+    text = page.split("```toml first/dapo.toml\n")[1].split("```")[0]
+    table = tomllib.loads(text)
+    assert [stage["name"] for stage in table["stage"]] == ["dynamic_sampling"]
+    assert {reward["name"] for reward in table["reward"]} == {"numeric", "length"}
+    algorithm = table["algorithm"]
+    assert algorithm["mask_truncated"] is True
+    assert algorithm["loss_aggregation"] == "token-mean"
+    assert algorithm["ppo_clip"]["clip_ratio_high"] > algorithm["ppo_clip"]["clip_ratio_low"]
