@@ -49,7 +49,7 @@ lint: install
 docs: install
 	$(BIN)/python docs/references.py
 	$(BIN)/python docs/algorithm_tables.py
-	$(BIN)/sphinx-build --quiet -W --keep-going docs docs/_build
+	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
 
 bench: install

@@ -1,5 +1,7 @@
 """How Sphinx builds the site: `make docs`. The pages are plain Markdown, readable without it."""
 
+import re
+
 project = "Engine"
 copyright = "the authors of Engine"
 extensions = ["myst_parser"]
@@ -8,8 +10,19 @@ myst_heading_anchors = 4  # every heading can be linked as page.md#heading, and 
 html_theme = "furo"
 html_title = "Engine"
 html_static_path = ["static"]
-html_css_files = ["wide_tables.css"]
+html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sphinx = False
 highlight_language = "text"
-suppress_warnings = ["misc.highlighting_failure"]
+smartquotes = False  # --set stays --set
+
+
+def file_names(app, page, source):
+    """A block that names a file (```` ```python first/short.py ````) shows the name above itself."""
+    source[0] = re.sub(
+        r"^```(\w+) +(\S+)$", r"```{code-block} \1\n:caption: \2", source[0], flags=re.MULTILINE
+    )
+
+
+def setup(app):
+    app.connect("source-read", file_names)

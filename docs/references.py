@@ -104,7 +104,8 @@ def config_parts(schema: Table, path: str) -> Iterator[str]:
         return
     inner = schema_at(dict(schema), path)
     brackets = ("[[", "]]") if "items" in properties[key] else ("[", "]")
-    yield config_part(schema, path, f"`{brackets[0]}{path}{brackets[1]}`")
+    if inner["properties"]:  # a name without options is listed with the names alone
+        yield config_part(schema, path, f"`{brackets[0]}{path}{brackets[1]}`")
     for name in inner["properties"]:
         yield from config_parts(schema, f"{path}.{name}")
 
@@ -122,7 +123,7 @@ def config_part(schema: Table, path: str, title: str) -> str:
         rows.append([f"`{key}`", f"`{type_text(inner)}`", shown, plain(inner.get("description", ""))])
     text = plain(node.get("description", ""))
     about = re.sub(r"^(`\[+[\w.]+\]+`[:,]? ?)+", "", text)
-    listed = table(["key", "type", "default", "what it does"], rows) if rows else "No options."
+    listed = table(["key", "type", "default", "what it does"], rows) if rows else ""
     return "\n\n".join(filter(None, [f"## {title}", about[:1].upper() + about[1:], listed]))
 
 
@@ -153,6 +154,9 @@ def sort_of(function: Any) -> str:
 
 def hook_part(name: str, function: Any) -> str:
     signature = str(inspect.signature(function)).replace("'", "")
+    if len(name + signature) > 88:  # an argument a line
+        inside, _, result = signature[1:].rpartition(")")
+        signature = "(\n    " + inside.replace(", ", ",\n    ") + "\n)" + result
     return f"### {name}\n\n```text\n{name}{signature}\n```\n\n{docstring(inspect.getdoc(function) or '')}"
 
 

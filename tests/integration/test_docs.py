@@ -51,7 +51,7 @@ NOT_RUN_HERE = {
     r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
     r"pip (install -e|wheel) .*": "changes the environment of this test; the template's and the example's tests install them",
     r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
-    r"pytest examples/custom_model": "tests/integration/test_examples.py runs them on the installed wheel",
+    r"pytest examples/(custom_model|backends)": "tests/integration/test_examples.py runs them",
 }
 """Commands that cannot be nested in a test, and why. Any other command is run."""
 

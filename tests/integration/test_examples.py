@@ -121,6 +121,20 @@ def test_the_custom_model_passes_its_own_tests_as_an_installed_wheel(custom_mode
 
 
 @pytest.mark.slow
+def test_the_backends_pass_the_conformance_kit():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "examples/backends"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"[5-9]\d passed", done.stdout), done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_demo_learns(demo, run_demo, tmp_path):
     done = run_demo(demo[0], "--folder", tmp_path / "demo", small=False)
