@@ -1,4 +1,26 @@
-"""The conformance kit: contracts that every plugin keeps, as pytest suites. See docs/conformance.md."""
+"""The conformance kit: what every plugin of one kind promises, as tests that it runs in five lines.
+
+::
+
+    from engine_core.testing import TrainEngineSuite
+
+
+    class TestMine(TrainEngineSuite):
+        backend = "mine"
+
+``pytest -v`` then shows one line a contract. Three suites: ``TrainEngineSuite``,
+``RolloutEngineSuite``, ``RewardSuite``; their attributes are documented at the classes (``suite``,
+``train_suite``, ``rollout_suite``, ``reward_suite``), their contracts in docs/conformance.md, which
+``python -m engine_core.testing`` prints.
+
+How it works: a *contract* is a function with a promise (``contracts``), in a module of cases
+(``train_outputs``, ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It is given a *bench*
+(``train_bench``, ``rollout_bench``, ``reward_bench``) that builds the plugin as a run would, and
+compares with slow values of its own (``reference``). ``launcher`` starts the ``worker`` processes once
+for a class and has each contract run in all of them; contracts hold for any number of ranks.
+
+Left out on purpose: speed, memory, and how good a training run is. Needs the extra ``testing``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +42,7 @@ __all__ = ["RewardSuite", "RolloutEngineSuite", "TrainEngineSuite"]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the suite of rewards must not import torch, nor a worker pytest.
+    # On first use: the suite of rewards imports no torch, a worker no pytest.
     if name in HOMES:
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

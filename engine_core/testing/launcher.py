@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 START_SECONDS = 300.0
 STRAGGLER_SECONDS = 20.0  # for the other ranks once one has failed: they may wait for it for ever
-MOST_STARTS = 4
+MOST_LOSSES = 4
 SHOWN_CHARACTERS = 4000
 
 
@@ -112,6 +112,7 @@ class Workers:
         }
         self.ranks: list[_Rank] = []
         self.starts = 0
+        self.losses = 0  # groups of which a rank died or did not answer
         self.cases = 0
         self.hopeless = ""  # why no more are started
         self.folder = Path(tempfile.mkdtemp(prefix="engine-conformance-"))
@@ -137,7 +138,8 @@ class Workers:
             self._end()
             raise
         failures = [(r.rank, r.answer["failed"]) for r in self.ranks if r.answer and r.answer.get("failed")]
-        if problem or (failures and self.world_size > 1):  # the others may be in the middle of something
+        self.losses += bool(problem)
+        if problem or 0 < len(failures) < self.world_size:  # the ranks may have exchanged different messages
             self._end()
         shutil.rmtree(folder, ignore_errors=True)
         if failures:
@@ -155,8 +157,8 @@ class Workers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        if not self.hopeless and self.starts >= MOST_STARTS:
-            self.hopeless = f"The workers were lost {self.starts} times; they are not started again."
+        if not self.hopeless and self.losses >= MOST_LOSSES:
+            self.hopeless = f"The workers were lost {self.losses} times; they are not started again."
         if self.hopeless:
             raise CaseFailed(self.hopeless)
         self.starts += 1

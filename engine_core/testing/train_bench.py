@@ -31,7 +31,7 @@ LENGTHS = (7, 23, 1, 12, 5, 12, 2, 9)
 PROMPT = 2  # tokens of each sequence before its loss tokens
 
 MEASURE = {"lr": 1.0, "eps": 1.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 0.0}
-"""AdamW whose first step tells the gradient: ``w0 - w1 = lr g / (|g| + eps)``."""
+"""AdamW whose first step tells the gradient: ``w0 - w1 = lr g / (|g| + eps)``; SGD with ``lr`` 1 does, too."""
 
 
 class TrainBench(EngineBench):
@@ -184,7 +184,8 @@ class TrainBench(EngineBench):
         found = {}
         for name, after in self.weights(engine).items():
             change = before[name].double() - after.double()
-            found[name] = change / (1 - change.abs()).clamp(min=1e-6)
+            adam = self.settings["optimizer"] == "adamw"
+            found[name] = change / (1 - change.abs()).clamp(min=1e-6) if adam else change
         return found
 
     def measured(

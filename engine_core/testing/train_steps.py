@@ -56,7 +56,7 @@ def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
 @contract(catches=("no normalisation over micro-batches",))
 def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
     """A small token budget gives more micro-batches, the same loss, the same gradient and the same norm."""
-    batch = bench.batch()
+    batch = bench.batch((9, 8, 9, 7) * 4)  # several sequences for each of up to 4 ranks
     whole = bench.measured(batch)
     engine = bench.engine(optim=MEASURE)
     engine.set_token_budget(12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from engine_core.testing import imports, train_outputs, train_state, train_steps, train_weights
 from engine_core.testing.suite import Suite
@@ -19,6 +19,8 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
         reference: ``module:function`` or ``file.py:function``; called with a model folder it gives the
             module to compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits``
             [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
+        optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are read off the
+            weights before and after a step. With another one, declare the contracts of gradients unsupported.
         device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
         tolerance: largest difference of a log-prob, in nats.
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
@@ -27,13 +29,16 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
 
     kind = "train_engines"
     bench = "engine_core.testing.train_bench:TrainBench"
-    fields = ("backend", "options", "plugins", "model", "reference", "device", "tolerance",
-              "gradient_tolerance", "bit_exact")  # fmt: skip
+    fields = (
+        "backend", "options", "plugins", "model", "reference", "optimizer", "device", "tolerance",
+        "gradient_tolerance", "bit_exact",
+    )  # fmt: skip
 
     backend: str = "torch"
     options: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
     reference: str = ""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     device: str = ""
     tolerance: float = 1e-4
     gradient_tolerance: float = 2e-3

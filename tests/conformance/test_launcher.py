@@ -76,7 +76,7 @@ def test_a_case_past_its_deadline_is_killed_and_shows_where_it_was(group):
 
 def test_workers_that_are_lost_again_and_again_are_not_started_for_ever(group):
     workers = group()
-    for _ in range(launcher.MOST_STARTS):
+    for _ in range(launcher.MOST_LOSSES):
         with pytest.raises(CaseFailed, match="exited with status 7"):
             run(workers, "dies")
     with pytest.raises(CaseFailed, match="were lost 4 times; they are not started again"):

@@ -1,0 +1,34 @@
+"""docs/conformance.md lists the contracts as they are; ``python -m engine_core.testing`` prints the tables."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import engine_core.testing as kit
+from engine_core.testing.__main__ import table
+
+PAGE = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", kit.__all__)
+def test_the_table_of_contracts_is_that_of_the_suite(name):
+    part = PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+    assert part == table(getattr(kit, name))
+
+
+def test_the_attributes_in_the_text_are_those_of_the_suites():
+    section = PAGE.split("## What a suite can be told")[1].split("**A contract")[0]
+    said = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    there = {
+        name
+        for suite in (getattr(kit, name) for name in kit.__all__)
+        for cls in suite.__mro__[:-1]
+        for name in cls.__annotations__
+        if not name.startswith("_")
+    }
+    assert said == there - {"kind", "bench", "fields", "contracts"}
