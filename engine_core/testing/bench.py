@@ -81,8 +81,11 @@ class EngineBench(Bench):
 
     def model(self, seed: int = 0, tied: bool = True, **changes: Any) -> str:
         """The folder of a tiny model with its tokenizer; made once by the first rank."""
-        from engine_core.testing.reference import write_model
+        from engine_core.testing import reference
+        from engine_core.testing.worker import resolve
 
+        own = self.settings["write_model"]
+        write = resolve(own, Path(self.settings["root"])) if own else reference.write_model
         values = {**self.settings["model"], **changes}
         words = "-".join(f"{key}={values[key]}" for key in changes)
         folder = (
@@ -90,7 +93,7 @@ class EngineBench(Bench):
             / f"model-{seed}-{'tied' if tied else 'untied'}-{_key(self.settings['model'])}{words}"
         )
         if self.place.rank == 0 and not folder.exists():
-            write_model(folder, values, seed, tied)
+            write(folder, values, seed, tied)
         self.barrier()
         return str(folder)
 

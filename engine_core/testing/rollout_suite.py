@@ -16,6 +16,8 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
         backend: name of the engine.
         options: its table, as in ``[rollout.NAME]``. Choose float32 here: lower precision hides mistakes.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, ``model``, seed, tied)
+            it writes the folder of a small model. Default: ``reference.write_model``, of transformers.
         reference: as in ``TrainEngineSuite``.
         device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
         tolerance: largest difference of a log-prob, in nats.
@@ -23,11 +25,12 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
 
     kind = "rollout_engines"
     bench = "engine_core.testing.rollout_bench:RolloutBench"
-    fields = ("backend", "options", "plugins", "model", "reference", "device", "tolerance")
+    fields = ("backend", "options", "plugins", "model", "write_model", "reference", "device", "tolerance")
 
     backend: str = "hf"
     options: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
+    write_model: str = ""
     reference: str = ""
     device: str = ""
     tolerance: float = 1e-3

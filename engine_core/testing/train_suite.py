@@ -16,6 +16,8 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
         backend: name of the engine.
         options: its table, as in ``[actor.NAME]``. Choose float32 here: lower precision hides mistakes.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, ``model``, seed, tied)
+            it writes the folder of a small model. Default: ``reference.write_model``, of transformers.
         reference: ``module:function`` or ``file.py:function``; called with a model folder it gives the
             module to compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits``
             [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
@@ -30,13 +32,14 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     kind = "train_engines"
     bench = "engine_core.testing.train_bench:TrainBench"
     fields = (
-        "backend", "options", "plugins", "model", "reference", "optimizer", "device", "tolerance",
+        "backend", "options", "plugins", "model", "write_model", "reference", "optimizer", "device", "tolerance",
         "gradient_tolerance", "bit_exact",
     )  # fmt: skip
 
     backend: str = "torch"
     options: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
+    write_model: str = ""
     reference: str = ""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     device: str = ""
