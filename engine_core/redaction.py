@@ -12,11 +12,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 REDACTED = "[redacted]"
 MIN_LENGTH = 6  # a shorter value would be found in ordinary words
+
+_known: set[str] = set()  # secrets that any redactor of this process was told
 
 _WORD = r"(^|_)(token|key|apikey|secret|password|passwd|passphrase|credentials?)"
 _ENV_NAME = re.compile(_WORD + "(_|$)", re.IGNORECASE)  # any word of it
@@ -32,6 +37,7 @@ class Redactor:
 
     def __init__(self, values: Iterable[str]) -> None:
         kept = {value for value in values if len(value) >= MIN_LENGTH}
+        _known.update(kept)
         kept |= {json.dumps(value)[1:-1] for value in kept}  # as JSON and TOML strings write them
         alternatives = "|".join(re.escape(value) for value in sorted(kept, key=len, reverse=True))
         self._pattern = re.compile(alternatives) if kept else None
@@ -56,6 +62,18 @@ class Redactor:
         if isinstance(value, list | tuple):
             return [self.tree(item) for item in value]
         return value
+
+
+def without_secrets(text: str) -> str:
+    """``text`` for the screen: without the environment's secrets, and those of any config of this process."""
+    return Redactor([*_known, *(v for name, v in os.environ.items() if _ENV_NAME.search(name))])(text)
+
+
+def show_uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """``sys.excepthook`` that shows the traceback without secrets: messages of libraries quote addresses and headers."""
+    print(without_secrets("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 def secrets_in(config: Mapping[str, Any]) -> Iterator[str]:

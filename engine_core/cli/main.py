@@ -24,6 +24,7 @@ from typer.main import get_command
 from engine_core import __version__
 from engine_core.errors import ConfigError, EngineError, did_you_mean
 from engine_core.preemption import Terminated
+from engine_core.redaction import show_uncaught, without_secrets
 
 COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "train": "engine_core.cli.train:train",
@@ -126,10 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `engine plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as Typer does where it meets this first
+    except Exception:
+        sys.excepthook = show_uncaught
+        raise
 
 
 def _complain(message: str) -> None:
-    print(f"engine: {message}", file=sys.stderr)
+    print(without_secrets(f"engine: {message}"), file=sys.stderr)
 
 
 @contextmanager

@@ -282,6 +282,12 @@ def _toml(value):
 ONE_REWARD = '[[reward]]\nname = "bytes_share"\nworkers = 0\nnormalize = true\n'
 
 
+@pytest.fixture(scope="session")
+def tiny_plugin():
+    """The code of the tiny run's plugin, for tests that add to it."""
+    return TINY_PLUGIN
+
+
 @pytest.fixture
 def tiny(tiny_world, tmp_path):
     """Writes ``run.toml`` of a run ``runs/r`` of some tiny steps into the test's folder; returns its path.

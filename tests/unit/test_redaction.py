@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.redaction import Redactor
+from engine_core.redaction import Redactor, show_uncaught
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,18 @@ def test_a_secret_is_found_as_json_writes_it():
 def test_a_tree_keeps_its_shape():
     tree = {"a": ["secret-1", 2, None], "secret-1": True}
     assert Redactor(["secret-1"]).tree(tree) == {"a": ["[redacted]", 2, None], "[redacted]": True}
+
+
+def test_what_is_shown_of_an_uncaught_error_has_no_secret_of_the_environment_or_of_a_config(
+    monkeypatch, capsys
+):
+    monkeypatch.setenv("MY_TOKEN", "from-the-environment")
+    Redactor.of({"api_key": "from-the-config"})
+    try:
+        raise RuntimeError("from-the-environment, from-the-config")
+    except RuntimeError as error:
+        show_uncaught(type(error), error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert "RuntimeError: [redacted], [redacted]" in shown
+    assert "Traceback" in shown
+    assert "from-the-" not in shown.split("RuntimeError: ")[1]
