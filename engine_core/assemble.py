@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.algorithms.requirements import plan_run
 from engine_core.config.choices import places, prepared, used_names
 from engine_core.config.dump import as_data
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
@@ -100,9 +101,22 @@ def check_complete(
         missing.append(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
+    if "algorithm" in reads:
+        missing += _unmet(config, plugins or plugins_for(config))
     if missing:
         files = _source(config).files
         raise ConfigError([f"{files[-1]}: {line}" if files else line for line in missing])
+
+
+def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
+    """Columns and outputs that the algorithm needs and nothing makes."""
+    advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
+    loss: Any = plugins.spec("losses", config.algorithm.loss)
+    try:
+        plan_run(config, advantage, loss)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def check_inputs(config: EngineConfig) -> list[str]:

@@ -221,3 +221,21 @@ def test_a_config_is_loaded_quickly_and_without_heavy_libraries(run):
     )
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - started < 10  # a second on an idle machine; torch alone would take several
+
+
+def test_an_algorithm_whose_needs_nobody_meets_is_refused_with_its_file(run):
+    plugin = (
+        "from engine_core import hookimpl\n"
+        "from engine_core.specs import Advantage\n"
+        "@hookimpl\n"
+        "def engine_advantages():\n"
+        "    return {'mine': Advantage(load=print, needs=frozenset({'rewards', 'group_id'}))}\n"
+    )
+    run(plugin, "mine.py")
+    path = run(
+        RL.replace('["say_seven.py"]', '["say_seven.py", "mine.py"]')
+        + '[model]\npath = "model"\n[data]\ntrain = ["train.jsonl"]\n[algorithm]\nadvantage = "mine"\n'
+    )
+    expected = r"run.toml: algorithm.advantage = 'mine' needs the column 'group_id'.*Did you mean 'group_ids'"
+    with pytest.raises(ConfigError, match=expected):
+        check_complete(load_config(path))
