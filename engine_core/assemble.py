@@ -179,7 +179,7 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
 
     ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
-    for table, field in (("model", "path"), ("model", "tokenizer"), ("actor", "path"), ("ref", "path")):
+    for table, field in (("model", "path"), ("model", "tokenizer"), ("actor", "path"), ("ref", "path"), ("critic", "path")):
         holder = getattr(config, table)
         if text := holder and getattr(holder, field):
             path = _absolute(raw, f"{table}.{field}", text)

@@ -157,7 +157,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
     return {
         "rl": TrainerSpec(
             load="engine_core.trainer:Trainer",
-            sections=SHARED | ROLLOUTS | {"ref", "algorithm"},
+            sections=SHARED | ROLLOUTS | {"ref", "critic", "algorithm"},
             required=frozenset({"reward", "data"}),
         ),
         "sft": TrainerSpec(

@@ -17,6 +17,7 @@ from engine_core.algorithms.kl import kl_estimate
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun, combine
+from engine_core.trainers.critic import CriticUpdate
 from engine_core.trainers.policy import PolicyUpdate
 from engine_core.trainers.sampling import RolloutSource
 
@@ -39,6 +40,7 @@ class Trainer(TrainingRun):
 
     def prepare(self) -> None:
         self.policy = PolicyUpdate(self)
+        self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
         self.advantage = self.plugins.resolve("advantages", self.config.algorithm.advantage)
         self.sampling = RolloutSource(self)
 
@@ -47,7 +49,8 @@ class Trainer(TrainingRun):
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
         ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
         ref = ref if self.policy.plan.needs_ref else {}
-        return {"actor": Role("train"), **ref, "rollout": Role("rollout")}
+        actor = Role("train", idle_steps=self.critic.idle_steps)
+        return {"actor": actor, **ref, **self.critic.roles(), "rollout": Role("rollout")}
 
     @property
     def optimizer_steps_per_step(self) -> int:
@@ -68,12 +71,12 @@ class Trainer(TrainingRun):
         self.sampling.keep(rollouts, step)
         batch = rounds.batch(rollouts)  # rewards [B]
         with self.phase("annotate"):
-            batch, noted = self.annotate(batch)  # old / ref log-probs: only what the algorithm needs
+            batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
         with self.phase("train"):
             metrics |= noted | self.update(batch, step)
         with self.phase("sync"):
-            metrics |= self.sampling.sync()  # worker to worker
+            metrics |= self.sampling.sync(updated=not self.critic.alone(step))  # worker to worker
             self.refresh_reference(step)
         return metrics
 
@@ -109,13 +112,17 @@ class Trainer(TrainingRun):
         return batch.with_columns(tokens=columns)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """One optimizer step for each mini-batch."""
+        """One optimizer step for each mini-batch: of the critic, where there is one, then of the policy."""
+        minis = self.policy.mini_batches(batch, step)
+        learned = self.critic.update(batch, minis)
+        if self.critic.alone(step):
+            return learned
         totals: dict[str, list[float]] = {}
-        for number, mini in enumerate(self.policy.mini_batches(batch, step)):
+        for number, mini in enumerate(minis):
             for name, value in self.update_on(mini, step, number).items():
                 totals.setdefault(name, []).append(value)
         metrics = combine(totals)
-        return metrics | self.policy.settle(metrics, len(batch))
+        return learned | metrics | self.policy.settle(metrics, len(batch))
 
     def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
         """Forward, backward, check, optimizer step."""

@@ -23,7 +23,7 @@ def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) ->
         value_clip: e, over 0; None is no clip.
 
     Returns:
-        [T] loss, and the metrics ``value_loss``, ``value_mean``, ``return_mean``, ``clip_fraction``.
+        [T] loss, and the metrics ``value_mean``, ``return_mean``, ``clip_fraction``.
     """
     values, returns = outputs["values"], batch["returns"]
     error = (values - returns) ** 2
@@ -33,7 +33,6 @@ def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) ->
         clipped = (old + (values - old).clamp(-value_clip, value_clip) - returns) ** 2
     loss = 0.5 * torch.maximum(error, clipped)
     metrics = {
-        "value_loss": loss.detach(),
         "value_mean": values.detach(),
         "return_mean": returns,
         "clip_fraction": (clipped > error).to(loss.dtype),

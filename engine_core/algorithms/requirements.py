@@ -47,17 +47,12 @@ PRODUCERS = {
     "old_log_probs": ("actor", "log_probs"),
     "sum_pi_squared": ("actor", "sum_pi_squared"),
     "ref_log_probs": ("ref", "log_probs"),
+    "values": ("critic", "values"),
 }
 """Column -> the role whose ``infer`` makes it, and the output that it is."""
 
 MEASURED = {"current_log_probs": "log_probs", "current_entropy": "entropy"}
 """Column -> the actor's output that it is; made for each mini-batch just before its update."""
-
-NOT_MADE = {
-    "values": "It comes from a critic, a model that predicts the return of each token, and no trainer here "
-    "has one. Estimators that need none: rloo, grpo, reinforce_plus_plus.",
-}
-"""Columns that an estimator may rightly need, and why nothing makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +89,11 @@ class Plan:
     def needs_ref(self) -> bool:
         """A reference model must be built."""
         return "ref_log_probs" in self.columns
+
+    @property
+    def needs_critic(self) -> bool:
+        """A critic must be built and trained."""
+        return "values" in self.columns
 
 
 def plan_run(config: EngineConfig, advantage: Advantage, loss: Loss) -> Plan:
@@ -132,7 +132,7 @@ def plan(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, prompts_p
         needed.add("current_log_probs" if algorithm.correction.bypass else "old_log_probs")
     if updates > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward"):
         needed.add("old_log_probs")
-    problems = [*_missing(algorithm, advantage, loss), *_impossible(algorithm, advantage)]
+    problems = [*_missing(algorithm, advantage, loss), *_impossible(algorithm, advantage, loss)]
     if problems:
         raise ConfigError(problems)
     weighs_entropy = algorithm.entropy_coef or algorithm.entropy_target is not None
@@ -150,9 +150,9 @@ def _missing(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> It
     )
     for key, name, spec, known in chosen:
         for column in sorted(c for c in spec.needs - known if not c.startswith("reward/")):
-            why = f" {NOT_MADE[column]}" if column in NOT_MADE else did_you_mean(column, known)
             yield (
-                f"algorithm.{key} = '{name}' needs the column '{column}', which nothing in this run makes.{why}"
+                f"algorithm.{key} = '{name}' needs the column '{column}', which nothing in this run makes."
+                + did_you_mean(column, known)
             )
     for output in (output for output in loss.outputs if output not in OUTPUTS):
         yield (
@@ -161,8 +161,13 @@ def _missing(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> It
         )
 
 
-def _impossible(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+def _impossible(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> Iterator[str]:
     """Settings that an estimator cannot follow."""
+    if "values" in advantage.needs | loss.needs and "returns" not in advantage.makes:
+        yield (
+            f"algorithm.advantage = '{algorithm.advantage}' makes no column 'returns', which the critic learns from. "
+            "Its spec says makes = {'advantages', 'returns'} where it gives both, as gae does."
+        )
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward" and "rewards" not in advantage.needs:
         yield (
             f"algorithm.kl_in = 'reward' subtracts the KL from the sum of the rewards, which algorithm.advantage = "

@@ -11,7 +11,7 @@ from engine_core.config.wording import Problem
 from engine_core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig
+    from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig, OptimConfig
 
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
@@ -43,14 +43,14 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
 
 def _placement(config: EngineConfig) -> Iterator[Problem]:
     placement = config.placement
-    for role in ("actor", "ref", "rollout"):
+    for role in ("actor", "critic", "ref", "rollout"):
         pool = getattr(placement, role)
         if pool is not None and pool not in placement.pools:
             yield Problem(
                 ("placement", role),
                 f"got '{pool}', which is no pool of placement.pools.{did_you_mean(pool, placement.pools)}",
             )
-        elif pool is None and len(placement.pools) > 1 and role != "ref":
+        elif pool is None and len(placement.pools) > 1 and role not in ("critic", "ref"):
             names = ", ".join(placement.pools)
             yield Problem(
                 ("placement", role), f"missing. With several pools ({names}) each role names its own."
@@ -64,12 +64,25 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
                 ("reward", reward.name, "clip"),
                 f"got {list(reward.clip)}, expected [low, high] with low below high.",
             )
-    optim = config.actor.optim
-    if optim.decay_steps and optim.warmup_steps >= optim.decay_steps:
+    for role, optim in _optims(config):
+        if optim.decay_steps and optim.warmup_steps >= optim.decay_steps:
+            yield Problem(
+                (role, "optim", "decay_steps"),
+                f"got {optim.decay_steps}, expected more than warmup_steps ({optim.warmup_steps}), which it includes; or 0.",
+            )
+    if config.critic and config.run.steps and config.critic.warmup_steps >= config.run.steps:
         yield Problem(
-            ("actor", "optim", "decay_steps"),
-            f"got {optim.decay_steps}, expected more than warmup_steps ({optim.warmup_steps}), which it includes; or 0.",
+            ("critic", "warmup_steps"),
+            f"got {config.critic.warmup_steps}, expected less than run.steps ({config.run.steps}): the policy would "
+            "never learn.",
         )
+
+
+def _optims(config: EngineConfig) -> Iterator[tuple[str, OptimConfig]]:
+    """Role and optimizer table of each trained model."""
+    yield "actor", config.actor.optim
+    if config.critic:
+        yield "critic", config.critic.optim
 
 
 def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
@@ -122,7 +135,7 @@ def without_effect(config: EngineConfig) -> dict[str, str]:
 
 
 def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    algorithm, optim = config.algorithm, config.actor.optim
+    algorithm = config.algorithm
     if algorithm.kl_coef == 0:
         keys = ("kl_in", "kl_estimator", "ref_refresh_steps")
         yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in keys)
@@ -135,11 +148,10 @@ def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
         yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
     yield from _idle_correction(algorithm.correction)
-    if optim.schedule == "constant":
-        yield from (
-            (f"actor.optim.{key}", "actor.optim.schedule is 'constant'")
-            for key in ("decay_steps", "min_lr_ratio")
-        )
+    for role, optim in _optims(config):
+        if optim.schedule == "constant":
+            why = f"{role}.optim.schedule is 'constant'"
+            yield from ((f"{role}.optim.{key}", why) for key in ("decay_steps", "min_lr_ratio"))
 
 
 def _idle_correction(correction: CorrectionConfig) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "": (("trainer", "trainers", "options"),),
     "actor": (("backend", "train_engines", "options"),),
     "ref": (("backend", "train_engines", "options"),),
+    "critic": (("backend", "train_engines", "options"),),
     "rollout": (("backend", "rollout_engines", "options"),),
     "reward": (("name", "rewards", "options"),),
     "stage": (("name", "stages", "options"),),
@@ -30,7 +31,10 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")
-"""Keys that ``[ref]`` takes from ``[actor]`` where it has none of its own."""
+"""Keys that ``[ref]`` and ``[critic]`` take from ``[actor]`` where they have none of their own."""
+
+OPTIONAL_ROLES = ("ref", "critic")
+"""Tables of models that a run may have besides the actor; nothing is chosen in one that is absent."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,14 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 
 
 def prepared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which ``[ref]`` has what it takes from ``[actor]`` and ``[schedule]`` is flat."""
+    """A copy in which ``[ref]`` and ``[critic]`` have what they take from ``[actor]`` and ``[schedule]`` is flat."""
     tree = copy.deepcopy(dict(data))
-    ref, actor = tree.get("ref"), tree.get("actor")
-    if isinstance(ref, dict) and isinstance(actor, dict):
-        for key in LIKE_ACTOR:
-            if key in actor:
-                ref.setdefault(key, actor[key])
+    actor = tree.get("actor")
+    for role in (tree.get(name) for name in OPTIONAL_ROLES):
+        if isinstance(role, dict) and isinstance(actor, dict):
+            for key in LIKE_ACTOR:
+                if key in actor:
+                    role.setdefault(key, actor[key])
     if isinstance(tree.get("schedule"), dict):
         tree["schedule"] = dict(_flat(tree["schedule"]))
     return tree
@@ -111,7 +116,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def places(data: dict[str, Any]) -> Iterator[Place]:
     """Every table of ``data`` in which something is chosen; a table that is no table is left out."""
     for section in CHOICES:
-        node = data if not section else data.get(section, None if section == "ref" else {})
+        node = data if not section else data.get(section, None if section in OPTIONAL_ROLES else {})
         if isinstance(node, list):
             for number, element in enumerate(node):
                 if isinstance(element, dict):

@@ -38,6 +38,7 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
         "model.path": model.path,
         "actor.path": config.actor.path,
         "ref.path": config.ref and config.ref.path,
+        "critic.path": config.critic and config.critic.path,
     }
     for key, path in folders.items():
         if path:

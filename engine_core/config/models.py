@@ -82,6 +82,31 @@ class RoleConfig(Table):
     """The backend's own table, filled in by the loader."""
 
 
+class CriticOptimConfig(OptimConfig):
+    """``[critic.optim]``: the optimizer of the critic."""
+
+    lr: NonNegativeFloat = 1e-5
+    """Peak learning rate."""
+
+
+class CriticConfig(RoleConfig):
+    """``[critic]``: the model that predicts the return of each token, for an advantage such as ``gae``."""
+
+    optim: CriticOptimConfig = CriticOptimConfig()
+    """The optimizer."""
+    warmup_steps: NonNegativeInt = 0
+    """In the first n steps of the run only the critic learns, the policy stays as it is."""
+    clip_ratio: NonNegativeFloat = 0.5
+    """A value that has moved further than this from what it was before the step's updates, in units of reward, learns no more; 0 turns clipping off."""
+
+    @classmethod
+    def like(cls, actor: RoleConfig) -> CriticConfig:
+        """What a run without the table uses: the defaults, on the actor's backend."""
+        made = cls(backend=actor.backend, max_tokens_per_rank=actor.max_tokens_per_rank)
+        made.options = actor.options
+        return made
+
+
 class RolloutConfig(Table):
     """``[rollout]``: how responses are sampled."""
 
@@ -354,6 +379,8 @@ class PlacementConfig(Table):
     """Device pools by name and size; default: one pool for all roles."""
     actor: str | None = None
     """Pool of the actor."""
+    critic: str | None = None
+    """Pool of the critic."""
     ref: str | None = None
     """Pool of the reference model."""
     rollout: str | None = None
@@ -371,6 +398,8 @@ class EngineConfig(Table):
     actor: RoleConfig = RoleConfig()
     ref: RoleConfig | None = None
     """Reference model; default: like `actor`. Built only when the algorithm needs it."""
+    critic: CriticConfig | None = None
+    """Critic; default: like `actor`, with an optimizer of its own. Built only when the advantage needs values."""
     rollout: RolloutConfig = RolloutConfig()
     reward: list[RewardConfig] = []
     stage: list[StageConfig] = []
@@ -393,6 +422,12 @@ class EngineConfig(Table):
     def unread(self) -> list[str]:
         """Tables that are present and that this run does not read, with the reason."""
         return list(self._source.unread) if self._source is not None else []
+
+    def role(self, name: str) -> RoleConfig:
+        """The table of a train role; a role without one is like the actor."""
+        if name == "critic":
+            return self.critic or CriticConfig.like(self.actor)
+        return (self.ref if name == "ref" else None) or self.actor
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EngineConfig) and dict(self) == dict(other)  # wherever the values came from

@@ -33,6 +33,8 @@ FIXED_SETTINGS = (
     "rollout.max_response_tokens",
     "actor.optim.lr",
     "actor.max_tokens_per_rank",
+    "critic.optim.lr",
+    "critic.max_tokens_per_rank",
 )
 """Besides every number and switch of ``[algorithm]`` and its option tables."""
 
@@ -60,7 +62,8 @@ def boundaries(config: EngineConfig) -> list[int]:
 
 def settings(config: EngineConfig) -> dict[str, type]:
     """Every key that can be scheduled, with its type: bool, int or float."""
-    kinds = {key: _kind(config, key) for key in (*FIXED_SETTINGS, *_algorithm_keys(config))}
+    fixed = [key for key in FIXED_SETTINGS if getattr(config, key.partition(".")[0]) is not None]
+    kinds = {key: _kind(config, key) for key in (*fixed, *_algorithm_keys(config))}
     return {key: kind for key, kind in kinds.items() if kind is not None}
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine_core.config.checks import cross_problems, without_effect
 from engine_core.config.choices import (
+    OPTIONAL_ROLES,
     Chosen,
     Place,
     bare,
@@ -25,7 +26,7 @@ from engine_core.config.choices import (
     places,
     prepared,
 )
-from engine_core.config.models import EngineConfig
+from engine_core.config.models import CriticConfig, EngineConfig
 from engine_core.config.read import Path_, RawConfig, key_text
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
@@ -82,6 +83,7 @@ class _Validation:
         config = self.check(EngineConfig, self.data, ())
         if config is not None:
             self.attach(config)
+            self.judge_critic(config, sections)
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
@@ -157,9 +159,23 @@ class _Validation:
                 holder.options = {**holder.options, chosen.name: options}
             else:
                 setattr(holder, chosen.field, options)
-        ref, actor = config.ref, config.actor
-        if ref and ref.backend == actor.backend and bare(ref.backend) not in self.raw.data["ref"]:
-            ref.options = actor.options
+        for name in OPTIONAL_ROLES:
+            role, actor = getattr(config, name), config.actor
+            if role and role.backend == actor.backend and bare(role.backend) not in self.raw.data[name]:
+                role.options = actor.options
+
+    def judge_critic(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """A run whose algorithm needs values has a critic, by default one like the actor; another has none."""
+        algorithm = config.algorithm
+        specs = [self.spec_of("advantages", algorithm.advantage), self.spec_of("losses", algorithm.loss)]
+        needs: set[str] = {column for spec in specs for column in getattr(spec, "needs", ())}
+        if "critic" not in sections or None in specs:
+            return
+        if "values" not in needs and config.critic is not None:
+            self.unread.append(f"[critic]: algorithm.advantage = '{algorithm.advantage}' needs no values")
+            config.critic = None
+        elif "values" in needs and config.critic is None:
+            config.critic = CriticConfig.like(config.actor)
 
     def unknown(self, path: Path_, owner: str = "") -> None:
         """An unknown key: the nearest known one, the tables that do have it, who owns this one."""

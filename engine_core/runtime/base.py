@@ -27,6 +27,7 @@ class Role:
     kind: str  # "train" or "rollout"
     trainable: bool = True  # a train role with an optimizer
     refreshed: bool = False  # not trained, but its weights change (a reference that follows the actor)
+    idle_steps: int = 0  # of the run's optimizer steps, those in which it is not trained
 
     @property
     def saved(self) -> bool:

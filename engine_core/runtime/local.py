@@ -37,7 +37,7 @@ class LocalGroup(WorkerGroup):
 
 
 class LocalRuntime(Runtime):
-    """Actor, reference and sampler in one process; the sampler uses the actor's module where both can."""
+    """Actor, reference, critic and sampler in one process; the sampler uses the actor's module where both can."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,9 +91,9 @@ class LocalRuntime(Runtime):
                 trainer.wake()
 
     def _build_train(self, name: str, role: Role, total_steps: int) -> TrainEngine:
-        config = (self.config.ref or self.config.actor) if name == "ref" else self.config.actor
+        config = self.config.role(name)
         engine = self.plugins.resolve("train_engines", config.backend)
-        context = self._context(name, total_steps)
+        context = self._context(name, max(total_steps - role.idle_steps, 0))
         return engine(config, self.config.model, context, trainable=role.trainable)
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:

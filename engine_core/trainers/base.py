@@ -73,7 +73,7 @@ class TrainingRun(abc.ABC):
         self.groups: dict[str, WorkerGroup] = {}
         self.runtime: Runtime
         self.step_done = self.step_now = 0
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[str, int] = {}  # optimizer steps, by role
         self.signals = StopSignals()  # takes signals only within ``train``
         self.times: dict[str, float] = {}  # seconds in each phase of this step
         self.progress: Progress | None = None
@@ -282,7 +282,7 @@ class TrainingRun(abc.ABC):
         self._updated = True
         done = self.groups[role].call("optimizer_step").result()
         faults.point("step.after_update")
-        self.count_skipped(done)
+        self.count_skipped(done, role)
         return done
 
     @property
@@ -304,20 +304,19 @@ class TrainingRun(abc.ABC):
             source.close()
         return self._validation
 
-    def count_skipped(self, done: StepOutput) -> None:
-        """End the run when optimizer steps are skipped in a row: the weights are those before the first."""
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
-        limit = self.config.actor.optim.max_skipped_steps
+    def count_skipped(self, done: StepOutput, role: str = "actor") -> None:
+        """End the run when optimizer steps of a role are skipped in a row: its weights are those before the first."""
+        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if done.skipped else 0
+        limit = self.config.role(role).optim.max_skipped_steps
         if done.skipped:
             log.warning(
-                "Optimizer step skipped: the gradient norm is %s (%d in a row).",
-                done.grad_norm,
-                self.skipped_in_a_row,
-            )
-        if self.skipped_in_a_row >= limit:
+                "Optimizer step of '%s' skipped: the gradient norm is %s (%d in a row).",
+                role, done.grad_norm, in_a_row,
+            )  # fmt: skip
+        if in_a_row >= limit:
             raise TrainingFailed(
-                f"{limit} optimizer steps in a row had gradients that are not finite (actor.optim.max_skipped_steps). "
-                "The weights are those before the first of them. Lower actor.optim.lr, or look at the rollouts of this step."
+                f"{limit} optimizer steps in a row had gradients that are not finite ({role}.optim.max_skipped_steps). "
+                f"The weights are those before the first of them. Lower {role}.optim.lr, or look at the rollouts of this step."
             )
 
     # parts of train
@@ -395,13 +394,15 @@ class TrainingRun(abc.ABC):
 def combine(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The mini-batches' values of each metric as the step's: counts are summed, the rest averaged."""
     rules: dict[str, Callable[[Sequence[float]], float]] = {
-        "mismatch/max_abs": max,
-        "correction/weight_max": max,
-        "actor/lr": max,
-        "actor/skipped_steps": sum,
-        "actor/empty_updates": sum,
+        "max_abs": max,
+        "weight_max": max,
+        "lr": max,
+        "skipped_steps": sum,
+        "empty_updates": sum,
     }
-    return {name: rules.get(name, statistics.fmean)(values) for name, values in totals.items()}
+    return {
+        name: rules.get(name.rpartition("/")[2], statistics.fmean)(values) for name, values in totals.items()
+    }
 
 
 def check_live(live: Mapping[str, Any]) -> None:

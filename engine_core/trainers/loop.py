@@ -161,11 +161,12 @@ class StepLoop:
             log.info(
                 "Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items())
             )
-        if "actor.optim.lr" in run.config.schedule:
-            run.groups["actor"].call("set_lr", lr=run.config_now.actor.optim.lr).result()
-        if "actor.max_tokens_per_rank" in run.config.schedule:
-            budget = run.config_now.actor.max_tokens_per_rank
-            run.groups["actor"].call("set_token_budget", tokens=budget).result()
+        for role in (name for name in ("actor", "critic") if name in run.groups):
+            table = run.config_now.role(role)
+            if f"{role}.optim.lr" in run.config.schedule:
+                run.groups[role].call("set_lr", lr=table.optim.lr).result()
+            if f"{role}.max_tokens_per_rank" in run.config.schedule:
+                run.groups[role].call("set_token_budget", tokens=table.max_tokens_per_rank).result()
 
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found, times = {}, self.run.times

@@ -42,7 +42,7 @@ class ResumePoint:
         return cls(
             run.step_done,
             run.source.state(),
-            {"skipped_in_a_row": run.skipped_in_a_row, **run.state()},
+            {"skipped_in_a_row": dict(run.skipped_in_a_row), **run.state()},
             (random.getstate(), numpy.random.get_state()),
             _plain(metrics),
             None if unfinished is None else _plain(unfinished),

@@ -131,7 +131,7 @@ class Resume:
                 run.groups[name].call("load", folder=self.path / name).result()
         state = self.state
         run.load_state(state["trainer"])
-        run.skipped_in_a_row = state["trainer"]["skipped_in_a_row"]
+        run.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
         run.step_done = run.step_now = state["step"]
         set_random_state(state["random"])
         return ResumePoint.take(run, state["metrics"], state["unfinished"])

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from engine_core.algorithms.requirements import plan, plan_run
 from engine_core.config import AlgorithmConfig, EngineConfig
@@ -45,6 +46,16 @@ def test_an_entropy_bonus_is_differentiated():
 
 def test_what_an_estimator_declares_is_made():
     assert planned(advantage=Advantage(load=lambda: None, needs=frozenset({"ref_log_probs"}))).needs_ref
+
+
+def test_values_come_from_a_critic_which_learns_from_returns():
+    needs, makes = frozenset({"rewards", "values"}), frozenset({"advantages", "returns"})
+    made = planned(advantage=Advantage(load=lambda: None, needs=needs, makes=makes))
+    assert made.needs_critic
+    assert made.inferred(torch.zeros(4), AlgorithmConfig()) == {"critic": {"values": "values"}}
+    assert not planned().needs_critic
+    with pytest.raises(ConfigError, match=r"algorithm.advantage = 'grpo' makes no column 'returns'"):
+        planned(advantage=Advantage(load=lambda: None, needs=needs))
 
 
 def test_a_column_that_nobody_makes_is_refused_by_name():

@@ -95,6 +95,20 @@ def test_each_role_has_an_engine_and_only_trained_ones_an_optimizer():
     assert EVENTS == ["build actor trainable=True of 7", "build ref trainable=False of 7", "build rollout"]
 
 
+def test_a_critic_is_built_from_its_own_table_and_sleeps_and_wakes_with_the_trainers():
+    config = EngineConfig(critic={"max_tokens_per_rank": 5})
+    config.runtime.options = LocalOptions(trade_memory=True)
+    runtime = LocalRuntime(config, Plugins(), {})
+    roles = {"actor": Role("train", idle_steps=4), "critic": Role("train"), "rollout": Role("rollout")}
+    groups = runtime.start(roles, total_steps=7)
+    assert EVENTS == ["build actor trainable=True of 3", "build critic trainable=True of 7", "build rollout"]
+    assert groups["critic"].engine.config is config.critic
+    EVENTS.clear()
+    with runtime.phase("generate"), runtime.phase("train"):
+        pass
+    assert [event for event in EVENTS if "critic" in event] == ["sleep critic keep=weights", "wake critic"]
+
+
 def test_a_sampler_that_can_uses_the_actors_module_and_nothing_moves():
     runtime, groups = started(Plugins())
     assert groups["rollout"].engine.shared_with is groups["actor"].engine
