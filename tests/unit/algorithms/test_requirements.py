@@ -88,3 +88,37 @@ def test_an_output_that_no_engine_computes_is_refused_by_name():
         ConfigError, match=r"algorithm.loss = 'ppo_clip' needs the output 'values'.*Known: entropy, log_probs"
     ):
         planned(loss=wrong)
+
+
+def needing(*columns, **arguments):
+    return Advantage(load=lambda: None, needs=frozenset(columns), **arguments)
+
+
+def test_a_greedy_baseline_is_sampled_where_it_is_needed_alone():
+    assert not planned().greedy
+    made = planned(advantage=needing("rewards", "greedy_rewards"))
+    assert made.greedy
+    assert made.columns == ()
+
+
+def test_one_call_of_a_role_makes_all_of_its_columns():
+    made = planned(advantage=needing("rewards", "old_log_probs", "sum_pi_squared"), kl_coef=0.1)
+    calls = made.inferred(torch.tensor([0, 0]), AlgorithmConfig(kl_coef=0.1))
+    assert calls == {
+        "actor": {"log_probs": "old_log_probs", "sum_pi_squared": "sum_pi_squared"},
+        "ref": {"log_probs": "ref_log_probs"},
+    }
+
+
+def test_a_kl_in_the_reward_needs_an_estimator_that_reads_the_reward():
+    terms = needing("reward_terms", "group_ids")
+    assert planned(advantage=terms, kl_coef=0.1).needs_ref
+    with pytest.raises(ConfigError, match=r"'grpo' does not read. Set algorithm.kl_in = 'loss'"):
+        planned(advantage=terms, kl_coef=0.1, kl_in="reward")
+
+
+def test_a_loss_may_need_what_the_estimator_makes():
+    loss = Loss(load=lambda: None, needs=frozenset({"advantages", "surprise"}))
+    with pytest.raises(ConfigError, match=r"algorithm.loss = 'ppo_clip' needs the column 'surprise'"):
+        planned(loss=loss)
+    planned(advantage=needing("rewards", makes=frozenset({"advantages", "surprise"})), loss=loss)
