@@ -216,7 +216,8 @@ def engine_advantages() -> Mapping[str, Advantage]:
 def engine_losses() -> Mapping[str, Loss]:
     """Offer policy losses: ``[algorithm] loss = "NAME"``, options in ``[algorithm.NAME]``.
 
-    :returns: ``Loss`` by name, which declares the outputs and columns that it reads.
+    :returns: ``Loss`` by name, which declares the outputs and columns that it reads, and how it
+        prepares columns that are statistics over a whole mini-batch.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
 
