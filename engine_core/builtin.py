@@ -28,6 +28,7 @@ from engine_core.algorithms.loss_options import (
     SAPOOptions,
     VESPOOptions,
 )
+from engine_core.algorithms.preference_options import DPOOptions, KTOOptions, RewardModelOptions
 from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
@@ -164,6 +165,24 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
             load="engine_core.trainers.sft:SFTTrainer",
             config=SFTOptions,
             sections=SHARED | {"sft"},
+            required=frozenset({"data"}),
+        ),
+        "dpo": TrainerSpec(
+            load="engine_core.trainers.preference:DPOTrainer",
+            config=DPOOptions,
+            sections=SHARED | {"dpo", "ref"},
+            required=frozenset({"data"}),
+        ),
+        "kto": TrainerSpec(
+            load="engine_core.trainers.kto:KTOTrainer",
+            config=KTOOptions,
+            sections=SHARED | {"kto", "ref"},
+            required=frozenset({"data"}),
+        ),
+        "reward_model": TrainerSpec(
+            load="engine_core.trainers.reward_model:RewardModelTrainer",
+            config=RewardModelOptions,
+            sections=SHARED | {"reward_model"},
             required=frozenset({"data"}),
         ),
     }

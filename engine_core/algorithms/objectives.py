@@ -17,6 +17,7 @@ from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses_value import value as value_loss
+from engine_core.algorithms.preference_objectives import kto, preference, reward_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,20 +33,19 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
 
     Args:
         call: ``policy`` (a policy loss of the table, with KL, entropy and correction), ``value`` (a
-            critic's) or ``nll``.
+            critic's), ``nll``, or one of ``preference_objectives``.
         plugins: the worker's own, which know the policy losses.
     """
-    if call.name == "nll":
-        return nll
-    if call.name == "value":
-        return partial(value_objective, **call.parameters)
+    if call.name in OBJECTIVES:
+        return partial(OBJECTIVES[call.name], **call.parameters)
     if call.name == "policy":
         parameters: dict[str, Any] = dict(call.parameters)
         loss = plugins.resolve("losses", parameters.pop("loss"))
         token_loss = partial(loss, **parameters.pop("loss_options"))
         correction = Correction(**parameters.pop("correction", {}))
         return partial(policy, token_loss=token_loss, correction=correction, **parameters)
-    raise ValueError(f"Unknown objective '{call.name}'. Known: nll, policy, value.")
+    known = ", ".join(sorted({*OBJECTIVES, "policy"}))
+    raise ValueError(f"Unknown objective '{call.name}'. Known: {known}.")
 
 
 def policy(
@@ -119,6 +119,16 @@ def value_objective(
     losses, watched = value_loss(outputs, batch, value_clip=value_clip)
     named = {f"critic/{name}": held for name, held in watched.items()}
     return _weighted_sum(batch["weights"], losses), _summed(named, batch["token_share"])
+
+
+OBJECTIVES: dict[str, Callable[..., Any]] = {
+    "kto": kto,
+    "nll": nll,
+    "preference": preference,
+    "reward_model": reward_model,
+    "value": value_objective,
+}
+"""Objectives whose parameters are plain values; ``policy`` has a loss of the table in it."""
 
 
 def _corrected(

@@ -260,6 +260,14 @@ class ColumnsConfig(Table):
     """A whole conversation as a list of ``{role, content}``."""
     answer: str = "answer"
     """The ground truth, passed to rewards under this name."""
+    chosen: str = "chosen"
+    """Pairs: the better response, text or messages."""
+    rejected: str = "rejected"
+    """Pairs: the worse response, text or messages."""
+    margin: str = "margin"
+    """Pairs: by how much the chosen response is better, a number; rows may lack it."""
+    label: str = "label"
+    """KTO: whether the response is desirable, true or false."""
     id: str | None = None
     """A row's own name; default: its number in the file."""
 

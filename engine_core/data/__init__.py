@@ -6,15 +6,28 @@
     layouts.py    a dict of any known layout -> Row (text or messages, response, other columns)
     render.py     Row -> token ids: chat template, over-long rows, which tokens are learned
     prepare.py    the way of one row through these, and what came of it
-    source.py     PromptSource, SFTSource: seeded order, skips, position
+    preferences.py  the same for pairs of responses, and for responses with a label
+    source.py     PromptSource, SFTSource, PairSource, JudgedSource: seeded order, skips, position
     workers.py    the same rows tokenised ahead by other processes
     tokenizer.py  loading a tokenizer and checking that it fits the model
 
 Left out: streaming from a hub (download the files first), mixing by weight, packing (the engines do it).
 """
 
+from engine_core.data.preferences import Judged, Pair
 from engine_core.data.render import Example
-from engine_core.data.source import PromptSource, SFTSource
+from engine_core.data.source import JudgedSource, PairSource, PromptSource, SFTSource
 from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
 
-__all__ = ["Example", "PromptSource", "SFTSource", "check_tokenizer", "load_tokenizer", "tokenizer_hash"]
+__all__ = [
+    "Example",
+    "Judged",
+    "JudgedSource",
+    "Pair",
+    "PairSource",
+    "PromptSource",
+    "SFTSource",
+    "check_tokenizer",
+    "load_tokenizer",
+    "tokenizer_hash",
+]

@@ -12,6 +12,7 @@ from engine_core.data.render import Example, OverLong, Renderer
 from engine_core.data.rows import BadRow, Rows
 from engine_core.data.tokenizer import tokenizer_hash
 from engine_core.errors import DataError, did_you_mean
+from engine_core.specs import resolve
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Outcome:
     """What came of one row: an item, or why there is none."""
 
     kind: Literal["ok", "truncated", "bad_rows", "over_long"]  # all but the first are also counters
-    item: Any = None  # of the first two: a Prompt or an Example
+    item: Any = None  # of the first two: a Prompt, an Example, a Pair or a Judged
     problem: str = ""  # of the last two, with the row's place
 
 
@@ -55,25 +56,36 @@ class Preparer:
         self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
 
+    @property
+    def makes(self) -> type:
+        """The class of its items."""
+        return Example if self.learn else Prompt
+
+    @property
+    def limit_key(self) -> str:
+        """The key of ``limit``, for messages."""
+        return "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
+
     def prepare(self, index: int) -> Outcome:
         """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""
         try:
             raw = self.rows.row(index)
-            row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
-            rendered, was_cut = self._renderer.fit(row, self.limit)
-            name = f"{self.split}:{self._id(raw, index)}"
+            item, was_cut = self._item(raw, index, f"{self.split}:{self._id(raw, index)}")
         except BadRow as problem:
             return Outcome("bad_rows", problem=f"{self.rows.where(index)}: {problem}")
         except OverLong as problem:
-            key = "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
-            return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {key} is {self.limit}")
-        item: Prompt | Example
-        if self.learn:
-            item = Example(name, rendered.token_ids, rendered.loss_mask)
-        else:
-            messages = {} if rendered.messages is None else {"messages": rendered.messages}
-            item = Prompt(name, rendered.token_ids, rendered.text, row.columns | messages)
+            limit = f"{self.limit_key} is {self.limit}"
+            return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {limit}")
         return Outcome("truncated" if was_cut else "ok", item)
+
+    def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
+        """What a row becomes, and whether it had to be cut."""
+        row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
+        rendered, was_cut = self._renderer.fit(row, self.limit)
+        if self.learn:
+            return Example(name, rendered.token_ids, rendered.loss_mask), was_cut
+        messages = {} if rendered.messages is None else {"messages": rendered.messages}
+        return Prompt(name, rendered.token_ids, rendered.text, row.columns | messages), was_cut
 
     def _layout(self, index: int) -> str:
         """The layout of the row's file: that of its first readable row."""
@@ -103,11 +115,16 @@ class Preparer:
             "config": self.config.model_dump(exclude_unset=True),
             "tokenizer_class": type(self.tokenizer).__name__,
             "tokenizer_hash": tokenizer_hash(self.tokenizer),
-            "plain": [self.split, self.limit, self.learn, self.train_on_prompt],
+            "preparer": f"{type(self).__module__}:{type(self).__name__}",
+            "plain": self._plain(),
         }
 
-    @classmethod
-    def from_setup(cls, setup: dict[str, Any]) -> Preparer:
+    def _plain(self) -> list[Any]:
+        """Arguments of the constructor after ``config``."""
+        return [self.split, self.limit, self.learn, self.train_on_prompt]
+
+    @staticmethod
+    def from_setup(setup: dict[str, Any]) -> Preparer:
         """The preparer of a worker; ``setup["tokenizer"]`` is a folder."""
         import transformers
 
@@ -119,4 +136,5 @@ class Preparer:
                 "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."
             )
         rows = Rows(setup["files"], setup["cache"])
-        return cls(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
+        preparer: type[Preparer] = resolve(setup["preparer"])
+        return preparer(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])

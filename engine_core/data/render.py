@@ -11,7 +11,7 @@ system message stays. What is still too long then is skipped and counted as over
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +79,25 @@ class Renderer:
             BadRow: the row cannot be rendered.
             OverLong: it is longer and ``over_long`` is not ``truncate_left``, or cutting did not help.
         """
-        row = self._prepare(row)
-        rendered = self._render(row)
-        length = len(rendered.token_ids)
+        (rendered,), was_cut = self.fit_together([row], limit)
+        return rendered, was_cut
+
+    def fit_together(self, rows: Sequence[Row], limit: int) -> tuple[list[Rendered], bool]:
+        """Render rows of one prompt, each in at most ``limit`` tokens; they keep one prompt when it is cut.
+
+        Raises:
+            BadRow, OverLong: as ``fit``.
+        """
+        rows = [self._prepare(row) for row in rows]
+        rendered = [self._render(row) for row in rows]
+        length = _longest(rendered)
         # Each round is shorter; text that is tokenised again may not be by as much as was cut.
-        while (excess := len(rendered.token_ids) - limit) > 0:
-            if self.config.over_long != "truncate_left" or (shorter := self._cut(row, excess)) is None:
+        while (excess := _longest(rendered) - limit) > 0:
+            if self.config.over_long != "truncate_left" or (cut := self._cut(rows[0], excess)) is None:
                 raise OverLong(length)
-            row, rendered = shorter, self._render(shorter)
-        return rendered, len(rendered.token_ids) < length
+            rows = [replace(row, prompt=cut.prompt) for row in rows]
+            rendered = [self._render(row) for row in rows]
+        return rendered, _longest(rendered) < length
 
     def _prepare(self, row: Row) -> Row:
         """``row`` with its system message, as a conversation where the template is to be used."""
@@ -232,6 +242,10 @@ class Renderer:
         """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
         ids = list(self._encode(text)["input_ids"])
         return ids[:-1] if self._adds_end else ids
+
+
+def _longest(rendered: Sequence[Rendered]) -> int:
+    return max(len(one.token_ids) for one in rendered)
 
 
 def _inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""PromptSource and SFTSource: prepared rows in a seeded order, with a position that survives a stop.
+"""PromptSource, SFTSource, PairSource, JudgedSource: prepared rows in a seeded order, with a position that survives a stop.
 
 The order is an endless row of epochs, each the permutation that (seed, epoch) give. The position counts
 rows of that order, usable or not, up to the last one handed out: it does not depend on what was prepared
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from engine_core.data.preferences import Judged, JudgedPreparer, Pair, PairPreparer
 from engine_core.data.prepare import Outcome, Preparer
 from engine_core.data.render import Example
 from engine_core.data.rows import MemoryRows, Rows
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item", Prompt, Example)
+Item = TypeVar("Item", Prompt, Example, Pair, Judged)
 Place = tuple[int, int, int]  # epoch, position, row
 COLUMN_ROWS = 16  # of each file, to know its columns: the rows of a JSONL file may differ
 NAMED = 20  # skipped rows named in the log; the rest is counted
 
 
 class Source(Generic[Item]):
-    """Items of one split in order; `PromptSource` and `SFTSource` say of which kind."""
+    """Items of one split in order; its subclasses say of which kind."""
 
     def __init__(self, preparer: Preparer, seed: int) -> None:
         self._preparer, self._rows, self._config = preparer, preparer.rows, preparer.config
@@ -192,7 +193,7 @@ class Source(Generic[Item]):
                 setup, tokenizer, config.num_workers, config.prefetch_factor, self._rows.where
             )
         size = math.ceil(config.prompts_per_step / config.num_workers)  # one step is spread over all
-        make = Example if self._preparer.learn else Prompt
+        make = self._preparer.makes
         sent: deque[list[Place]] = deque()
 
         def chunks() -> Iterator[list[int]]:
@@ -272,6 +273,48 @@ class SFTSource(Source[Example]):
     ) -> None:
         limits = options.max_tokens, True, options.train_on_prompt
         super().__init__(Preparer(_open(config, split, rows), tokenizer, config, split, *limits), seed)
+
+
+class PairSource(Source[Pair]):
+    """Pairs of responses, of the files of ``[data]``.
+
+    Args:
+        config: ``[data]``.
+        tokenizer: the run's tokenizer.
+        max_tokens: longest sequence.
+        table: of the trainer whose key that is, for messages.
+        seed, split, rows: as `PromptSource`.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        table: str,
+        seed: int,
+        split: str = "train",
+        rows: Sequence[Any] | None = None,
+    ) -> None:
+        opened = _open(config, split, rows)
+        super().__init__(PairPreparer(opened, tokenizer, config, split, max_tokens, table), seed)
+
+
+class JudgedSource(Source[Judged]):
+    """Responses with a label, of the files of ``[data]``; arguments as `PairSource`."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        table: str,
+        seed: int,
+        split: str = "train",
+        rows: Sequence[Any] | None = None,
+    ) -> None:
+        opened = _open(config, split, rows)
+        super().__init__(JudgedPreparer(opened, tokenizer, config, split, max_tokens, table), seed)
 
 
 def _open(config: DataConfig, split: str, rows: Sequence[Any] | None) -> Rows:

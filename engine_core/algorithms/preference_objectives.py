@@ -1,0 +1,161 @@
+"""What a train engine differentiates to learn from preferences: pairs, single judgements, scores.
+
+Each is ``f(outputs, batch) -> (sum, metrics)`` as in ``objectives``: weights are columns over the
+mini-batch, so sums over micro-batches are means over the mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from engine_core.algorithms.preference import f_score, pair_loss
+from engine_core.algorithms.preference_columns import log_ratios, response_log_probs, sides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.types import Batch
+
+
+def preference(
+    outputs: Mapping[str, Tensor],
+    batch: Batch,
+    *,
+    loss: str,
+    beta: float,
+    normalise: bool = False,
+    f_divergence: str = "reverse_kl",
+    f_alpha: float = 0.5,
+    sft_coef: float = 0.0,
+    label_smoothing: float = 0.0,
+    simpo_gamma: float = 0.5,
+    discopop_tau: float = 0.05,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean of a pair loss, and ``sft_coef`` times the mean -log p of the chosen tokens.
+
+    Where log-ratios are token means, f' is taken of the mean (TRL divides f' of the sum by the length;
+    the two are one for the reverse KL).
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: whole pairs, with ``pair_share``, ``weights``, ``chosen`` and, as the loss needs them,
+            ``ref_log_probs`` [T] and ``shift`` [B].
+        loss: see ``preference.pair_loss``, also for the options not named here.
+        normalise: log-ratios are means over tokens.
+        f_divergence: see ``preference.f_score``.
+        f_alpha: of the divergence ``alpha``.
+        sft_coef: weight of the likelihood.
+
+    Returns:
+        The sum, and rewards ``beta * log-ratio``, their accuracy and margin, and log-probs.
+    """
+    better, worse = sides(batch)
+    ratio = log_ratios(outputs["log_probs"], batch, normalise)
+    score = f_score(ratio, f_divergence, f_alpha)
+    losses = pair_loss(
+        loss,
+        score[better],
+        score[worse],
+        beta=beta,
+        label_smoothing=label_smoothing,
+        simpo_gamma=simpo_gamma,
+        discopop_tau=discopop_tau,
+        shift=batch["shift"][better] if "shift" in batch else None,
+    )
+    share = batch["pair_share"][better]
+    total = (share * losses).sum()
+    learned, weights = batch["weights"] > 0, batch["weights"]
+    nll = -(weights[learned] * outputs["log_probs"][learned]).sum()
+    if sft_coef:
+        total = total + sft_coef * nll
+    logps = response_log_probs(outputs["log_probs"].detach(), batch)
+    metrics = _of_pairs(beta * ratio.detach(), better, worse, share) | {
+        "logps/chosen": (share * logps[better]).sum(),
+        "logps/rejected": (share * logps[worse]).sum(),
+        "actor/nll": nll.detach(),
+    }
+    return total, metrics
+
+
+def kto(
+    outputs: Mapping[str, Tensor],
+    batch: Batch,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KTO: the mean of ``w+ (1 - σ(β(d - z)))`` over desirable, ``w- (1 - σ(β(z - d)))`` over undesirable ones.
+
+    https://arxiv.org/abs/2402.01306, equation 8. d is the log-ratio; z, the KL that both are held against,
+    is a column (``mismatch_kl``).
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: ``ref_log_probs`` [T]; ``desirable`` [B] bool; ``kl`` [B], one value; ``share`` [B]
+            (1 / B); ``kind_share`` [B] (1 / number of its kind, for metrics).
+        beta: over 0.
+        desirable_weight: w+.
+        undesirable_weight: w-.
+    """
+    ratio, desirable = log_ratios(outputs["log_probs"], batch), batch["desirable"]
+    gap = beta * (ratio - batch["kl"])
+    losses = torch.where(desirable, desirable_weight * (-gap).sigmoid(), undesirable_weight * gap.sigmoid())
+    rewards = beta * ratio.detach() * batch["kind_share"]
+    logps = response_log_probs(outputs["log_probs"].detach(), batch) * batch["kind_share"]
+    metrics = {}
+    for name, kind in (("chosen", desirable), ("rejected", ~desirable)):
+        metrics[f"rewards/{name}"] = rewards[kind].sum()
+        metrics[f"logps/{name}"] = logps[kind].sum()
+    metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return (batch["share"] * losses).sum(), metrics
+
+
+def mismatch_kl(policy: Tensor, reference: Tensor, batch: Batch) -> float:
+    """KTO's z: ``max(0, mean(log p - log p_ref))`` over responses to other prompts.
+
+    Args:
+        policy: [T] log-probs of a batch of ``preference_columns.mismatched``.
+        reference: [T], the same of the reference.
+        batch: that batch.
+    """
+    ratio = response_log_probs(policy, batch) - response_log_probs(reference, batch)
+    return max(0.0, float(ratio.double().mean()))
+
+
+def reward_model(
+    outputs: Mapping[str, Tensor], batch: Batch, *, center_coef: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley-Terry: the mean of ``-log σ(r_c - r_r - margin) + center_coef (r_c + r_r)²``.
+
+    The same as ``log(1 + exp(r_r - r_c + margin))``, which some call logexp. Centering:
+    https://arxiv.org/abs/2312.09244.
+
+    Args:
+        outputs: ``scores`` [T], with gradient; the score of a sequence is that of its last token.
+        batch: whole pairs, with ``pair_share`` and ``margin`` [B].
+        center_coef: weight of the centering.
+    """
+    better, worse = sides(batch)
+    scores = outputs["scores"][batch.offsets[1:] - 1]
+    share = batch["pair_share"][better]
+    chosen, rejected = scores[better], scores[worse]
+    losses = -logsigmoid(chosen - rejected - batch["margin"][better])
+    if center_coef:
+        losses = losses + center_coef * (chosen + rejected) ** 2
+    return (share * losses).sum(), _of_pairs(scores.detach(), better, worse, share)
+
+
+def _of_pairs(rewards: Tensor, better: Tensor, worse: Tensor, share: Tensor) -> dict[str, Tensor]:
+    """Means over pairs; a tie is no success."""
+    chosen, rejected = rewards[better], rewards[worse]
+    return {
+        "rewards/chosen": (share * chosen).sum(),
+        "rewards/rejected": (share * rejected).sum(),
+        "rewards/accuracy": (share * (chosen > rejected)).sum(),
+        "rewards/margin": (share * (chosen - rejected)).sum(),
+    }

@@ -1,0 +1,171 @@
+"""Option tables of the trainers that learn from preferences, and what each pair loss reads of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from engine_core.specs import Options
+
+Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class PairLossTraits:
+    """What a pair loss is made of, besides its function in ``preference``."""
+
+    reference: bool = True  # compares with a reference model
+    divergence: bool = True  # `f_divergence` may be chosen
+    normalised: bool = False  # log-ratios are means over tokens unless `length_normalise` says otherwise
+    may_normalise: bool = True
+    sft_coef: float = 0.0  # unless the key says otherwise
+    reads: frozenset[str] = frozenset()  # options of its own
+    statistic: Literal["", "order", "matching", "mean"] = (
+        ""  # a column over the mini-batch, see preference_columns
+    )
+
+
+_SMOOTHED = frozenset({"label_smoothing"})
+
+PAIR_LOSSES: dict[str, PairLossTraits] = {
+    "aot": PairLossTraits(divergence=False, reads=_SMOOTHED, statistic="order"),
+    "aot_unpaired": PairLossTraits(divergence=False, reads=_SMOOTHED, statistic="matching"),
+    "apo_down": PairLossTraits(divergence=False),
+    "apo_zero": PairLossTraits(divergence=False),
+    "bco_pair": PairLossTraits(statistic="mean"),
+    "cdpo": PairLossTraits(reads=_SMOOTHED),
+    "cpo": PairLossTraits(reference=False, divergence=False, sft_coef=1.0, reads=_SMOOTHED),
+    "discopop": PairLossTraits(reads=frozenset({"discopop_tau"})),
+    "exo_pair": PairLossTraits(reads=_SMOOTHED),
+    "hinge": PairLossTraits(),
+    "ipo": PairLossTraits(normalised=True),
+    "nca_pair": PairLossTraits(),
+    "orpo": PairLossTraits(
+        reference=False, divergence=False, normalised=True, may_normalise=False, sft_coef=1.0
+    ),
+    "robust": PairLossTraits(reads=_SMOOTHED),
+    "sigmoid": PairLossTraits(),
+    "sigmoid_norm": PairLossTraits(normalised=True, may_normalise=False),
+    "simpo": PairLossTraits(
+        reference=False,
+        divergence=False,
+        normalised=True,
+        may_normalise=False,
+        reads=_SMOOTHED | {"simpo_gamma"},
+    ),
+    "sppo_hard": PairLossTraits(),
+}
+
+
+class DPOOptions(Options):
+    """``[dpo]``"""
+
+    loss: Literal[
+        "sigmoid",
+        "hinge",
+        "ipo",
+        "robust",
+        "cdpo",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "sigmoid_norm",
+        "orpo",
+        "simpo",
+        "cpo",
+    ] = "sigmoid"
+    """What a pair of responses costs; ``orpo``, ``simpo`` and ``cpo`` build no reference model."""
+    beta: Temperature = 0.1
+    """Factor from log-ratios to rewards; larger stays closer to the reference. SimPO's paper has 2 and more, IPO's calls it tau."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are taken to be the wrong way round: ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``aot``, ``aot_unpaired``, ``cpo``, ``simpo``."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence that keeps the policy near the reference (https://arxiv.org/abs/2309.16240)."""
+    f_alpha: Annotated[float, Field(allow_inf_nan=False)] = 0.5
+    """Of the divergence ``alpha``; 1 is the reverse KL."""
+    length_normalise: bool | None = None
+    """Log-ratios are means over the response's tokens, not sums; default: as the loss is defined (``ipo``, ``sigmoid_norm``, ``simpo``, ``orpo``: means)."""
+    reference_free: bool = False
+    """Compare with no reference: every response is equally likely there."""
+    sft_coef: Coefficient | None = None
+    """Weight of the mean negative log-likelihood of the chosen responses' tokens (RPO); default: 1 for ``orpo`` and ``cpo``, else 0."""
+    simpo_gamma: Coefficient = 0.5
+    """``simpo``: by how much the chosen reward is to be higher."""
+    discopop_tau: Temperature = 0.05
+    """``discopop``: temperature of the blend."""
+    max_tokens: int = Field(4096, gt=0)
+    """Longest sequence; a pair with a longer one follows `data.over_long`."""
+
+    @model_validator(mode="after")
+    def _is_read(self) -> DPOOptions:
+        traits, given = PAIR_LOSSES[self.loss], self.model_fields_set
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        changed = {name for name in given if getattr(self, name) != defaults[name]}
+        for name in sorted(changed & {"label_smoothing", "simpo_gamma", "discopop_tau"}):
+            if name not in traits.reads:
+                having = ", ".join(sorted(loss for loss, t in PAIR_LOSSES.items() if name in t.reads))
+                raise ValueError(
+                    f"loss = '{self.loss}' does not read {name}. Remove it, or choose one of {having}."
+                )
+        if not traits.divergence and self.f_divergence != "reverse_kl":
+            raise ValueError(f"loss = '{self.loss}' does not read f_divergence. Remove it.")
+        if "f_alpha" in changed and self.f_divergence != "alpha":
+            raise ValueError("f_alpha is read with f_divergence = 'alpha' only. Remove it, or set that.")
+        if not traits.may_normalise and self.length_normalise not in (None, traits.normalised):
+            raise ValueError(
+                f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalise."
+            )
+        if self.loss == "exo_pair" and self.label_smoothing == 0:
+            raise ValueError("loss = 'exo_pair' needs label_smoothing over 0; its paper has 1e-3.")
+        return self
+
+    @property
+    def traits(self) -> PairLossTraits:
+        """Of the loss."""
+        return PAIR_LOSSES[self.loss]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Log-probs of a reference model are compared with."""
+        return self.traits.reference and not self.reference_free
+
+    @property
+    def normalises(self) -> bool:
+        """Log-ratios are means over tokens."""
+        return self.traits.normalised if self.length_normalise is None else self.length_normalise
+
+    @property
+    def nll_weight(self) -> float:
+        """Weight of the chosen responses' negative log-likelihood."""
+        return self.traits.sft_coef if self.sft_coef is None else self.sft_coef
+
+
+class KTOOptions(Options):
+    """``[kto]``"""
+
+    beta: Temperature = 0.1
+    """Factor from log-ratios to rewards; larger stays closer to the reference."""
+    desirable_weight: Coefficient = 1.0
+    """Weight of desirable responses. The paper advises that weight times number of the two kinds be within 4/3 of each other."""
+    undesirable_weight: Coefficient = 1.0
+    """Weight of undesirable ones."""
+    max_tokens: int = Field(4096, gt=0)
+    """Longest sequence; a longer one follows `data.over_long`."""
+
+
+class RewardModelOptions(Options):
+    """``[reward_model]``"""
+
+    center_coef: Coefficient = 0.0
+    """Weight of the mean square of the sum of a pair's scores, which keeps scores around 0 (https://arxiv.org/abs/2312.09244)."""
+    max_tokens: int = Field(4096, gt=0)
+    """Longest sequence; a pair with a longer one follows `data.over_long`."""
