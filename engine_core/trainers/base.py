@@ -310,7 +310,7 @@ class TrainingRun(abc.ABC):
         limit = self.config.role(role).optim.max_skipped_steps
         if done.skipped:
             log.warning(
-                "Optimizer step of '%s' skipped: the gradient norm is %s (%d in a row).",
+                "Optimizer step skipped: the gradient norm of '%s' is %s (%d in a row).",
                 role, done.grad_norm, in_a_row,
             )  # fmt: skip
         if in_a_row >= limit:

@@ -408,7 +408,7 @@ def as_pattern(metric: str) -> str:
 def test_every_metric_is_explained_and_every_explained_metric_exists(library, monkeypatch):
     monkeypatch.chdir(library)
     off_policy = {"data.prompts_per_step": 4, "algorithm.mini_batch_prompts": 2, "algorithm.kl_coef": 0.1}
-    off_policy |= {"algorithm.kl_in": "reward", "run.steps": 1}
+    off_policy |= {"algorithm.kl_in": "reward", "algorithm.advantage": "gae", "run.steps": 1}
     Trainer(load_config("run.toml", off_policy)).train()
     lines = [line for file in library.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
     logged = {metric for line in lines for metric in json.loads(line)}
@@ -419,7 +419,11 @@ def test_every_metric_is_explained_and_every_explained_metric_exists(library, mo
     ] == []
     sources = "".join(path.read_text("utf-8") for path in (ROOT / "engine_core").rglob("*.py"))
     for pattern in patterns:
-        # a loss names its metrics without "actor/", an objective its maxima with "max/"
-        names = (pattern.split("NAME")[0], f'{pattern.removeprefix("actor/")}"', f'max/{pattern}"')
+        # a loss names its metrics without "actor/" or "critic/", an objective its maxima with "max/"
+        names = (
+            pattern.split("NAME")[0],
+            f'{pattern.removeprefix("actor/").removeprefix("critic/")}"',
+            f'max/{pattern}"',
+        )
         in_source = any(f'"{name}' in sources for name in names)
         assert in_source or any(re.fullmatch(as_pattern(pattern), metric) for metric in logged), pattern
