@@ -31,10 +31,17 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, on the CPU."""
+    """The tensors of one file, on the CPU.
+
+    Raises:
+        DataError: it is missing, or no safetensors file.
+    """
     if not path.is_file():
         raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise DataError(f"{path} is no safetensors file: {error}. Take another checkpoint.") from error
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -43,10 +50,17 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """What ``save_json`` wrote."""
+    """What ``save_json`` wrote.
+
+    Raises:
+        DataError: it is missing, or something else.
+    """
     if not path.is_file():
         raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no state of a train engine: {error}. Take another checkpoint.") from error
 
 
 def optimizer_state(
