@@ -87,7 +87,12 @@ class ValueForward(PackedForward):
 
     def _result(self, output: Any) -> Tensor:
         """[1, T, 1] of a module that is not of transformers."""
-        values: Tensor = output if isinstance(output, Tensor) else output.values
+        values = getattr(output, "values", None)
+        if not isinstance(values, Tensor):
+            raise PluginError(
+                f"{type(self.module).__name__} was built for a critic, and its forward gives no tensor 'values' [1, T]. "
+                "engine_build_model gives a module for this role whose output has it."
+            )
         return values[..., None]
 
     @torch.no_grad()

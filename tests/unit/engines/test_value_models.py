@@ -185,6 +185,13 @@ class Positions(torch.nn.Module):
         return Output(self.weight * input_ids.cumsum(1))
 
 
+class Logits(Positions):
+    """A language model."""
+
+    def forward(self, input_ids, position_ids):
+        return self.weight * torch.nn.functional.one_hot(input_ids)
+
+
 def test_a_plugin_builds_a_critic_of_its_own(make_critic, batch_of):
     engine = make_critic(hooks={"engine_build_model": lambda role: Positions() if role == "critic" else None})
     batch = batch_of([4, 3])
@@ -192,6 +199,14 @@ def test_a_plugin_builds_a_critic_of_its_own(make_critic, batch_of):
     found = engine.infer(batch, ["values", "scores"])
     assert found["values"].tolist() == [0, 0, 1.5, 3, 0, 0, 5.5]
     assert found["scores"].tolist() == [0, 0, 3, 5, 0, 0, 9]
+
+
+def test_a_plugin_whose_critic_gives_no_values_is_told(make_critic, batch):
+    engine = make_critic(hooks={"engine_build_model": lambda role: Logits()})
+    with pytest.raises(
+        PluginError, match=r"Logits was built for a critic, and its forward gives no tensor 'values'"
+    ):
+        engine.infer(batch, ["values"])
 
 
 def test_a_plugin_whose_critic_has_no_head_is_told(make_critic, make_engine):
