@@ -5,7 +5,8 @@ Nothing here imports torch, transformers or datasets, so that ``engine validate`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,10 @@ def check_complete(
     Raises:
         ConfigError: every missing thing.
     """
-    spec: Any = (plugins or plugins_for(config)).spec("trainers", config.trainer)
-    reads, missing = spec.sections or type(config).model_fields, []
+    plugins = plugins or plugins_for(config)
+    spec: Any = plugins.spec("trainers", config.trainer)
+    reads = spec.sections or type(config).model_fields
+    missing = list(_lora_problems(config, plugins, reads))
     if not config.model.path and "model" not in live and "model" in reads:
         missing.append(
             "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
@@ -106,6 +109,32 @@ def check_complete(
     if missing:
         files = _source(config).files
         raise ConfigError([f"{files[-1]}: {line}" if files else line for line in missing])
+
+
+def peft_missing(role: str) -> str | None:
+    """What to say to a role that asks for LoRA where peft is not installed."""
+    if importlib.util.find_spec("peft") is not None:
+        return None
+    return (
+        f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-core-rl[lora]', "
+        "or take the table out to train the whole model."
+    )
+
+
+def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
+    """Roles with an adapter that cannot have one here."""
+    for role in (role for role in ("actor", "critic", "ref") if role in reads):
+        holder = getattr(config, role)
+        if holder is None or holder.lora is None:
+            continue
+        backend: Any = plugins.spec("train_engines", holder.backend)
+        if "lora" not in backend.capabilities:
+            yield (
+                f"{role}.lora: backend '{holder.backend}' trains no adapters (it has no capability 'lora'). "
+                'Take the table out, or use backend = "torch".'
+            )
+        elif missing := peft_missing(role):
+            yield missing
 
 
 def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
@@ -179,12 +208,22 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
 
     ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
-    for table, field in (("model", "path"), ("model", "tokenizer"), ("actor", "path"), ("ref", "path"), ("critic", "path")):
+    for table, field in (
+        ("model", "path"),
+        ("model", "tokenizer"),
+        ("actor", "path"),
+        ("ref", "path"),
+        ("critic", "path"),
+    ):
         holder = getattr(config, table)
         if text := holder and getattr(holder, field):
             path = _absolute(raw, f"{table}.{field}", text)
             if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
                 setattr(holder, field, str(path))
+    for role in ("actor", "critic", "ref"):
+        holder = getattr(config, role)
+        if holder and holder.lora and holder.lora.path:
+            holder.lora.path = str(_absolute(raw, f"{role}.lora.path", holder.lora.path))
     config.plugins = [str(raw.folder / name) if name.endswith(".py") else name for name in config.plugins]
     for field in ("train", "validation"):
         value = getattr(config.data, field)

@@ -34,7 +34,12 @@ from engine_core.specs import TABLE_SPECS, Spec
 
 __all__ = ["CAPABILITIES", "PluginInfo", "PluginProblems", "PluginSet", "known_names", "list_plugins"]
 
-TRAIN_CAPABILITIES = {"generation_module": "generation_module", "set_lr": "set_lr", "sleep": "sleep"}
+TRAIN_CAPABILITIES = {
+    "generation_module": "generation_module",
+    "lora": "without_adapter",
+    "set_lr": "set_lr",
+    "sleep": "sleep",
+}
 """What a train engine may declare, and the method that its class must then bring itself."""
 ROLLOUT_CAPABILITIES = {"share_module": "share_module", "pause": "pause", "sleep": "sleep"}
 """The same for rollout engines."""

@@ -79,13 +79,19 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     step: Step = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder of peft.")
+    ] = False,
     sets: Sets = None,
 ) -> None:
-    """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer."""
+    """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
+
+    Of a run with [actor.lora] the adapter is merged into the model; '--adapter' writes it alone.
+    """
     check_new(out)
     folder = RunFolder.open(run)
     checkpoint = checkpoint_of(folder, step)
     with closing(trainer_of(read_run(folder, sets))) as trainer:
         trainer.load_checkpoint(checkpoint)
-        trainer.export(out)
+        trainer.export(out, adapter)
     print(out)

@@ -95,6 +95,12 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
     if "algorithm" not in sections:
         return
     yield from _algorithm(config.algorithm)
+    if config.ref_is_base and config.algorithm.kl_coef > 0 and config.algorithm.ref_refresh_steps > 0:
+        yield Problem(
+            ("algorithm", "ref_refresh_steps"),
+            "the reference is the actor without its adapter ([actor.lora]), and the weights below an adapter never "
+            "change. Set it to 0, or give the reference a model of its own: [ref] path.",
+        )
     mini, prompts = config.algorithm.mini_batch_prompts, config.data.prompts_per_step
     if mini and prompts % mini:
         fits = [size for size in range(1, prompts + 1) if prompts % size == 0]
@@ -139,6 +145,9 @@ def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if algorithm.kl_coef == 0:
         keys = ("kl_in", "kl_estimator", "ref_refresh_steps")
         yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in keys)
+    if config.ref_is_base:
+        why = "the reference is the actor without its adapter ([actor.lora])"
+        yield from ((f"ref.{key}", why) for key in ("backend", "path", "max_tokens_per_rank"))
     if algorithm.kl_target is None:
         yield "algorithm.kl_horizon", "algorithm.kl_target is not set"
     if algorithm.ref_refresh_steps == 0:

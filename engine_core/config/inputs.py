@@ -43,6 +43,13 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
     for key, path in folders.items():
         if path:
             yield from _folder_problem(key, path, ("config.json",), "the folder that save_pretrained wrote")
+    for role in ("actor", "critic", "ref"):
+        holder = getattr(config, role)
+        if holder and holder.lora and (adapter := holder.lora.path):
+            wanted = "an adapter folder of peft or of `engine export --adapter`"
+            yield from _folder_problem(
+                f"{role}.lora.path", adapter, ("adapter_config.json",), wanted, hub=False
+            )
     tokenizer, key = (model.tokenizer, "model.tokenizer") if model.tokenizer else (model.path, "model.path")
     if tokenizer and (model.tokenizer or Path(tokenizer).is_dir()):
         yield from _folder_problem(
@@ -50,15 +57,18 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
         )
 
 
-def _folder_problem(key: str, text: str, files: tuple[str, ...], expected: str) -> Iterator[str]:
+def _folder_problem(
+    key: str, text: str, files: tuple[str, ...], expected: str, hub: bool = True
+) -> Iterator[str]:
     path = Path(text)
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
             yield f"{key}: '{text}' has no {' or '.join(files)}. Expected {expected}."
     elif path.exists():
         yield f"{key}: '{text}' is a file. Expected {expected}."
-    elif not HUB_NAME.fullmatch(text) or path.parent.is_dir():
-        yield f"{key}: there is no folder '{text}'.{_neighbour(path)} Expected {expected}, or a hub name like 'Qwen/Qwen3-0.6B'."
+    elif not hub or not HUB_NAME.fullmatch(text) or path.parent.is_dir():
+        name = ", or a hub name like 'Qwen/Qwen3-0.6B'" if hub else ""
+        yield f"{key}: there is no folder '{text}'.{_neighbour(path)} Expected {expected}{name}."
 
 
 def _neighbour(path: Path) -> str:

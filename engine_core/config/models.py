@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -67,6 +67,39 @@ class OptimConfig(Table):
     """That many optimizer steps in a row skipped for non-finite gradients end the run (exit code 6)."""
 
 
+class LoRAConfig(Table):
+    """``[actor.lora]``: train a low-rank adapter and leave the model's own weights as they are (needs the package peft)."""
+
+    rank: PositiveInt = 16
+    """r: each chosen layer learns a product B A of this inner dimension, which starts at 0."""
+    alpha: PositiveFloat = 32.0
+    """The product is scaled by alpha / rank (`rslora`: alpha / sqrt(rank))."""
+    target_modules: str | list[str] = "all-linear"
+    """``all-linear``: every linear layer but the head. Or the ends of module names, ``["q_proj", "v_proj"]``, or one regular expression for whole names."""
+    modules_to_save: list[str] = []
+    """Ends of names of modules that are trained whole, beside the adapter."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank): larger ranks then learn as fast (https://arxiv.org/abs/2312.03732)."""
+    dora: bool = False
+    """Learn each row's length apart from its direction (https://arxiv.org/abs/2402.09353); slower."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A begins. B begins at 0, so that training starts from the model as it is."""
+    dropout: float = 0.0
+    """Must be 0: with dropout an unchanged policy would give other log-probs in each pass, and its ratio would not be 1."""
+    path: str | None = None
+    """Adapter folder to start from, as peft or ``engine export --adapter`` writes it; its rank, alpha and modules are then used. Relative to the folder of the TOML that names it."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                "dropout must be 0: engines run in eval mode, so that the log-probs of an unchanged policy are the "
+                "same in each pass. Leave the key out; weight_decay in [actor.optim] is there against overfitting."
+            )
+        return value
+
+
 class RoleConfig(Table):
     """``[actor]``, ``[ref]``: one model in training or scoring, and the engine that runs it."""
 
@@ -78,6 +111,8 @@ class RoleConfig(Table):
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()
     """The optimizer; not read for `ref`."""
+    lora: LoRAConfig | None = None
+    """LoRA: where the table is present, an adapter is trained instead of the model."""
     options: Any = Field(default=None, exclude=True)
     """The backend's own table, filled in by the loader."""
 
@@ -425,6 +460,15 @@ class EngineConfig(Table):
     """The trainer's own table (``[sft]``), filled in by the loader."""
 
     _source: Any = PrivateAttr(default=None)  # the RawConfig it was made from: origins of every key
+
+    @property
+    def ref_is_base(self) -> bool:
+        """The reference is the actor without its adapter: LoRA, and no `[ref]` with a model of its own."""
+        if self.actor.lora is None:
+            return False
+        ref = self.ref or self.actor
+        same = (ref.path or self.model.path) == (self.actor.path or self.model.path)
+        return self.ref is None or (same and ref.lora is None and ref.backend == self.actor.backend)
 
     @property
     def unread(self) -> list[str]:

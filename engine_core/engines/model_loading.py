@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine_core.engines.attention import check_attention
+from engine_core.engines.lora import base_copy
 from engine_core.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.d
     if isinstance(module, PreTrainedModel):
         check_attention(model.attention, device)
         module.set_attn_implementation(model.attention)
-    return module if role == "actor" else copy.deepcopy(module)
+    return module if role == "actor" else base_copy(module)
 
 
 def _overridden(config: PretrainedConfig, override: Mapping[str, Any]) -> PretrainedConfig:

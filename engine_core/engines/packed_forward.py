@@ -123,7 +123,7 @@ class PackedForward:
         self._tried = True
         if not isinstance(self.module, PreTrainedModel) or not (self.packs or self.head):
             return
-        vocabulary: int = self.module.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+        vocabulary: int = self.module.get_input_embeddings().weight.shape[0]  # type: ignore
         ids = torch.arange(1, 13, device=self.device) % vocabulary
         lengths, index = torch.tensor([8, 4]), torch.tensor([0] * 8 + [1] * 4, device=self.device)
         with self.autocast():

@@ -26,19 +26,21 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_core.engines import state
 from engine_core.engines.base import TrainEngine
+from engine_core.engines.lora import attach
 from engine_core.engines.model_loading import DTYPES, adopt_live, cast_parameters, load_model
 from engine_core.engines.optimizers import build_optimizer, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.engines.value_forward import ValueForward
-from engine_core.engines.value_models import VALUE_ROLES, load_value_model
+from engine_core.engines.value_models import HEAD, VALUE_ROLES, load_value_model
 from engine_core.engines.weights import near, own_weights, published_weights, take_weights, to_own_names
-from engine_core.errors import DataError, PluginError, did_you_mean
+from engine_core.errors import ConfigError, DataError, PluginError, did_you_mean
 from engine_core.packing import plan_micro_batches
 from engine_core.types import StepOutput, TrainOutput
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
+    from engine_core.engines.adapter import Adapter
     from engine_core.engines.base import WorkerContext
     from engine_core.types import Batch, LossCall
 
@@ -52,6 +54,7 @@ class TorchEngine(TrainEngine):
 
     Attributes:
         module: the model, in eval mode.
+        adapter: of LoRA, in the module; None where the model itself is trained.
         num_skipped_steps: optimizer steps skipped for non-finite gradients, in all.
     """
 
@@ -61,6 +64,7 @@ class TorchEngine(TrainEngine):
         super().__init__(config, model_config, context, trainable=trainable)
         self.options: TorchOptions = TorchOptions() if config.options is None else config.options
         self.device = self._choose_device()
+        self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
         self._asleep: set[str] = set()
         self._random: dict[str, str] | None = None  # random state at the last ``mark``
@@ -105,6 +109,11 @@ class TorchEngine(TrainEngine):
             self._finish(built)
         elif isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module):
             self.module, self.optimizer, self.lr_scheduler = built
+            if self.config.lora is not None:
+                raise ConfigError(
+                    f"[{self.context.role}.lora]: the plugin that builds this model brings its own optimizer, so no "
+                    "adapter can be put in. Take the table out."
+                )
         else:
             raise PluginError(
                 f"{type(self).__name__}._build_model_optimizer returned {type(built).__name__}; "
@@ -119,9 +128,13 @@ class TorchEngine(TrainEngine):
             )
 
     def _finish(self, module: nn.Module) -> None:
-        """Wrap, shard and give an optimizer to a bare module, by the step hooks."""
+        """Adapt, wrap, shard and give an optimizer to a bare module, by the step hooks."""
         role, options = self.context.role, self.options
         module = self._place(module)
+        if self.config.lora is not None:
+            path = self.config.path or self.model_config.path
+            head = (HEAD,) if role in VALUE_ROLES else ()
+            self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head)
         units = self._steps.engine_wrap_policy(role=role, module=module, options=options)
         if units is None:
             units = decoder_layers(module)
@@ -180,7 +193,7 @@ class TorchEngine(TrainEngine):
         self._check_outputs(outputs)
         found = {name: torch.zeros(batch.num_tokens) for name in outputs}
         offsets = batch.offsets.tolist()
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
             for indices, micro in self._micro_batches(batch):
                 computed = self._outputs(micro, outputs)
                 places = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in indices])
@@ -284,10 +297,26 @@ class TorchEngine(TrainEngine):
     # -- weights ------------------------------------------------------------
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        return published_weights(self.module)
+        if adapter:
+            return iter(self._adapted().tensors().items())
+        return published_weights(self.module, None if self.adapter is None else self.adapter.merged())
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        take_weights(self.module, to_own_names(self.module, stream), mix)
+        stream = to_own_names(self.module, stream)
+        if self.adapter is None:
+            take_weights(self.module, stream, mix)
+        else:
+            self.adapter.take(stream, mix)
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.adapter is None else self.adapter.off()
+
+    def _adapted(self) -> Adapter:
+        if self.adapter is None:
+            raise ConfigError(
+                f"The role '{self.context.role}' has no adapter: its run file has no [{self.context.role}.lora]."
+            )
+        return self.adapter
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
@@ -306,12 +335,17 @@ class TorchEngine(TrainEngine):
         self._random = state.random_state(self.device)
 
     def save(self, folder: Path) -> Future[None]:
-        """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON."""
+        """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON.
+
+        Of a model with an adapter only that, and what tells its base.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        state.save_tensors(folder / state.WEIGHTS, own_weights(self.module))
+        weights = own_weights(self.module) if self.adapter is None else self.adapter.tensors()
+        state.save_tensors(folder / state.WEIGHTS, weights)
         scalars: dict[str, Any] = {
             "random": self._random or state.random_state(self.device),
             "num_skipped_steps": self.num_skipped_steps,
+            "base": None if self.adapter is None else self.adapter.base_identity(),
         }
         if self.optimizer is not None:
             tensors, scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
@@ -325,7 +359,9 @@ class TorchEngine(TrainEngine):
 
     def load(self, folder: Path) -> None:
         scalars = state.load_json(folder / state.STATE)
-        take_weights(self.module, state.load_tensors(folder / state.WEIGHTS).items())
+        self._check_base(folder, scalars.get("base"))
+        weights = None if self.adapter is None else self.adapter.tensors()
+        take_weights(self.module, state.load_tensors(folder / state.WEIGHTS).items(), own=weights)
         if self.optimizer is not None:
             if "optimizer" not in scalars:
                 raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
@@ -338,13 +374,32 @@ class TorchEngine(TrainEngine):
         state.set_random_state(scalars["random"], self.device)
         self._random = None
 
-    def export(self, folder: Path) -> None:
+    def _check_base(self, folder: Path, saved: str | None) -> None:
+        """An adapter fits the base that it was trained on, a whole model none."""
+        mine = None if self.adapter is None else self.adapter.base_identity()
+        if saved == mine:
+            return
+        role = self.context.role
+        if mine is None or saved is None:
+            holds, table = ("an adapter", "has no") if mine is None else ("a whole model", "has an")
+            raise DataError(f"{folder} holds {holds}, but this run {table} [{role}.lora].")
+        raise DataError(
+            f"{folder} holds an adapter of another base model than '{self.config.path or self.model_config.path}' "
+            f"(identity {saved[:8]}, here {mine[:8]}). Bring the base back that the run was started with."
+        )
+
+    def export(self, folder: Path, adapter: bool = False) -> None:
         """``save_pretrained`` where the module has it, else ``model.safetensors`` and its config."""
+        if adapter:
+            self._adapted().export(folder)
+            return
+        merged = {} if self.adapter is None else {"state_dict": dict(self.adapter.merged())}
         if hasattr(self.module, "save_pretrained"):
-            self.module.save_pretrained(folder)  # type: ignore[operator]
+            self.module.save_pretrained(folder, **merged)  # type: ignore[operator]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        state.save_tensors(folder / "model.safetensors", own_weights(self.module))
+        weights = merged.get("state_dict") or own_weights(self.module)
+        state.save_tensors(folder / "model.safetensors", weights)
         if hasattr(getattr(self.module, "config", None), "save_pretrained"):
             self.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 

@@ -10,7 +10,6 @@ Left out: families that are not in transformers. A plugin builds those (``engine
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from engine_core.engines.attention import check_attention
+from engine_core.engines.lora import base_copy
 from engine_core.engines.model_loading import cast_parameters, has_no_weights, load_weights, random_model
 from engine_core.engines.model_loading import load_hf_config as load_config
 from engine_core.errors import ConfigError
@@ -61,7 +61,7 @@ def load_value_model(
                 f"A value head cannot be put on {type(live).__name__}, which is no transformers model. "
                 "Give the role a path of its own, or build it in a plugin (engine_build_model)."
             )
-        return _on(with_value_head(copy.deepcopy(live), model.seed), device)
+        return _on(with_value_head(base_copy(live), model.seed), device)
     check_attention(model.attention, device)
     config = load_config(model)
     if has_no_weights(model.path):

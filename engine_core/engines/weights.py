@@ -1,7 +1,8 @@
 """A module's weights: under its own names, and under those that ``save_pretrained`` writes.
 
 The two differ for few models: transformers holds the experts of a mixture in one tensor and writes
-one for each expert, as other programs expect them.
+one for each expert, as other programs expect them. A module with a LoRA adapter has its base's
+weights in layers of peft; their names are told apart here, what they mean is in ``adapter.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from engine_core.errors import DataError, nearest
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")
+OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.default(?=\.|$)")  # as peft names what is trained
+BASE, SAVED = ".base_layer.", ".original_module."  # and what lies below it
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -34,13 +37,31 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def published_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of ``save_pretrained``, converted a layer at a time."""
+def base_weights(module: nn.Module) -> dict[str, Tensor]:
+    """``own_weights`` of the model below a LoRA adapter, by the names that they have without it."""
     own = own_weights(module)
+    return {base_name(name): tensor for name, tensor in own.items() if not OF_ADAPTER.search(name)}
+
+
+def base_name(name: str) -> str:
+    """The name that a weight of the base has without an adapter over it."""
+    return name.replace(BASE, ".").replace(SAVED, ".")
+
+
+def published_weights(
+    module: Any, own: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of ``save_pretrained``, converted a layer at a time.
+
+    Args:
+        module: the model.
+        own: other tensors than its own, by the module's names and in their order; taken as they are needed.
+    """
+    own = own_weights(module).items() if own is None else own
     if not converts(module):
-        yield from own.items()
+        yield from own
         return
-    for _, layer in itertools.groupby(own.items(), key=lambda item: _layer(item[0])):
+    for _, layer in itertools.groupby(own, key=lambda item: _layer(item[0])):
         yield from revert_weight_conversion(module, dict(layer)).items()
 
 
@@ -48,18 +69,29 @@ def converts(module: nn.Module) -> bool:
     """Whether ``save_pretrained`` writes other names or shapes than the module's own."""
     if not isinstance(module, PreTrainedModel):
         return False
-    shapes = {name: tensor.to("meta") for name, tensor in own_weights(module).items()}
+    shapes = {name: tensor.to("meta") for name, tensor in base_weights(module).items()}
     return revert_weight_conversion(module, shapes).keys() != shapes.keys()
 
 
 @torch.no_grad()
-def take_weights(module: nn.Module, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+def take_weights(
+    module: nn.Module,
+    stream: Iterable[tuple[str, Tensor]],
+    mix: float = 1.0,
+    own: Mapping[str, Tensor] | None = None,
+) -> None:
     """``w <- (1 - mix) * w + mix * new`` for weights under the module's own names.
+
+    Args:
+        module: the model.
+        stream: names and tensors, in any order.
+        mix: share of the new.
+        own: the weights that must come, by name; default: all of the module's.
 
     Raises:
         DataError: a name or shape does not fit, or weights are missing. Those before it were taken.
     """
-    own = own_weights(module)
+    own = own_weights(module) if own is None else own
     left = set(own)
     for name, new in stream:
         if name not in own:

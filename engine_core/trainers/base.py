@@ -28,6 +28,7 @@ from engine_core.preemption import Stop, StopSignals, Terminated
 from engine_core.tracking import RunFolder, TrackerHub
 from engine_core.trainers.loop import StepLoop
 from engine_core.trainers.points import seed_random
+from engine_core.trainers.reference import start_groups
 from engine_core.trainers.resuming import Resume
 from engine_core.trainers.saving import Saver
 
@@ -150,7 +151,7 @@ class TrainingRun(abc.ABC):
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
         steps = self.total_steps * self.optimizer_steps_per_step if training else 0
-        self.groups = self.runtime.start(self.roles(training), steps)
+        self.groups = start_groups(self.runtime, self.config, self.roles(training), steps)
         self.start()
 
     def load_inputs(self) -> None:
@@ -219,10 +220,21 @@ class TrainingRun(abc.ABC):
             finally:
                 self._attempt.close()
 
-    def export(self, folder: Path) -> None:
-        """Write the actor and the tokenizer as a Hugging Face folder."""
+    def export(self, folder: Path, adapter: bool = False) -> None:
+        """Write the actor and the tokenizer as a Hugging Face folder.
+
+        Args:
+            folder: a new one.
+            adapter: only the LoRA adapter, for peft; without it, base and adapter merged.
+
+        Raises:
+            ConfigError: there is no adapter.
+        """
+        if adapter and self.config.actor.lora is None:
+            raise ConfigError("The run trained the whole model: it has no [actor.lora], so there is no adapter.")
         self.setup()
-        self.groups["actor"].call("export", folder=Path(folder)).result()
+        what: dict[str, Any] = {"adapter": True} if adapter else {}
+        self.groups["actor"].call("export", folder=Path(folder), **what).result()
         self.tokenizer.save_pretrained(folder)
 
     def load_checkpoint(self, path: Path) -> None:

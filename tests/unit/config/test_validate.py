@@ -175,7 +175,7 @@ def test_a_wrong_value_is_said_in_words(problems_of, text, expected):
         ("[actr]\nx = 1", "1: actr: unknown key. Did you mean 'actor'? Known: "),
         (
             "[actor.fspd]",
-            "1: actor.fspd: unknown key. Did you mean 'fsdp'? Known: backend, fsdp, max_tokens_per_rank, ",
+            "1: actor.fspd: unknown key. Did you mean 'fsdp'? Known: backend, fsdp, lora, max_tokens_per_rank, ",
         ),
         ("[actor]\ngroup_size = 1", "2: actor.group_size: unknown key. Known: "),
         ("[actor]\noptions = 1", "2: actor.options: unknown key. Did you mean 'optim'?"),

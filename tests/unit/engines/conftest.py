@@ -13,6 +13,7 @@ import torch
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
+from engine_core.config.models import LoRAConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.engines.torch_options import TorchOptions
@@ -95,12 +96,14 @@ def make_engine(model_folder):
         trainable=True,
         total_steps=10,
         cls=TorchEngine,
+        lora=None,
         **options,
     ):
         path = (model or {}).get("path") or model_folder(family)
         config = RoleConfig(
             max_tokens_per_rank=budget,
             optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),
+            lora=None if lora is None else LoRAConfig(**lora),
             options=TorchOptions(device=DEVICE, **options),
         )
         context = WorkerContext(

@@ -1,0 +1,176 @@
+"""The LoRA adapter of a module: its tensors, the model below it, the two merged, and the switch between them.
+
+peft's layers lie in the module itself (``lora.py`` puts them there), so that a forward, a sampler or a
+wrapper sees the model that it knows. Left out: more than one adapter at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from engine_core.engines import state
+from engine_core.engines.weights import (
+    BASE,
+    OF_ADAPTER,
+    SAVED,
+    base_name,
+    base_weights,
+    own_weights,
+    take_weights,
+)
+
+NAME = "default"  # what peft calls an only adapter
+PREFIX = "base_model.model."  # of every name in an adapter file
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FACTORS = ("lora_B", "lora_embedding_A")  # with these at 0 the product is 0, and learning goes on
+SAMPLES = 256  # values of each tensor in an identity
+
+
+class Adapter:
+    """What ``lora.attach`` put into a module.
+
+    Args:
+        module: with layers of peft.
+        config: peft's ``LoraConfig``, written beside an exported adapter.
+    """
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self.module, self.config = module, config
+        self._base: str | None = None  # identity of the base's weights, once asked for
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The module is the base model: nothing of the adapter is in a forward pass."""
+        layers = [
+            m for m in self.module.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        ]
+        trained = {id(p) for p in self.module.parameters() if p.requires_grad}
+        try:
+            for layer in layers:
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+            for parameter in self.module.parameters():  # the switch of peft also sets what is trained
+                parameter.requires_grad_(id(parameter) in trained)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter's own tensors (not copies), by the names of an adapter file."""
+        own = own_weights(self.module)
+        return {file_name(name): tensor for name, tensor in own.items() if OF_ADAPTER.search(name)}
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Base and adapter as one model, by the names of the base: ``W + scale * B A``, one tensor at a time.
+
+        The sum is taken in float32 at least and rounded to the base's type. The module is left alone.
+        """
+        own = own_weights(self.module)
+        for name, tensor in own.items():
+            owner, _, leaf = name.rpartition(BASE)
+            if OF_ADAPTER.search(name):
+                continue
+            if leaf == "weight" and owner:
+                yield base_name(name), merged_weight(self.module.get_submodule(owner))
+            elif SAVED in name:
+                yield base_name(name), own[name.replace(SAVED, f".modules_to_save.{NAME}.")].to(tensor.dtype)
+            else:
+                yield base_name(name), tensor
+
+    def take(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """Weights of an adapter, or of a whole model.
+
+        Those of an adapter (their names begin with ``base_model.model.``) become its own. Those of a model
+        become the base's, and the product of the adapter is 0 from then on: the module computes what the
+        model would. Its checkpoints then fit this base only.
+
+        Raises:
+            DataError: a name or shape does not fit, or weights are missing.
+        """
+        items = iter(stream)
+        first = list(itertools.islice(items, 1))
+        rest = itertools.chain(first, items)
+        if first and first[0][0].startswith(PREFIX):
+            take_weights(self.module, rest, mix, self.tensors())
+            return
+        self._fold()
+        take_weights(self.module, rest, mix, base_weights(self.module))
+        self._begin_again()
+
+    def base_identity(self) -> str:
+        """A hash by which the base's weights are known again: names, shapes and some values of each tensor.
+
+        Values are rounded to bfloat16 first, so that a base is the same in every type and on every device.
+        """
+        if self._base is None:
+            self._base = identity(base_weights(self.module))
+        return self._base
+
+    def export(self, folder: Path) -> None:
+        """A folder that ``PeftModel.from_pretrained`` loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state.save_tensors(folder / FILE, self.tensors())
+        self.config.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        """Bring what was learned into the base."""
+        base = base_weights(self.module)
+        for name, tensor in self.merged():
+            base[name].copy_(tensor)
+        self._begin_again()
+
+    @torch.no_grad()
+    def _begin_again(self) -> None:
+        """An adapter that adds nothing to the base as it is now."""
+        self._base = None
+        for name, tensor in self.tensors().items():
+            if any(f".{factor}" in name for factor in FACTORS):
+                tensor.zero_()
+        for module in self.module.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.modules_to_save[NAME].load_state_dict(module.original_module.state_dict())
+            elif isinstance(module, LoraLayer) and NAME in module.lora_magnitude_vector:
+                magnitude: Any = module.lora_magnitude_vector[NAME].weight
+                magnitude.copy_(merged_weight(module, lengths=False).norm(dim=1))
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, lengths: bool = True) -> Tensor:
+    """``W + scale * B A``; of DoRA (with ``lengths``) its rows scaled to the lengths that were learned."""
+    base = layer.get_base_layer().weight
+    exact = torch.promote_types(base.dtype, torch.float32)
+    weight = base.to(exact) + layer.get_delta_weight(NAME).to(exact)
+    if lengths and NAME in layer.lora_magnitude_vector:
+        length = layer.lora_magnitude_vector[NAME].weight.to(exact)
+        weight = weight * (length / weight.norm(dim=1))[:, None]
+    return weight.to(base.dtype)
+
+
+def file_name(name: str) -> str:
+    """A tensor's name in an adapter file, from its name in the module."""
+    plain = OF_ADAPTER.sub(lambda found: "" if found[1] == "modules_to_save" else f".{found[1]}", name)
+    return PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+def identity(tensors: Mapping[str, Tensor]) -> str:
+    """See ``Adapter.base_identity``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        flat = tensor.flatten()
+        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+        digest.update(some.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
