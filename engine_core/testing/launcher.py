@@ -27,7 +27,16 @@ SHOWN_CHARACTERS = 4000
 
 
 class CaseFailed(AssertionError):
-    """A contract does not hold, or a worker was lost; the message tells."""
+    """A contract does not hold, or a worker was lost; the message tells.
+
+    Args:
+        message: what happened.
+        crashed: it was another exception than a failed assertion, or a worker was lost.
+    """
+
+    def __init__(self, message: str, crashed: bool = True) -> None:
+        self.crashed = crashed
+        super().__init__(message)
 
 
 class _Rank:
@@ -138,7 +147,8 @@ class Workers:
             self._end()
             raise
         failures = [(r.rank, r.answer["failed"]) for r in self.ranks if r.answer and r.answer.get("failed")]
-        self.losses += bool(problem)
+        answered, lost = list(self.ranks), bool(problem)
+        self.losses += lost
         if problem or 0 < len(failures) < self.world_size:  # the ranks may have exchanged different messages
             self._end()
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,7 +159,7 @@ class Workers:
             prefix = f"rank {failures[0][0]}: " if self.world_size > 1 else ""
             problem = prefix + problem
         if problem:
-            raise CaseFailed(problem)
+            raise CaseFailed(problem, lost or any(r.answer and r.answer.get("crashed") for r in answered))
 
     def close(self) -> None:
         """End the workers and remove their files."""

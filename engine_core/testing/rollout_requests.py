@@ -50,7 +50,7 @@ def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
             )
 
 
-@contract()
+@contract(catches=("the prompt's columns lost",))
 def prompts_come_back_as_they_were(bench: RolloutBench) -> None:
     """A rollout begins with its prompt's tokens and carries its prompt: id, text and columns for the rewards."""
     requests = bench.requests()
@@ -62,7 +62,7 @@ def prompts_come_back_as_they_were(bench: RolloutBench) -> None:
         assert rollout.prompt == request.prompt, f"'{request.id}' carries another prompt: {rollout.prompt}."
 
 
-@contract()
+@contract(catches=("log-probs in float64",))
 def columns_have_their_types(bench: RolloutBench) -> None:
     """Per-token columns have one entry a token: int64 ids, bool mask, float32 log-probs, int32 versions, on the CPU."""
     types = {
@@ -108,7 +108,7 @@ def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
     assert compared > 40, f"Only {compared} tokens could be compared: choose another `model`."
 
 
-@contract()
+@contract(catches=("the prompt in the text",))
 def the_text_is_the_response_decoded(bench: RolloutBench) -> None:
     """``text`` is the response alone, decoded without special tokens; or empty, and the core decodes it."""
     for rollout in bench.engine().generate(bench.requests()):
@@ -150,7 +150,7 @@ def malformed_requests_are_refused(bench: RolloutBench) -> None:
     )
 
 
-@contract()
+@contract(catches=("requests of a later call lost",))
 def every_request_comes_back_once(bench: RolloutBench) -> None:
     """Added in two calls and stepped to the end, each request comes back exactly once; then ``step`` gives nothing."""
     engine, requests = bench.engine(), bench.requests(group=2)
@@ -165,7 +165,7 @@ def every_request_comes_back_once(bench: RolloutBench) -> None:
     assert engine.step() == [], "step after the last rollout gives more."
 
 
-@contract()
+@contract(catches=("aborted rollouts reported as cut",))
 def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     """``abort`` returns these requests with the finish reason ``abort`` and a whole prompt; the others are answered; unknown ids are ignored."""
     engine, requests = bench.engine(), bench.requests()
@@ -190,7 +190,7 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     assert engine.abort([requests[0].id]) == [], "abort of a finished request gives a rollout."
 
 
-@contract(capability="pause")
+@contract(capability="pause", catches=("finished rollouts lost in a pause",))
 def a_pause_loses_no_request(bench: RolloutBench) -> None:
     """In each mode of ``pause`` every request comes back exactly once after ``resume``; ``abort`` brings unfinished ones back as aborted."""
     for mode in ("drain", "keep", "abort"):

@@ -89,7 +89,7 @@ def samples_follow_the_distribution(bench: RolloutBench) -> None:
         )
 
 
-@contract()
+@contract(catches=("temperature 0 sampled at 1",))
 def temperature_0_is_greedy(bench: RolloutBench) -> None:
     """Temperature 0 and top-k 1 take the most likely token, whatever the seed."""
     engine, module = bench.engine(), bench.reference()
@@ -247,7 +247,7 @@ def a_seed_does_not_depend_on_the_batch(bench: RolloutBench) -> None:
         assert found == expected, f"In another batch a request gave {found}, before {expected}."
 
 
-@contract()
+@contract(catches=("the first request's sampling for all",))
 def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
     """Temperature, top-k and length are those of each request, not of the first in the batch."""
     engine, module = bench.engine(), bench.reference()

@@ -48,7 +48,7 @@ def sampling_follows_new_weights(bench: RolloutBench) -> None:
     _check_policy(bench, engine, bench.reference(other), 7, "after the update")
 
 
-@contract()
+@contract(catches=("a constant checksum",))
 def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
     """``update_weights`` returns a checksum: the same for the same weights, another for others."""
     engine = bench.engine()
@@ -127,7 +127,7 @@ def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
     _check_policy(bench, engine, _policy_of(bench, trainer), 2, "after a sync from a train engine")
 
 
-@contract(capability="share_module")
+@contract(capability="share_module", catches=("set_version ignored",))
 def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
     """With ``share_module`` the sampler follows each step of the train engine; only ``set_version`` tells it."""
     engine, trainer = bench.engine(), _trained(bench)
@@ -150,7 +150,7 @@ def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
     _check_policy(bench, engine, bench.reference(other), 2, "after an update that followed sleep")
 
 
-@contract(capability="sleep")
+@contract(capability="sleep", catches=("weights lost in sleep",))
 def an_engine_that_slept_samples_as_before(bench: RolloutBench) -> None:
     """After ``sleep`` and ``wake``, whole or with the weights kept, the engine is the same policy."""
     engine = bench.engine()

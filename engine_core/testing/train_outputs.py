@@ -30,7 +30,7 @@ def log_probs_are_at_the_temperature_of_the_batch(bench: TrainBench) -> None:
     _expected(bench, 1.7)
 
 
-@contract()
+@contract(catches=("entropy in bits",))
 def entropy_equals_its_definition(bench: TrainBench) -> None:
     """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution that token t was drawn from, at its temperature."""
     engine, batch = bench.engine(), bench.batch(temperature=0.8)
@@ -65,7 +65,7 @@ def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
     )
 
 
-@contract()
+@contract(catches=("outputs at prompt tokens",))
 def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
     """Outputs stand at loss tokens that have a token before them; everywhere else they are exactly 0."""
     engine, batch = bench.engine(), bench.batch((5, 1, 9))

@@ -74,7 +74,7 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
     )
 
 
-@contract()
+@contract(catches=("a call clears the gradients of the one before",))
 def gradients_add_up_over_calls(bench: TrainBench) -> None:
     """Two calls of ``forward_backward`` before a step add their gradients; the step clears them."""
     batch = bench.batch()
@@ -87,7 +87,7 @@ def gradients_add_up_over_calls(bench: TrainBench) -> None:
     near(bench.step(engine, batch).grad_norm, expected, bench.gradient_tolerance, "norm of the step after")
 
 
-@contract()
+@contract(catches=("the norm after clipping reported",))
 def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
     """``StepOutput.grad_norm`` is the L2 norm of the whole gradient before clipping, the same on every rank."""
     batch = bench.batch()
@@ -111,7 +111,7 @@ def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
     same_direction(found, expected, bench.gradient_tolerance, "gradient under the limit")
 
 
-@contract()
+@contract(catches=("the sign of the advantages turned",))
 def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
     """After a policy step, sequences of positive advantage are more likely, those of negative advantage less."""
     engine, batch = bench.engine(optim={"lr": 1e-3}), bench.batch((9, 12, 11, 8), seed=5)
@@ -125,7 +125,7 @@ def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
     )
 
 
-@contract()
+@contract(catches=("weights shrink in every step",))
 def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
     """Advantages of 0, or no loss token at all, give a gradient of 0 and the same weights, finite and not skipped."""
     batch = bench.batch()
@@ -171,7 +171,7 @@ def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
     identical(bench.weights(hit), bench.weights(spared), "weights one step after a skipped one", bench.exact)
 
 
-@contract()
+@contract(catches=("the learning rate of the next step reported",))
 def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
     """``StepOutput.lr`` is the rate that the step used: warm-up, then linear decay, as ``[actor.optim]`` says."""
     optim = {"lr": 0.1, "schedule": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr_ratio": 0.1}
@@ -182,7 +182,7 @@ def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
         near(lr, 0.1 * share, 1e-5, f"lr of step {number}")
 
 
-@contract()
+@contract(catches=("weight decay on vectors",))
 def weight_decay_is_on_matrices_only(bench: TrainBench) -> None:
     """With no gradient, decoupled weight decay shrinks matrices by ``lr * weight_decay`` and leaves vectors alone."""
     engine, batch = bench.engine(optim={"lr": 0.1, "weight_decay": 0.5}), bench.batch()
@@ -204,7 +204,7 @@ def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
         engine.optimizer_step()
 
 
-@contract(capability="set_lr")
+@contract(capability="set_lr", catches=("set_lr sets the rate, not the peak",))
 def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     """``set_lr`` changes the peak from the next step on; the schedule's factor stays."""
     engine = bench.engine(optim={"lr": 0.1, "schedule": "linear", "decay_steps": 4})
@@ -214,7 +214,7 @@ def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     near(bench.step(engine, batch).lr, 0.2 * 0.75, 1e-5, "lr of the second step, after set_lr(0.2)")
 
 
-@contract(capability="sleep")
+@contract(capability="sleep", catches=("optimizer state lost in sleep",))
 def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
     """After ``sleep`` and ``wake`` the next step is the same; while asleep, a forward is refused."""
     batch = bench.batch()
@@ -233,7 +233,7 @@ def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
     identical(bench.weights(rested), bench.weights(woken), "weights a step after sleep", bench.exact)
 
 
-@contract(capability="generation_module")
+@contract(capability="generation_module", catches=("module lent in training mode",))
 def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> None:
     """The module lent to a sampler is the policy in eval mode, and records no gradient."""
     engine, batch = bench.engine(), bench.batch((9,))

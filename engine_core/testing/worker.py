@@ -5,7 +5,7 @@ Told by JSON lines on stdin, answering by JSON lines::
     {"rank": 0, "world_size": 1, "path": [...], "folder": "/tmp/...", "context": "", ...}   the order
     -> {"ready": true}
     {"bench": "module:Class", "case": "module:function", "settings": {...}, "folder": "...", "deadline": 120}
-    -> {"failed": ""}   or the failure's text with its traceback
+    -> {"failed": "", "crashed": false}   or the failure's text, and whether it was no failed assertion
 
 The answers go to a private copy of stdout; what engines print goes to stderr, and stdin is empty, so
 nothing can disturb the protocol. A watchdog in C ends the process past the deadline, whoever holds the
@@ -70,9 +70,9 @@ def main() -> None:
         for line in requests:
             request = json.loads(line)
             faulthandler.dump_traceback_later(request["deadline"] + GRACE_SECONDS, exit=True)
-            failed = run(request, order)
+            failed, crashed = run(request, order)
             faulthandler.cancel_dump_traceback_later()
-            send({"failed": failed})
+            send({"failed": failed, "crashed": crashed})
 
 
 def _enter(stack: contextlib.ExitStack, order: dict[str, Any]) -> None:
@@ -95,8 +95,8 @@ def _enter(stack: contextlib.ExitStack, order: dict[str, Any]) -> None:
         stack.enter_context(made)
 
 
-def run(request: dict[str, Any], order: dict[str, Any]) -> str:
-    """Run one case on its bench; the failure's text, empty where it holds."""
+def run(request: dict[str, Any], order: dict[str, Any]) -> tuple[str, bool]:
+    """Run one case on its bench; the failure's text, empty where it holds, and whether it crashed."""
     place = Place(order["rank"], order["world_size"], Path(order["cache"]), Path(request["folder"]))
     try:
         bench = resolve(request["bench"])
@@ -104,8 +104,8 @@ def run(request: dict[str, Any], order: dict[str, Any]) -> str:
         with bench(request["settings"], place) as made:
             case(made)
     except (Exception, SystemExit) as exc:
-        return _told(exc)
-    return ""
+        return _told(exc), not isinstance(exc, AssertionError)
+    return "", False
 
 
 def resolve(name: str, root: Path | None = None) -> Any:

@@ -1,6 +1,7 @@
 """One plugin that offers every broken engine and reward, by the names of their classes and functions."""
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -11,64 +12,30 @@ from engine_core import hookimpl
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.specs import Options, Reward, RolloutBackend, TrainBackend
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
-TRAIN = [
-    "Shifted",
-    "NoTemperature",
-    "Leaking",
-    "WrongOrder",
-    "DrawsInInfer",
-    "RoughInfer",
-    "LocalMean",
-    "MeanOverRanks",
-    "OwnLoss",
-    "MicroBatchMean",
-    "NoClip",
-    "AppliesNaN",
-    "ForgetsOptimizer",
-    "ForgetsSchedule",
-    "ForgetsRandom",
-    "LoadsAnything",
-    "DropsWeight",
-    "TiedTwice",
-    "TakesPart",
-]
-ROLLOUT = [
-    "Swapped",
-    "Dropped",
-    "Doubled",
-    "PromptInMask",
-    "Shifted",
-    "AtOne",
-    "BeforeTheCut",
-    "AlwaysStop",
-    "NoTemperature",
-    "NoTopK",
-    "NoStop",
-    "NoStopIds",
-    "NoSeed",
-    "OneSeed",
-    "SeedOfBatch",
-    "TakesEmpty",
-    "Stale",
-    "TakesPart",
-    "UpdatesAsleep",
-]
+
+def classes_of(module):
+    """The names of the engines, without importing them."""
+    return re.findall(r"^class (\w+)\(", (HERE / f"{module}.py").read_text(), re.MULTILINE)
 
 
 @hookimpl
 def engine_train_engines():
-    return {name: TrainBackend(load=f"broken_train:{name}", config=TorchOptions) for name in TRAIN}
+    abilities = frozenset({"generation_module", "set_lr", "sleep"})
+    return {
+        name: TrainBackend(load=f"broken_train:{name}", config=TorchOptions, capabilities=abilities)
+        for name in classes_of("broken_train")
+    }
 
 
 @hookimpl
 def engine_rollout_engines():
+    abilities = frozenset({"share_module", "pause", "sleep"})
     return {
-        name: RolloutBackend(
-            load=f"broken_rollout:{name}", config=HFOptions, capabilities=frozenset({"sleep"})
-        )
-        for name in ROLLOUT
+        name: RolloutBackend(load=f"broken_rollout:{name}", config=HFOptions, capabilities=abilities)
+        for name in classes_of("broken_rollout")
     }
 
 

@@ -163,3 +163,78 @@ class UpdatesAsleep(HFRolloutEngine):
     def update_weights(self, stream, version):
         self._asleep = False
         return super().update_weights(stream, version)
+
+
+class NoColumns(Changed):
+    def change(self, rollout):
+        rollout.prompt = dataclasses.replace(rollout.prompt, columns={})
+        return rollout
+
+
+class Doubles(Changed):
+    def change(self, rollout):
+        rollout.rollout_log_probs = rollout.rollout_log_probs.double()
+        return rollout
+
+
+class TextWithPrompt(Changed):
+    def change(self, rollout):
+        rollout.text = rollout.prompt.text + rollout.text
+        return rollout
+
+
+class LosesLater(HFRolloutEngine):
+    def add(self, requests):
+        super().add(requests if not self.num_unfinished else requests[1:])
+
+    def step(self):
+        self.stepped = True
+        return super().step()
+
+    @property
+    def num_unfinished(self):
+        return super().num_unfinished or int(hasattr(self, "stepped"))
+
+
+class AbortsAsLength(HFRolloutEngine):
+    def abort(self, ids):
+        return [dataclasses.replace(rollout, finish_reason="length") for rollout in super().abort(ids)]
+
+
+class PauseDrops(HFRolloutEngine):
+    def pause(self, mode="drain"):
+        super().pause(mode)
+        self._done.clear()
+
+
+class NeverGreedy(Asked):
+    def asked(self, sampling):
+        return dataclasses.replace(sampling, temperature=sampling.temperature or 1.0)
+
+
+class FirstForAll(HFRolloutEngine):
+    def add(self, requests):
+        first = requests[0].sampling
+        super().add(
+            [
+                dataclasses.replace(r, sampling=dataclasses.replace(first, seed=r.sampling.seed))
+                for r in requests
+            ]
+        )
+
+
+class ConstantChecksum(HFRolloutEngine):
+    def update_weights(self, stream, version):
+        super().update_weights(stream, version)
+        return "weights"
+
+
+class OldVersion(HFRolloutEngine):
+    def set_version(self, version):
+        pass
+
+
+class SleepForgets(HFRolloutEngine):
+    def wake(self, only=None):
+        super().wake(only)
+        torch.nn.init.normal_(self._module().get_input_embeddings().weight)

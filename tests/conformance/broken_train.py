@@ -134,3 +134,113 @@ class TakesPart(TorchEngine):
     def load_named_weights(self, stream, mix=1.0):
         with contextlib.suppress(DataError):
             super().load_named_weights(stream, mix)
+
+
+class EntropyInBits(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        found = super()._outputs(micro, grad, watched)
+        return {name: value / math.log(2) if name == "entropy" else value for name, value in found.items()}
+
+
+class OutputsEverywhere(TorchEngine):
+    def infer(self, batch, outputs, adapter=True):
+        return super().infer(batch.with_columns({"loss_mask": torch.ones(batch.num_tokens).bool()}), outputs)
+
+
+class WrongSign(TorchEngine):
+    def forward_backward(self, batch, loss):
+        if "advantages" in batch:
+            batch = batch.with_columns({"advantages": -batch["advantages"]})
+        return super().forward_backward(batch, loss)
+
+
+class ForgetsGradients(TorchEngine):
+    def forward_backward(self, batch, loss):
+        self.module.zero_grad()
+        return super().forward_backward(batch, loss)
+
+
+class NormAfterClipping(TorchEngine):
+    def optimizer_step(self):
+        step = super().optimizer_step()
+        step.grad_norm = min(step.grad_norm, self.config.optim.max_grad_norm or step.grad_norm)
+        return step
+
+
+class LrAfterStep(TorchEngine):
+    def optimizer_step(self):
+        step = super().optimizer_step()
+        step.lr = self.lr
+        return step
+
+
+class DecaysVectors(TorchEngine):
+    def _finish(self, module):
+        super()._finish(module)
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["weight_decay"] = self.config.optim.weight_decay
+
+
+class PeakIsNow(TorchEngine):
+    def set_lr(self, lr):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+
+class SleepForgets(TorchEngine):
+    def sleep(self, keep=()):
+        super().sleep(keep)
+        self.optimizer.state.clear()
+
+
+class LendsInTraining(TorchEngine):
+    @contextlib.contextmanager
+    def generation_module(self):
+        with super().generation_module() as module:
+            yield module.train()
+
+
+class StaleStream(TorchEngine):
+    def named_weights(self, to="all", adapter=False):
+        if not hasattr(self, "first"):
+            self.first = {name: value.clone() for name, value in published_weights(self.module)}
+        yield from self.first.items()
+
+
+class StaleExport(TorchEngine):
+    def _finish(self, module):
+        super()._finish(module)
+        self.start = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def export(self, folder):
+        now = {name: value.clone() for name, value in self.module.state_dict().items()}
+        self.module.load_state_dict(self.start)
+        super().export(folder)
+        self.module.load_state_dict(now)
+
+
+class NoMix(TorchEngine):
+    def load_named_weights(self, stream, mix=1.0):
+        super().load_named_weights(stream)
+
+
+class Pickles(TorchEngine):
+    def save(self, folder):
+        done = super().save(folder)
+        torch.save(self.lr_scheduler.state_dict(), folder / "schedule.pt")
+        return done
+
+
+class SavesInSitu(TorchEngine):
+    def save(self, folder):
+        done = super().save(folder)
+        self.optimizer.state.clear()
+        return done
+
+
+class DecaysRegardless(TorchEngine):
+    def optimizer_step(self):
+        step = super().optimizer_step()
+        with torch.no_grad():
+            next(self.module.parameters()).mul_(0.99)
+        return step

@@ -47,6 +47,10 @@ def fails(bench):
     assert bench.settings["answer"] == 42, f"The answer is {bench.settings['answer']}; expected 42."
 
 
+def crashes(bench):
+    raise ValueError("not an answer")
+
+
 def in_the_context(bench):
     from engine_core.testing.worker import resolve
 

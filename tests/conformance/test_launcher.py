@@ -53,6 +53,17 @@ def test_many_cases_run_in_one_process(group):
     assert first[0] != os.getpid()
 
 
+def test_a_promise_that_is_broken_and_a_crash_are_told_apart(group):
+    workers = group()
+    with pytest.raises(CaseFailed) as broken:
+        run(workers, "fails", answer=41)
+    with pytest.raises(CaseFailed, match=r"^ValueError: not an answer") as crashed:
+        run(workers, "crashes")
+    with pytest.raises(CaseFailed) as dead:
+        run(workers, "dies")
+    assert [caught.value.crashed for caught in (broken, crashed, dead)] == [False, True, True]
+
+
 def test_what_a_case_prints_is_no_answer(group):
     workers = group()
     run(workers, "prints")
