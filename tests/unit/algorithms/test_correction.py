@@ -16,7 +16,7 @@ from engine_core.algorithms.correction import (
 )
 from engine_core.types import Batch
 
-RATIOS = [[1.5, 4.0], [0.51], [1.02, 0.99, 1.0], [1e-12], [1e12, 1e-3], []]
+RATIOS = [[1.5, 4.0], [0.51], [1.02, 0.99, 1.0], [1.009, 1.008, 1.009], [1e-12], [1e12, 1e-3], []]
 """pi / pi_rollout at the loss tokens of each sequence; each also has one prompt token."""
 
 
