@@ -124,7 +124,7 @@ class Workers:
         self.losses = 0  # groups of which a rank died or did not answer
         self.cases = 0
         self.hopeless = ""  # why no more are started
-        self.folder = Path(tempfile.mkdtemp(prefix="engine-conformance-"))
+        self.folder = Path()  # made with the first workers
 
     def run(self, bench: str, case: str, settings: Mapping[str, Any]) -> None:
         """Run one case on every rank.
@@ -164,13 +164,17 @@ class Workers:
     def close(self) -> None:
         """End the workers and remove their files."""
         self._end()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.starts:
+            shutil.rmtree(self.folder)
+            self.starts = 0
 
     def _start(self) -> None:
         if not self.hopeless and self.losses >= MOST_LOSSES:
             self.hopeless = f"The workers were lost {self.losses} times; they are not started again."
         if self.hopeless:
             raise CaseFailed(self.hopeless)
+        if not self.starts:
+            self.folder = Path(tempfile.mkdtemp(prefix="engine-conformance-"))
         self.starts += 1
         cache = self.folder / f"cache{self.starts}"
         cache.mkdir()

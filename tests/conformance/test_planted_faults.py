@@ -113,7 +113,9 @@ def workers():
     groups = {}
 
     def of(size):
-        return groups.setdefault(size, Workers(size))
+        if size not in groups:
+            groups[size] = Workers(size)
+        return groups[size]
 
     yield of
     for group in groups.values():
