@@ -51,6 +51,7 @@ class Rounds:
         self.each_round, self.at_end = stages[:split], stages[split:]
         self.refill = [s for s in stages if isinstance(s.options, RefillOptions)]
         self.count = self.prompts = 0  # rounds, prompts taken
+        self.closed = False  # the last round is scored
         self.fresh: list[Rollout] = []  # of this round
         self.greedy: list[Rollout] = []
         self.sampled: list[Rollout] = []  # of all rounds
@@ -65,12 +66,9 @@ class Rounds:
         """Prompts to take for the next round; 0: there is none."""
         wanted = self.config.data.prompts_per_step
         options = [stage.options for stage in self.refill]
-        if self.count == 0:
-            lacking = wanted
-        elif self.count < min((each.max_rounds for each in options), default=1):
-            lacking = max(wanted - groups_in(self.kept), 0)
-        else:
-            lacking = 0
+        if self.closed or self.count >= min((each.max_rounds for each in options), default=1):
+            return 0
+        lacking = max(wanted - groups_in(self.kept), 0)
         return math.ceil(lacking * max((each.oversample for each in options), default=1.0))
 
     def sample(self, prompts: Sequence[Prompt]) -> None:
@@ -81,7 +79,7 @@ class Rounds:
         self.count, self.prompts = self.count + 1, self.prompts + len(prompts)
 
     def score(self) -> None:
-        """Rewards of this round, and the stages up to the last that refills."""
+        """Rewards of this round, and the stages up to the last that refills; after the last round the others."""
         self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step)))
         self.sampled += self.fresh
         if self.with_greedy:
@@ -90,21 +88,25 @@ class Rounds:
             self.baselines |= {r.group_id: r.reward for r in self.greedy if r.valid}
         kept, noted = self._run(self.each_round, self.fresh)
         self.kept += kept
-        self.staged = {name: self.staged.get(name, 0.0) + value for name, value in noted.items()}
+        for name, value in noted.items():
+            self.staged[name] = self.staged.get(name, 0.0) + value
+        if self.missing == 0:
+            self.closed = True  # stages may drop groups now without having them replaced
+            if self.refill:
+                self._close_refill(self.refill[-1].name)
+            self.kept, noted = self._run(self.at_end, self.kept)
+            self.staged |= noted
 
     def finish(self) -> tuple[list[Rollout], dict[str, float]]:
         """The step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
-        if self.refill:
-            self._close_refill(self.refill[-1].name)
-        rollouts, noted = self._run(self.at_end, self.kept)
-        metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged | noted
-        metrics["tokens/total"] = float(sum(len(r.token_ids) for r in rollouts))
+        metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged
+        metrics["tokens/total"] = float(sum(len(r.token_ids) for r in self.kept))
         if self.with_greedy:
             rewards = list(self.baselines.values())
             metrics["greedy/tokens"] = float(self.greedy_tokens)
             metrics["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
             metrics["tokens/generated"] += self.greedy_tokens
-        return rollouts, metrics
+        return self.kept, metrics
 
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Pack the rollouts, with the columns that only the run knows.
