@@ -34,17 +34,16 @@ def log_probs(engine, batch, **more):
     return engine.infer(batch, ["log_probs"], **more)["log_probs"]
 
 
-def alone(model, batch):
+def alone(model, batch, grad=False):
     """[T] log-probs of the loss tokens, one sequence at a time."""
     rows = []
     for ids, mask in zip(
         batch.token_ids.split(batch.lengths.tolist()), batch["loss_mask"].split(batch.lengths.tolist()), strict=True
     ):  # fmt: skip
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             logits = model(input_ids=ids[None]).logits[0]
-        found = torch.zeros(len(ids), dtype=logits.dtype)
-        found[1:] = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None]).squeeze(1)
-        rows.append(found * mask)
+            found = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None]).squeeze(1)
+        rows.append(torch.cat([torch.zeros(1, dtype=logits.dtype), found]) * mask)
     return torch.cat(rows)
 
 
@@ -296,3 +295,34 @@ def test_an_engine_that_slept_goes_on_as_if_it_had_not(make_engine, batch):
         engine.forward_backward(batch, NLL)
         engine.optimizer_step()
     assert torch.equal(log_probs(awake, batch), log_probs(slept, batch))
+
+
+@pytest.mark.parametrize("lora", [KINDS["plain"], KINDS["rslora"], KINDS["with a module"]])
+def test_the_gradient_is_that_of_the_merged_model_by_the_chain_rule(make_engine, batch, lora):
+    """With G the gradient at ``W + s B A``: that of B is ``s G A^T``, that of A is ``s B^T G``."""
+    engine = trained(make_engine, batch, lora=lora, optim={"max_grad_norm": 0})
+    model = AutoModelForCausalLM.from_config(engine.module.config, dtype=torch.float64).eval()
+    model.load_state_dict(by_hand(engine, lora))
+    with torch.enable_grad():
+        (-alone(model, batch, grad=True) * batch["weights"]).sum().backward()
+    engine.forward_backward(batch, NLL)
+    scale = 32 / 4**0.5 if lora.get("rslora") else 32 / 4
+    compared = 0
+    for name, layer in engine.module.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        whole = model.get_parameter(f"{name}.weight").grad
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        for found, expected in (
+            (b.grad, scale * whole @ a.double().T),
+            (a.grad, scale * b.double().T @ whole),
+        ):
+            torch.testing.assert_close(
+                found.double(), expected, rtol=1e-3, atol=1e-5 * float(expected.norm())
+            )
+            compared += 1
+    assert compared == 28
+    squares = sum(
+        float(p.grad.double().square().sum()) for p in engine.module.parameters() if p.requires_grad
+    )
+    assert engine.optimizer_step().grad_norm == pytest.approx(squares**0.5, rel=1e-5)

@@ -1,0 +1,17 @@
+from engine_core.testing import TrainEngineSuite
+
+OTHER = "the gradient is the adapter's, not that of the whole model; see tests/unit/engines/test_adapter.py"
+
+
+class TestLoRA(TrainEngineSuite):
+    backend = "adapted"
+    plugins = ["lora_plugin.py"]
+    unsupported = {
+        "test_the_gradient_is_that_of_the_global_sum": OTHER,
+        "test_the_policy_gradient_equals_the_reference": OTHER,
+        "test_gradients_add_up_over_calls": OTHER,
+        "test_grad_norm_is_the_global_norm_before_clipping": OTHER,
+        "test_gradients_are_clipped_to_max_grad_norm": OTHER,
+        "test_weight_decay_is_on_matrices_only": "the frozen weights do not decay",
+        "test_a_resumed_run_continues_exactly": "it resumes over another base, which is refused",
+    }
