@@ -61,7 +61,7 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_is_reported_and_pruned(engin
     assert len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("point", BEFORE_PUBLICATION)
+@pytest.mark.parametrize("point", ["checkpoint.begin", "checkpoint.before_publish"])
 def test_a_run_killed_in_its_first_save_has_nothing_to_resume_and_says_so(engine, tiny, point):
     run = engine("train", tiny(RUN), env={"ENGINE_FAULT": f"{point}:kill"})
     assert run.code == -signal.SIGKILL

@@ -18,8 +18,16 @@ def checkpoints(engine):
     return sorted(path.name for path in (engine.folder / "runs" / "r" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("point", ["checkpoint.begin", "checkpoint.after_role", "checkpoint.in_manifest"])
-@pytest.mark.parametrize("action", ["nospace", "ioerror"])
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        ("checkpoint.begin", "nospace"),
+        ("checkpoint.after_role", "ioerror"),
+        ("checkpoint.in_manifest", "nospace"),
+        pytest.param("checkpoint.begin", "ioerror", marks=pytest.mark.slow),
+        pytest.param("checkpoint.before_publish", "nospace", marks=pytest.mark.slow),
+    ],
+)
 def test_a_save_that_fails_is_a_warning_and_training_goes_on(engine, tiny, straight, result, point, action):
     run = engine("train", tiny(), env={"ENGINE_FAULT": f"{point}@2:{action}"})
     assert run.code == 0, run.err
@@ -94,6 +102,17 @@ def flip_a_byte(path):
 
 
 DAMAGES = {"truncated": truncate, "flipped": flip_a_byte, "gone": os.unlink}
+QUICK = {
+    ("actor/weights.safetensors", "flipped"),
+    ("actor/optimizer.safetensors", "truncated"),
+    ("actor/state.json", "gone"),
+    ("state.json", "flipped"),
+}
+EACH = [
+    pytest.param(file, damage, marks=[] if (file, damage) in QUICK else pytest.mark.slow)
+    for file in FILES
+    for damage in DAMAGES
+]
 
 
 @pytest.fixture
@@ -104,8 +123,7 @@ def finished(engine, tiny):
     return engine.folder / "runs" / "r" / "checkpoints" / "step_00000002"
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("file", "damage"), EACH)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
     engine, finished, straight, result, file, damage
 ):
@@ -133,7 +151,13 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("content", MANIFESTS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(name, marks=[] if name in ("missing", "half", "binary") else pytest.mark.slow)
+        for name in MANIFESTS
+    ],
+)
 def test_a_missing_or_unreadable_manifest_is_told_and_the_checkpoint_before_is_taken(
     engine, finished, content
 ):

@@ -24,6 +24,12 @@ PHASES = {  # point and its pass, steps that are done when the signal comes
     "save": ("checkpoint.after_role@1", 2),
 }
 CODES = {"term": 75, "int": 130}
+QUICK = {("rollout", "int"), ("save", "int"), *((phase, "term") for phase in PHASES)}
+EACH = [
+    pytest.param(phase, action, marks=[] if (phase, action) in QUICK else pytest.mark.slow)
+    for phase in PHASES
+    for action in CODES
+]
 
 
 def newest(engine):
@@ -35,8 +41,7 @@ def return_code(process):
     return 128 - process.code if process.code < 0 else process.code
 
 
-@pytest.mark.parametrize("action", CODES)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "action"), EACH)
 def test_a_signal_stops_saves_and_the_resumed_run_is_the_straight_one(
     engine, tiny, straight, result, phase, action
 ):
