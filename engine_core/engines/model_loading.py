@@ -179,6 +179,8 @@ def load_weights(
     """
     built: PreTrainedModel
     info: dict[str, Any]
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report of what does not fit: ours is below
     try:
         built, info = kind.from_pretrained(
             model.path,
@@ -192,6 +194,8 @@ def load_weights(
         )
     except OSError as error:
         raise ConfigError(f"model.path '{model.path}' cannot be read: {_first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     fresh = [str(name) for name in info["missing_keys"] if _module(name) in absent]
     free = {"missing_keys": absent, "unexpected_keys": unused, "mismatched_keys": ()}
     found = {

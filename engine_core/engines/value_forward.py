@@ -82,8 +82,7 @@ class ValueForward(PackedForward):
         if self.head is None:
             return rows.squeeze(-1).float()
         weight = next(self.head.project.parameters())
-        with torch.autocast(self.device.type, enabled=False):
-            return self.head(rows.to(weight.dtype)).squeeze(-1)
+        return self.head(rows.to(weight.dtype)).squeeze(-1)  # outside of autocast
 
     def _result(self, output: Any) -> Tensor:
         """[1, T, 1] of a module that is not of transformers."""
