@@ -41,7 +41,7 @@ def alone(model, batch, grad=False):
         batch.token_ids.split(batch.lengths.tolist()), batch["loss_mask"].split(batch.lengths.tolist()), strict=True
     ):  # fmt: skip
         with torch.set_grad_enabled(grad):
-            logits = model(input_ids=ids[None]).logits[0]
+            logits = model(input_ids=ids[None].to(next(model.parameters()).device)).logits[0].cpu()
             found = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None]).squeeze(1)
         rows.append(torch.cat([torch.zeros(1, dtype=logits.dtype), found]) * mask)
     return torch.cat(rows)
@@ -49,11 +49,13 @@ def alone(model, batch, grad=False):
 
 def by_hand(engine, lora):
     """The base's weights in float64 with the product of every layer added, from the adapter's own tensors."""
-    weights = {n: t.double() for n, t in engine.module.state_dict().items() if "lora_" not in n}
+    weights = {n: t.double().cpu() for n, t in engine.module.state_dict().items() if "lora_" not in n}
     weights = {n.replace(".base_layer", ""): t for n, t in weights.items() if ".original_module" not in n}
     weights = {n.replace(".modules_to_save.default", ""): t for n, t in weights.items()}
     scale = 32 / 4**0.5 if lora.get("rslora") else 32 / 4
-    tensors = {n.removeprefix("base_model.model."): t.double() for n, t in engine.adapter.tensors().items()}
+    tensors = {
+        n.removeprefix("base_model.model."): t.double().cpu() for n, t in engine.adapter.tensors().items()
+    }
     for name, a in tensors.items():
         if not name.endswith("lora_A.weight"):
             continue
@@ -75,7 +77,7 @@ def test_the_forward_with_adapter_and_the_merged_weights_are_w_plus_scale_b_a(
     expected = by_hand(engine, lora)
     merged = dict(engine.named_weights())
     for name, tensor in merged.items():
-        torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=2e-6, msg=name)
+        torch.testing.assert_close(tensor.double().cpu(), expected[name], rtol=0, atol=2e-6, msg=name)
     tied = {"lm_head.weight"} if family != "llama" else set()
     assert merged.keys() == expected.keys() - tied
     model = AutoModelForCausalLM.from_config(engine.module.config, dtype=torch.float64).eval()
@@ -176,7 +178,7 @@ def test_an_export_is_the_merged_model(make_engine, batch, tmp_path, family):
     written = load_file(tmp_path / "out" / "model.safetensors")
     weights = dict(engine.named_weights())
     assert written.keys() == weights.keys()
-    assert all(torch.equal(written[name], value) for name, value in weights.items())
+    assert all(torch.equal(written[name], value.cpu()) for name, value in weights.items())
     plain = make_engine(family, model={"path": str(tmp_path / "out")})
     assert (log_probs(plain, batch) - log_probs(engine, batch)).abs().max() < 1e-4
 
@@ -314,11 +316,11 @@ def test_the_gradient_is_that_of_the_merged_model_by_the_chain_rule(make_engine,
         whole = model.get_parameter(f"{name}.weight").grad
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         for found, expected in (
-            (b.grad, scale * whole @ a.double().T),
-            (a.grad, scale * b.double().T @ whole),
+            (b.grad, scale * whole @ a.double().cpu().T),
+            (a.grad, scale * b.double().cpu().T @ whole),
         ):
             torch.testing.assert_close(
-                found.double(), expected, rtol=1e-3, atol=1e-5 * float(expected.norm())
+                found.double().cpu(), expected, rtol=1e-3, atol=1e-5 * float(expected.detach().norm())
             )
             compared += 1
     assert compared == 28

@@ -83,7 +83,7 @@ def test_the_product_is_scaled_by_alpha_over_rank_or_its_root(make_engine, rslor
     layer = engine.module.get_submodule("model.layers.0.self_attn.q_proj")
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     nn.init.normal_(b)
-    x = torch.randn(3, 32)
+    x = torch.randn(3, 32).to(a.device)
     with torch.no_grad():
         expected = layer.base_layer.weight.double() @ x.double().T + scale * b.double() @ (
             a.double() @ x.double().T
