@@ -33,7 +33,7 @@ log = logging.getLogger("engine")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 1
+FORMAT = 2
 MAX_JSON_BYTES = 64 * 1024**2  # of the manifest and of state.json; ours are far below
 PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"})
 """Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""

@@ -231,7 +231,9 @@ class TrainingRun(abc.ABC):
             ConfigError: there is no adapter.
         """
         if adapter and self.config.actor.lora is None:
-            raise ConfigError("The run trained the whole model: it has no [actor.lora], so there is no adapter.")
+            raise ConfigError(
+                "The run trained the whole model: it has no [actor.lora], so there is no adapter."
+            )
         self.setup()
         what: dict[str, Any] = {"adapter": True} if adapter else {}
         self.groups["actor"].call("export", folder=Path(folder), **what).result()
@@ -371,7 +373,9 @@ class TrainingRun(abc.ABC):
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
             where = f"in step {self.step_now}. {self.way_on()}" if loop else "before its first step."
             if self.folder is not None and isinstance(error, Exception):
-                log.error("%s", error, exc_info=error, extra=FILE_ONLY)  # whoever called shows it on the screen
+                log.error(
+                    "%s", error, exc_info=error, extra=FILE_ONLY
+                )  # whoever called shows it on the screen
                 log.error("The run failed %s", where)
             elif self.folder is not None:
                 log.warning("The run was ended at once %s", where)

@@ -113,7 +113,9 @@ def test_schema_points_to_the_tables_below_and_shows_single_keys(engine):
     )
     assert "name = required  (" in engine("schema", "reward").out
     assert engine("schema", "actor.").out == actor
-    assert 'trainer = "rl"  ("dpo" | "kto" | "reward_model" | "rl" | "sft")' in engine("schema", "trainer").out
+    assert (
+        'trainer = "rl"  ("dpo" | "kto" | "reward_model" | "rl" | "sft")' in engine("schema", "trainer").out
+    )
     assert "stop = []  (list of string)" in engine("schema", "rollout").out
 
 
@@ -122,7 +124,7 @@ def test_schema_of_an_unknown_key_suggests_the_nearest(engine):
     assert answer.code == 2
     assert answer.err == (
         "engine: [actor] has no table or key 'trch'. Did you mean 'torch'? "
-        "Known: backend, max_tokens_per_rank, optim, path, torch.\n"
+        "Known: backend, lora, max_tokens_per_rank, optim, path, torch.\n"
     )
 
 
