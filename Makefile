@@ -7,7 +7,8 @@ PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
 DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
 SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
 
 .PHONY: install demo demo-control test test-full lint docs bench clean
 
@@ -35,10 +36,11 @@ demo-control: .venv/.demo
 	$(BIN)/python examples/word_problems/demo.py --control --folder demo-control
 
 test: install
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu"
 
-test-full: install
-	$(PYTEST) -m "not gpu"
+# The slow ones use all cores themselves, or watch memory: one after another.
+test-full: test
+	$(PYTEST) -m "slow and not gpu"
 
 lint: install
 	$(BIN)/ruff check .
