@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -140,6 +140,25 @@ class PluginSet:
         if kind in CONTRACTS:
             _check_engine(label, spec, found)
         return found
+
+    def function(self, kind: str, name: str) -> Callable[..., Any]:
+        """``resolve`` for a function: what it raises carries its plugin's name and version.
+
+        An error of the core's own functions passes as it is: it is a bug of ours.
+        """
+        spec, plugin = self.chosen[kind, name]
+        found: Callable[..., Any] = self.resolve(kind, name)
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            try:
+                return found(*arguments, **options)
+            except EngineError:
+                raise
+            except Exception as exc:
+                what = describe(exc, plugin.module.__name__)
+                raise PluginError(f"{plugin.label}: {spec.noun} '{name}' failed: {what}") from exc
+
+        return found if plugin.source == CORE else called
 
     def overrides(self, hook: str) -> bool:
         """Whether a plugin of this run implements a step hook."""

@@ -41,7 +41,7 @@ class Trainer(TrainingRun):
     def prepare(self) -> None:
         self.policy = PolicyUpdate(self)
         self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
-        self.advantage = self.plugins.resolve("advantages", self.config.algorithm.advantage)
+        self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
         self.sampling = RolloutSource(self)
 
     def roles(self, training: bool) -> dict[str, Role]:

@@ -40,7 +40,7 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
         return partial(OBJECTIVES[call.name], **call.parameters)
     if call.name == "policy":
         parameters: dict[str, Any] = dict(call.parameters)
-        loss = plugins.resolve("losses", parameters.pop("loss"))
+        loss = plugins.function("losses", parameters.pop("loss"))
         token_loss = partial(loss, **parameters.pop("loss_options"))
         correction = Correction(**parameters.pop("correction", {}))
         return partial(policy, token_loss=token_loss, correction=correction, **parameters)

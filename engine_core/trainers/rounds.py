@@ -137,7 +137,7 @@ class Rounds:
     ) -> tuple[list[Rollout], dict[str, float]]:
         metrics: dict[str, float] = {}
         for stage in stages:
-            function = self.source.run.plugins.resolve("stages", stage.name)
+            function = self.source.run.plugins.function("stages", stage.name)
             trainers_own = (
                 set(RefillOptions.model_fields) if isinstance(stage.options, RefillOptions) else set()
             )

@@ -194,8 +194,9 @@ def engine_stages():
             plugin=tiny_plugin + stage,
         ),
     )
-    assert run.code != 0
-    assert "I do not like these" in run.err
-    assert "picky" in run.err
+    assert run.code == 3
+    assert "tiny.py" in run.err
+    assert "stage 'picky' failed: ValueError: I do not like these" in run.err
+    assert "Traceback" not in run.err
     kept = [path.name for path in (engine.folder / "runs" / "r" / "checkpoints").glob("step_*")]
     assert "step_00000002" in kept

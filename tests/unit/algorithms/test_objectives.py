@@ -145,7 +145,7 @@ def test_sums_over_parts_are_those_of_the_whole():
 
 def test_a_loss_is_resolved_by_name_with_its_options():
     class Plugins:
-        def resolve(self, kind, name):
+        def function(self, kind, name):
             assert (kind, name) == ("losses", "mine")
             return partial(ppo_clip)
 
