@@ -109,7 +109,7 @@ class Checkpoints:
         faults.point("checkpoint.after_publish")
         _sync_folder(self.folder)
         faults.point("checkpoint.before_prune")
-        self.prune(self.keep_last)
+        self.prune(self.keep_last, upto=step)
         return final
 
     def path(self, step: int) -> Path:
@@ -150,15 +150,19 @@ class Checkpoints:
             for path in self.folder.glob(f".step_*.{sort}-*")
         )
 
-    def prune(self, keep: int, dry_run: bool = False, deep: bool = False) -> list[Path]:
+    def prune(
+        self, keep: int, dry_run: bool = False, deep: bool = False, upto: int | None = None
+    ) -> list[Path]:
         """Delete all but the newest ``keep`` verified checkpoints and the best ones; returns what goes.
 
         Args:
             keep: how many stay besides the best.
             dry_run: delete nothing.
             deep: compare hashes to find which are verified, not sizes alone.
+            upto: leave later steps out. A resume passed over them as damaged, which sizes may not show.
         """
-        good = [step for step in self.steps() if not problems(self.path(step), deep)]
+        steps = [step for step in self.steps() if upto is None or step <= upto]
+        good = [step for step in steps if not problems(self.path(step), deep)]
         stay = {*good[-keep:], *self._best_of(good)}
         gone = [self.path(step) for step in good if step not in stay]
         for path in gone if not dry_run else ():

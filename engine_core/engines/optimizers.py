@@ -72,7 +72,8 @@ def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> 
     groups = optimizer.param_groups
     bases = getattr(scheduler, "base_lrs", None) or [group.get("initial_lr", group["lr"]) for group in groups]
     bases = [float(base) for base in bases]
-    peaks = [lr * base / max(bases) if max(bases) else lr for base in bases]
+    # the share first: lr * base / base is not always lr, and a resumed run has the rate of the straight one
+    peaks = [lr * (base / max(bases)) if max(bases) else lr for base in bases]
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = peaks
     factors = getattr(scheduler, "lr_lambdas", None)

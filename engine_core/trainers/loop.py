@@ -57,6 +57,8 @@ class StepLoop:
         with Progress(self._total, run.step_done, run.folder.path.name) as run.progress:
             try:
                 if self.point.unfinished is not None:
+                    if run.step_done:  # its evaluation is under the settings of its step
+                        self._apply_schedule(run.step_done)
                     metrics = self._finish(dict(self.point.unfinished))
                 while run.step_done < self._total:
                     run.signals.check()

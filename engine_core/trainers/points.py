@@ -37,7 +37,7 @@ class ResumePoint:
     ) -> ResumePoint:
         """The point where ``run`` stands now; its trained workers note their random states."""
         for name, role in run.roles(training=True).items():
-            if role.kind == "train" and role.trainable:
+            if role.kind == "train" and role.trainable and name in run.groups:  # not all outside of training
                 run.groups[name].call("mark").result()
         return cls(
             run.step_done,

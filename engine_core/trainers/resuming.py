@@ -15,6 +15,7 @@ from engine_core import faults
 from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.config.differences import Difference, Verdict, check, differences
 from engine_core.config.dump import as_data
+from engine_core.config.schedule import config_at
 from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, DataError
 from engine_core.tracking import RunFolder
@@ -133,5 +134,6 @@ class Resume:
         run.load_state(state["trainer"])
         run.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
         run.step_done = run.step_now = state["step"]
+        run.config_now = config_at(run.config, state["step"]) if state["step"] else run.config
         set_random_state(state["random"])
         return ResumePoint.take(run, state["metrics"], state["unfinished"])

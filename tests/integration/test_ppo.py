@@ -109,6 +109,17 @@ def test_evaluation_and_sampling_build_no_critic(make):
     assert set(run.groups) == {"actor", "rollout"}
 
 
+def test_a_checkpoint_is_taken_for_evaluation_and_export_without_its_critic(make, tmp_path):
+    run = make({"eval.at_end": True})
+    trained = run.train()
+    again = make()
+    again.load_checkpoint(Checkpoints(run.folder.checkpoints).latest())
+    assert "critic" not in again.groups
+    assert again.evaluate()["eval/reward_mean"] == trained["eval/reward_mean"]
+    again.export(tmp_path / "exported")
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
 def test_the_critic_alone_learns_in_the_warm_up(make):
     run = make({"critic.warmup_steps": 2})
     run.setup(training=True)

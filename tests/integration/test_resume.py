@@ -131,6 +131,26 @@ def test_a_stop_anywhere_saves_and_the_resumed_run_is_the_uninterrupted_one_bit_
     assert files == expected["final"][1]
 
 
+def test_an_evaluation_that_was_stopped_is_done_under_the_settings_of_its_step(
+    train, fault, monkeypatch, tmp_path
+):
+    changes = {"schedule": {"rollout.max_response_tokens": [[0, 4], [2, 7]]}, "run.steps": 2}
+    straight = lines_of(train(changes | {"run.name": "straight"}).folder.path)
+    fault("step.eval@3:term")  # of step 2
+    with pytest.raises(SystemExit):
+        train(changes)
+    monkeypatch.delenv("ENGINE_FAULT")
+    resumed = train(changes, resume=tmp_path / "runs" / "r")
+    assert lines_of(resumed.folder.path) == straight
+    assert straight[-1]["eval/response_length"] > 4
+    again = Trainer(resumed.config, rewards=[digits])
+    try:
+        again.load_checkpoint(Checkpoints(resumed.folder.checkpoints).latest())
+        assert again.evaluate()["eval/response_length"] == straight[-1]["eval/response_length"]
+    finally:
+        again.close()
+
+
 def test_a_failure_names_the_step_that_it_happened_in(train, fault, caplog):
     fault("step.eval@3:raise")  # at the start, after step 1, after step 2
     with pytest.raises(RuntimeError):

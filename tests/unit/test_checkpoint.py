@@ -78,6 +78,13 @@ def test_only_the_last_ones_are_kept_and_a_broken_one_never_counts(store):
     assert store.latest() == store.path(4)
 
 
+def test_a_later_one_that_a_resume_passed_over_does_not_push_out_the_new_one(tmp_path):
+    store = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    damaged = store.save(4, writer(), {})
+    (damaged / "actor/model.safetensors").write_text("weightz")  # of the same size
+    assert store.save(3, writer(), {}) == store.latest() == store.path(3)
+
+
 def test_a_checkpoint_is_never_overwritten(store):
     path = store.save(1, writer("first"), {})
     assert store.save(1, writer("second"), {}) == path

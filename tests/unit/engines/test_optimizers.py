@@ -73,6 +73,18 @@ def test_a_new_peak_keeps_the_place_in_the_schedule():
     assert used == pytest.approx([0.05, 0.05, 0.025, 0.025])
 
 
+@pytest.mark.parametrize("peak", [1e-7, 3e-5, 5e-5, 1e-4, 2e-4, 5e-2])  # peak * peak / peak is another number
+def test_the_same_peak_again_changes_no_bit_of_the_rate(peak):
+    config = OptimConfig(lr=peak, schedule="cosine", warmup_steps=3)
+    optimizer, scheduler = build_optimizer(nn.Linear(2, 2), config, 9)
+    for _ in range(8):
+        before = [group["lr"] for group in optimizer.param_groups]
+        set_peak_lr(optimizer, scheduler, peak)
+        assert [group["lr"] for group in optimizer.param_groups] == before
+        optimizer.step()
+        scheduler.step()
+
+
 def test_a_new_peak_without_a_schedule_is_the_rate():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
     set_peak_lr(optimizer, None, 0.1)
