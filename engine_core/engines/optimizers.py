@@ -79,8 +79,7 @@ def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> 
     factors = getattr(scheduler, "lr_lambdas", None)
     for index, group in enumerate(groups):
         if factors is not None:
-            factor = factors[index](scheduler.last_epoch)
+            group["lr"] = peaks[index] * factors[index](scheduler.last_epoch)
         else:
-            factor = group["lr"] / bases[index] if bases[index] else 1.0
+            group["lr"] = group["lr"] * (peaks[index] / bases[index]) if bases[index] else peaks[index]
         group["initial_lr"] = peaks[index]
-        group["lr"] = peaks[index] * factor

@@ -369,6 +369,9 @@ class TorchEngine(TrainEngine):
             state.load_optimizer_state(self.optimizer, self.module, tensors, scalars["optimizer"])
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+            saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before
+            for group, was in zip(self._trained().param_groups, saved, strict=True):
+                group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
             self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
         self.num_skipped_steps = scalars["num_skipped_steps"]
         state.set_random_state(scalars["random"], self.device)

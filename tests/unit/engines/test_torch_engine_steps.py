@@ -357,6 +357,40 @@ def test_after_a_load_training_goes_on_bit_for_bit(make_engine, batch, batch_of,
     assert same(weights_of(again), weights_of(engine))
 
 
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.3),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 7),
+    "constant": lambda o: torch.optim.lr_scheduler.ConstantLR(o, total_iters=3),
+    "in turn": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.3), torch.optim.lr_scheduler.ExponentialLR(o, 0.7)],
+        [3],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_plugins_scheduler_that_makes_a_rate_from_the_one_before_goes_on_with_it(
+    make_engine, batch, tmp_path, kind
+):
+    def optimizer(role, module, optim_config, options):
+        made = torch.optim.AdamW(module.parameters(), lr=optim_config.lr)
+        return made, SCHEDULERS[kind](made)
+
+    def make():
+        return make_engine(hooks={"engine_build_optimizer": optimizer}, optim={"lr": 1e-4})
+
+    straight = make()
+    train(straight, batch, steps=4)
+    straight.save(tmp_path / "saved").result()
+    resumed = make()
+    resumed.load(tmp_path / "saved")
+    expected = [step.lr for _, step in train(straight, batch, steps=4)]
+    assert len(set(expected)) > 1 or kind == "constant"
+    assert [step.lr for _, step in train(resumed, batch, steps=4)] == expected
+    assert same(weights_of(resumed), weights_of(straight))
+
+
 def test_a_saved_state_is_safetensors_and_json_only(make_engine, batch, tmp_path):
     engine = make_engine()
     train(engine, batch)
