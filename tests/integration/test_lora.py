@@ -125,7 +125,7 @@ def test_a_run_is_exported_merged_and_as_an_adapter(supervised, tmp_path):
     run.train()
     ids = torch.randint(1, 40, (1, 12), generator=torch.Generator().manual_seed(0))
     with run.runtime.engines["actor"].generation_module() as module:
-        expected = module(input_ids=ids).logits
+        expected = module(input_ids=ids.to(next(module.parameters()).device)).logits.cpu()
     run.close()
     whole = {name: value for name, value in supervised.items() if not name.startswith("actor.lora")}
     plain = SFTTrainer(load_config(overrides=whole))

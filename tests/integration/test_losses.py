@@ -172,9 +172,9 @@ def engine_losses():
     return {"odd": Loss(load=print, needs=frozenset({"advantages", "current_entropi"}))}
 """)
     settings = {**grpo, "plugins": [str(plugin)], "algorithm.loss": "odd"}
-    run = Trainer(load_config(overrides=settings, allow_code=True), rewards=[digits])
+    config = load_config(overrides=settings, allow_code=True)
     with pytest.raises(ConfigError, match=r"'current_entropi'.*Did you mean 'current_entropy'"):
-        run.setup()
+        Trainer(config, rewards=[digits])
 
 
 def without_time(line):

@@ -155,7 +155,8 @@ def test_micro_batches_of_any_size_give_one_gradient(made, name, options):
     trainer.setup(training=True)
     with torch.no_grad():  # away from the reference, so that no log-ratio is 0
         for weight in trainer.runtime.engines[trainer.role].module.parameters():
-            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            weight.add_(0.05 * noise.to(weight.device))
     (whole, expected), (parts, found) = gradient(trainer, 10_000), gradient(trainer, 20)
     assert (whole.num_micro_batches, parts.num_micro_batches > 2) == (1, True)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)

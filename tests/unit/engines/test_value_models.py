@@ -52,7 +52,8 @@ def by_hand(engine, batch):
 def lively(engine):
     """A head that is far from 0, so that a mistake shows."""
     with torch.no_grad():
-        engine.module.score.weight.normal_(generator=torch.Generator().manual_seed(3))
+        weight = engine.module.score.weight
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
     return engine
 
 
@@ -93,10 +94,10 @@ def test_a_language_models_folder_gets_a_fresh_head_that_the_seed_decides(make_c
     make_engine("llama").export(tmp_path / "model")
     first, again = (make_critic(model={"path": str(tmp_path / "model")}) for _ in range(2))
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    own = dict(first.named_weights())
+    own = {name: weight.cpu() for name, weight in first.named_weights()}
     assert own.keys() == (weights.keys() - {"lm_head.weight"}) | {"score.weight"}
     torch.testing.assert_close(own["model.norm.weight"], weights["model.norm.weight"])
-    assert torch.equal(own["score.weight"], dict(again.named_weights())["score.weight"])
+    assert torch.equal(own["score.weight"], dict(again.named_weights())["score.weight"].cpu())
     assert 0 < own["score.weight"].std() < 2 / 33
 
 
@@ -135,8 +136,8 @@ def test_the_value_loss_has_the_gradient_of_its_definition(make_critic, batch):
     returns, old = (torch.randn(batch.num_tokens, generator=generator) for _ in range(2))
     batch = batch.with_columns({"returns": returns, "values": old})
     output = engine.forward_backward(batch, LossCall("value", {"value_clip": 0.5}, outputs=("values",)))
-    found = {n: p.grad.clone() for n, p in engine.module.named_parameters()}
-    module = copy.deepcopy(engine.module).double()
+    found = {n: p.grad.to("cpu", copy=True) for n, p in engine.module.named_parameters()}
+    module = copy.deepcopy(engine.module).cpu().double()
     module.set_attn_implementation("eager")
     module.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
