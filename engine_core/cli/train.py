@@ -66,8 +66,9 @@ def resume(
     state = found.state
     done = state["step"]
     if config.run.steps is not None and done >= config.run.steps and state["unfinished"] is None:
-        more = f"engine resume {run} --steps N"
-        print(f"Nothing to do: step {done} of {config.run.steps} is done. To go on: {more}", file=sys.stderr)
+        more = f"To go on: engine resume {run} --steps N, N over {done}."
+        said = f"Nothing to do: step {done} is done, and run.steps is {config.run.steps}. {more}"
+        print(said, file=sys.stderr)
     else:
         with closing(trainer_of(config)) as trainer:
             trainer.train(resume=found)
