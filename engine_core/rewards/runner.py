@@ -148,8 +148,9 @@ class Scorer:
                 f'The run ends because {key} = "fail". The weights were left alone.'
             )
         if self.failed > share * count:
+            least = "at least " if self.failed < count else ""  # the others were not waited for
             raise TrainingFailed(
-                f"Reward '{name}' failed on {self.failed} of the {count} samples of step {step}, more than "
+                f"Reward '{name}' failed on {least}{self.failed} of the {count} samples of step {step}, more than "
                 f"max_failure_share = {share:g} allows. First: {self.first_failure}. The weights were left alone."
             )
 
