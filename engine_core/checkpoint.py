@@ -69,10 +69,18 @@ class Checkpoints:
         folder: made when missing.
         keep_last: how many verified ones stay; older ones go once a newer one is verified.
         best: which ones stay besides.
+        metrics_of: the metrics of a step, for one that was evaluated after its checkpoint was written.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2, best: Best | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        best: Best | None = None,
+        metrics_of: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
         self.folder, self.keep_last, self.best = Path(folder), keep_last, best
+        self._metrics_of = metrics_of
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Write and publish the checkpoint of ``step``.
@@ -185,7 +193,10 @@ class Checkpoints:
 
     def _rank(self, step: int) -> float | None:
         assert self.best is not None
-        return self.best.rank(read_state(self.path(step)).get("metrics") or {})
+        state = read_state(self.path(step))
+        if state.get("unfinished") is not None and self._metrics_of:
+            return self.best.rank(self._metrics_of(step))
+        return self.best.rank(state.get("metrics") or {})
 
     def _aside(self, final: Path, sort: str) -> Path:
         return self.folder / f".{final.name}.{sort}-{uuid.uuid4().hex[:8]}"

@@ -188,9 +188,19 @@ class RunFolder:
         return rollout_path(self.rollouts_dir, step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; a last line cut off by a crash is left out."""
-        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]  # after the last newline: nothing, or a cut line
+        """The lines of ``metrics.jsonl``; one that a crash cut off, or a loss of power left garbled, is left out."""
+        if not self.metrics_file.is_file():
+            logger.warning("%s is missing: the metrics of the steps so far are lost.", self.metrics_file)
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8", errors="replace").split("\n")
+        found = [_metrics_line(line) for line in lines[:-1]]  # after the last newline: nothing, or a cut line
+        if garbled := found.count(None):
+            logger.warning("%d lines of %s cannot be read and are left out.", garbled, self.metrics_file)
+        return [line for line in found if line is not None]
+
+    def metrics_of(self, step: int) -> dict[str, Any]:
+        """The line of one step; empty where it has none."""
+        return next((line for line in self.read_metrics() if line["step"] == step), {})
 
     def _describe(self, folder: Path, config: EngineConfig, plugins: PluginSet | None) -> None:
         """Write what was asked for, where each key came from, and what the run depends on besides."""
@@ -426,6 +436,15 @@ class TrackerHub:
                 logger.warning(message, feeder.label, feeder.pending)
             elif feeder.is_alive():
                 logger.warning("Tracker '%s' has not closed in time and is left behind.", feeder.label)
+
+
+def _metrics_line(text: str) -> dict[str, Any] | None:
+    """One line of ``metrics.jsonl``; None where it is none."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def _number(name: str, value: Any) -> float:

@@ -96,7 +96,8 @@ def prune(
     """
     folder = RunFolder.open(run)
     settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8")).get("checkpoint", {})
-    checkpoints = Checkpoints(folder.checkpoints, best=Best.of(CheckpointConfig.model_validate(settings)))
+    best = Best.of(CheckpointConfig.model_validate(settings))
+    checkpoints = Checkpoints(folder.checkpoints, best=best, metrics_of=folder.metrics_of)
     with folder.locked():
         leftovers = checkpoints.leftovers()
         for path in [*checkpoints.prune(keep, dry_run, deep=True), *leftovers]:

@@ -36,7 +36,8 @@ class Saver:
     def __init__(self, run: TrainingRun) -> None:
         assert run.folder is not None
         self.run, self.config = run, run.config.checkpoint
-        self.checkpoints = Checkpoints(run.folder.checkpoints, self.config.keep_last, Best.of(self.config))
+        best, metrics_of = Best.of(self.config), run.folder.metrics_of
+        self.checkpoints = Checkpoints(run.folder.checkpoints, self.config.keep_last, best, metrics_of)
         self.failures = 0  # saves that failed in a row
         self._best = self.checkpoints.best_rank() if self.checkpoints.best else None
         self._saved_at = time.monotonic()

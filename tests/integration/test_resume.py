@@ -229,6 +229,18 @@ def test_a_resumed_run_knows_the_best_so_far(train, monkeypatch):
     assert Checkpoints(again.folder.checkpoints).steps() == [1, 5]
 
 
+def test_the_best_step_stays_though_it_was_saved_before_its_evaluation(train, fault, monkeypatch, tmp_path):
+    best = {"checkpoint.best_metric": "eval/accuracy", "checkpoint.keep_last": 1, "eval.at_start": False}
+    accuracy = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3}
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {"eval/accuracy": accuracy[self.step_done]})
+    fault("step.eval@2:term")
+    with pytest.raises(SystemExit):
+        train(best | {"run.steps": 4})
+    monkeypatch.delenv("ENGINE_FAULT")
+    again = train(best | {"run.steps": 4, "checkpoint.every_steps": 1}, resume=tmp_path / "runs" / "r")
+    assert Checkpoints(again.folder.checkpoints).steps() == [2, 4]
+
+
 def test_the_clock_saves_too(train):
     run = train({"checkpoint.every_minutes": 1e-9, "checkpoint.keep_last": 9})
     assert Checkpoints(run.folder.checkpoints).steps() == [1, 2, 3]

@@ -207,6 +207,27 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
     hub.close()
 
 
+@pytest.mark.parametrize(
+    "garbled", ["\0" * 40, '{"step": 2, "loss', "3", '{"loss": 1}'], ids=["zeros", "cut", "number", "no step"]
+)
+def test_lines_that_a_loss_of_power_garbled_are_left_out_with_a_warning(tmp_path, run, caplog, garbled):
+    hub = hub_of(run, tmp_path)
+    hub.log(1, {})
+    hub.close()
+    run.close()
+    with run.metrics_file.open("a") as file:
+        file.write(garbled + "\n")
+    resumed = RunFolder.open(run.path)
+    resumed.claim(1)
+    resumed.rewind(1, config_in(tmp_path))
+    assert "1 lines of" in caplog.text
+    assert [line["step"] for line in resumed.read_metrics()] == [1]
+    run.metrics_file.unlink()
+    resumed.rewind(1, config_in(tmp_path))
+    assert resumed.read_metrics() == []
+    resumed.close()
+
+
 def test_the_line_of_a_step_that_was_not_finished_is_written_again(tmp_path, run):
     hub = hub_of(run, tmp_path)
     for step in (1, 2):
