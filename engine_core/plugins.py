@@ -12,6 +12,7 @@ until ``"distribution:name"`` picks one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from engine_core.errors import EngineError, PluginError, did_you_mean
 from engine_core.plugin_listing import PluginInfo, list_plugins
 from engine_core.plugin_metadata import CORE, NOUNS, find, installed, known_names, split, unknown_name
 from engine_core.plugin_modules import describe, hook_problems, import_file, import_load, import_offer
-from engine_core.specs import TABLE_SPECS, Spec
+from engine_core.specs import TABLE_SPECS, RefillOptions, Spec
 
 __all__ = ["CAPABILITIES", "PluginInfo", "PluginProblems", "PluginSet", "known_names", "list_plugins"]
 
@@ -145,9 +146,13 @@ class PluginSet:
         """``resolve`` for a function: what it raises carries its plugin's name and version.
 
         An error of the core's own functions passes as it is: it is a bug of ours.
+
+        Raises:
+            PluginError: it cannot be called with the arguments of its kind and its options.
         """
         spec, plugin = self.chosen[kind, name]
         found: Callable[..., Any] = self.resolve(kind, name)
+        _check_signature(f"{plugin.label}: {spec.noun} '{name}'", spec, found)
 
         def called(*arguments: Any, **options: Any) -> Any:
             try:
@@ -367,6 +372,18 @@ def _check_capability_names(label: str, spec: Any) -> None:
 
 def _shown(value: Any) -> str:
     return f"{value!r:.80} ({type(value).__name__})"
+
+
+def _check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
+    """Refuse a function that its caller could not call."""
+    options = set(spec.config.model_fields)
+    if issubclass(spec.config, RefillOptions):  # read by the trainer, not by the stage
+        options -= set(RefillOptions.model_fields)
+    try:
+        inspect.signature(found).bind(*spec.given, **dict.fromkeys(options))
+    except TypeError as exc:
+        call = ", ".join([*spec.given, *(["*", *sorted(options)] if options else [])])
+        raise PluginError(f"{label} must be callable as f({call}): {exc}.") from exc
 
 
 def _check_engine(label: str, spec: Any, found: Any) -> None:

@@ -45,6 +45,7 @@ class Spec:
 
     kind: ClassVar[str] = ""  # the table: "train_engines", "rewards", ...
     noun: ClassVar[str] = ""  # for messages: "train engine", "reward", ...
+    given: ClassVar[tuple[str, ...]] = ()  # what a function of this kind is called with, before its options
 
     load: str | Callable[..., Any]
     config: type[BaseModel] = NoOptions
@@ -116,6 +117,7 @@ class Advantage(Spec):
 
     kind = "advantages"
     noun = "advantage estimator"
+    given = ("batch",)
     needs: frozenset[str] = frozenset({"rewards", "group_ids"})
     makes: frozenset[str] = frozenset({"advantages"})
 
@@ -139,6 +141,7 @@ class Loss(Spec):
 
     kind = "losses"
     noun = "policy loss"
+    given = ("outputs", "batch")
     outputs: tuple[str, ...] = ("log_probs",)
     needs: frozenset[str] = frozenset({"advantages"})
     prepare: str | Callable[..., Any] | None = None
@@ -160,6 +163,7 @@ class Stage(Spec):
 
     kind = "stages"
     noun = "stage"
+    given = ("rollouts", "step")
 
 
 @dataclass(frozen=True, kw_only=True)

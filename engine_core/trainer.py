@@ -18,7 +18,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun, combine
 from engine_core.trainers.critic import CriticUpdate
-from engine_core.trainers.policy import PolicyUpdate
+from engine_core.trainers.policy import PolicyUpdate, check_columns
 from engine_core.trainers.sampling import RolloutSource
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Trainer(TrainingRun):
         options = self.config_now.algorithm.advantage_options
         made = self.advantage(batch, **(options.model_dump() if options else {}))
         columns = {"advantages": made} if isinstance(made, torch.Tensor) else dict(made)
+        check_columns(self.config.algorithm.advantage, columns, batch.num_tokens)
         if not all(bool(column.isfinite().all()) for column in columns.values()):
             raise TrainingFailed(
                 f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "

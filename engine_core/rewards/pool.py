@@ -22,6 +22,7 @@ from engine_core.rewards.signatures import Outcome, Signature
 
 STARTUP_SECONDS = 120.0  # imports of the plugin
 GRACE_SECONDS = 1.0  # after the worker's own watchdog, which tells where the function was
+WATCHDOG = "Timeout ("  # what faulthandler prints before it ends a worker
 POLL_SECONDS = 0.25  # a death that no pipe tells is seen after this time
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
@@ -135,10 +136,18 @@ class Pool:
                 f"Reward '{self.name}' does not start: its worker {worker.ending()}.\n{worker.printed_last()}"
             )
         self.restarts += 1
-        late = waited >= self.timeout and worker.popen.returncode in (1, -signal.SIGKILL)  # watchdog, or we
+        late = self._was_late(worker, waited)
         message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
         outcome = Outcome(None, "timeout" if late else "error", message, worker.printed_last())
         self._blame(worker, outcome, on_failure)
+
+    def _was_late(self, worker: Worker, waited: float) -> bool:
+        """Whether a worker was ended for its time: by its own watchdog (status 1), or by us."""
+        code = worker.popen.returncode
+        # An answer that was read late makes ``waited`` too short, so the watchdog's own words count.
+        if code == 1 and WATCHDOG in worker.printed_last():
+            return True
+        return waited >= self.timeout and code in (1, -signal.SIGKILL)
 
     def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
         """Fail the sample that a request failed at; when that is not known, ask for each alone."""

@@ -112,6 +112,7 @@ class Scorer:
         self.restarts = 0  # told in metrics so far
         self.first_failure = ""
         self.logged: set[str] = set()
+        self.told_nothing = False
 
     @property
     def failed(self) -> int:
@@ -152,6 +153,17 @@ class Scorer:
             raise TrainingFailed(
                 f"Reward '{name}' failed on {least}{self.failed} of the {count} samples of step {step}, more than "
                 f"max_failure_share = {share:g} allows. First: {self.first_failure}. The weights were left alone."
+            )
+
+    def warn_nothing_applies(self, count: int) -> None:
+        """Say once that the function gave None for every sample of a step."""
+        if not self.told_nothing:
+            self.told_nothing = True
+            logger.warning(
+                "Reward '%s' gave None (not applicable) for all %d samples: nothing is learned from it. "
+                "Does the function return its value?",
+                self.config.name,
+                count,
             )
 
 
@@ -258,6 +270,8 @@ class RewardRunner:
                     totals[i] += config.weight * scorer.clipped(value) / divisor
             if known:
                 metrics[f"reward/{config.name}"] = statistics.fmean(known)
+            elif outcomes and not any(outcome.failure for outcome in outcomes):
+                scorer.warn_nothing_applies(len(outcomes))
         weighed = any(scorer.config.weight for scorer in self.scorers)
         for i, rollout in enumerate(rollouts):
             rollout.reward = totals[i]

@@ -17,7 +17,7 @@ from engine_core.algorithms.correction import Correction, normalizing_scale
 from engine_core.algorithms.entropy import AdaptiveEntropy, high_entropy
 from engine_core.algorithms.kl import AdaptiveKL
 from engine_core.config.schedule import boundaries, config_at
-from engine_core.errors import TrainingFailed
+from engine_core.errors import PluginError, TrainingFailed
 from engine_core.types import LossCall
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class PolicyUpdate:
         algorithm = run.config.algorithm
         advantage = cast("Advantage", run.plugins.spec("advantages", algorithm.advantage))
         self.loss = cast("Loss", run.plugins.spec("losses", algorithm.loss))
+        run.plugins.function("losses", algorithm.loss)  # refused here, before a worker resolves it
         self.plan = requirements.plan_run(run.config, advantage, self.loss)
         steps = [config_at(run.config, step).algorithm for step in boundaries(run.config)]
         self.refreshes_ref = any(each.ref_refresh_steps > 0 for each in steps)
@@ -196,3 +197,18 @@ class PolicyUpdate:
     def _loss_options(self) -> dict[str, Any]:
         options = self._now.loss_options
         return options.model_dump() if options else {}
+
+
+def check_columns(advantage: str, columns: Mapping[str, Any], num_tokens: int) -> None:
+    """Refuse what an estimator gave, unless it is one value a token.
+
+    Raises:
+        PluginError: a column is no tensor of that length.
+    """
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor) or column.shape != (num_tokens,):
+            got = list(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__
+            raise PluginError(
+                f"algorithm.advantage = '{advantage}' must give {name} as [T] = [{num_tokens}], one value a token; "
+                f"it gave {got}. batch.to_tokens(values) makes [T] of one value a rollout."
+            )

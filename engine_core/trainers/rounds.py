@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine_core.algorithms.requirements import GREEDY
+from engine_core.errors import PluginError
 from engine_core.specs import RefillOptions
 from engine_core.types import Batch
 
@@ -142,7 +144,12 @@ class Rounds:
                 set(RefillOptions.model_fields) if isinstance(stage.options, RefillOptions) else set()
             )
             options = stage.options.model_dump(exclude=trainers_own) if stage.options else {}
-            rollouts, noted = function(rollouts, self.step, **options)
+            made = function(rollouts, self.step, **options)
+            if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+                raise PluginError(
+                    f"Stage '{stage.name}' must return (rollouts, metrics), a list and a dict; it returned {type(made).__name__}."
+                )
+            rollouts, noted = made
             metrics |= {f"stage/{stage.name}/{name}": value for name, value in noted.items()}
         return rollouts, metrics
 

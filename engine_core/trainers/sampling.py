@@ -26,6 +26,8 @@ class RolloutSource:
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
+        for stage in run.config.stage:
+            run.plugins.function("stages", stage.name)  # one that cannot be called is refused here
         self.rewards = RewardRunner(
             run.config.reward, run.plugins, tokenizer=run.tokenizer, live=run.live.get("rewards") or ()
         )

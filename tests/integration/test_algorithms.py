@@ -9,7 +9,7 @@ import pytest
 
 from engine_core import Trainer, load_config
 from engine_core.builtin import engine_advantages
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins import known_names
 from engine_core.rollout_files import read_rollouts
 
@@ -202,3 +202,70 @@ def test_the_dapo_file_of_the_docs_is_all_of_dapo():
     assert algorithm["mask_truncated"] is True
     assert algorithm["loss_aggregation"] == "token-mean"
     assert algorithm["ppo_clip"]["clip_ratio_high"] > algorithm["ppo_clip"]["clip_ratio_low"]
+
+
+PLUGIN = """
+from engine_core import hookimpl
+from engine_core.specs import Advantage, Options, Stage
+
+class Floor(Options):
+    floor: float = 0.1
+    \"\"\"Lowest.\"\"\"
+
+def odd(batch, *, FLOOR):
+    ESTIMATE
+
+def cap(ROLLOUTS):
+    RETURN
+
+@hookimpl
+def engine_advantages():
+    return {"odd": Advantage(load=odd, config=Floor)}
+
+@hookimpl
+def engine_stages():
+    return {"cap": Stage(load=cap)}
+"""
+GOOD = {
+    "FLOOR": "floor",
+    "ESTIMATE": "return batch.to_tokens(batch['rewards'])",
+    "ROLLOUTS": "rollouts, step",
+    "RETURN": "return rollouts, {'kept': len(rollouts)}",
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({}, None),
+        (
+            {"FLOOR": "flor"},
+            r"advantage estimator 'odd' must be callable as f\(batch, \*, floor\): missing .*'flor'",
+        ),
+        (
+            {"ROLLOUTS": "rollouts"},
+            r"stage 'cap' must be callable as f\(rollouts, step\): too many positional",
+        ),
+        (
+            {"ESTIMATE": "return batch['rewards']"},
+            r"must give advantages as \[T\] = \[\d+\], .*it gave \[16\]",
+        ),
+        ({"ESTIMATE": "return batch['reward']"}, r"'odd' failed: KeyError: .*no column 'reward'"),
+        ({"RETURN": "return rollouts"}, r"Stage 'cap' must return \(rollouts, metrics\).*returned list"),
+        ({"RETURN": "raise ValueError('no')"}, r"stage 'cap' failed: ValueError: no \(.*mine\.py:\d+"),
+    ],
+)
+def test_what_a_plugins_function_does_wrong_is_said_with_its_name(grpo, tmp_path, broken, message):
+    text = PLUGIN
+    for place, code in (GOOD | broken).items():
+        text = text.replace(place, code)
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "run.toml").write_text('plugins = ["mine.py"]\n[[stage]]\nname = "cap"\n')
+    changes = {"algorithm.advantage": "odd", "run.steps": 1}
+    run = Trainer(load_config(tmp_path / "run.toml", grpo | changes), rewards=[digits])
+    if message is None:
+        assert run.train()["stage/cap/kept"] == 16
+    else:
+        with pytest.raises(PluginError, match=message):
+            run.train()
+    run.close()

@@ -73,6 +73,15 @@ def test_equal_values_are_not_divided_by_nothing(runner, rollouts):
     assert [r.reward for r in scored] == [1.0, 1.0]
 
 
+def test_a_reward_that_gives_nothing_at_all_is_told_once(runner, rollouts, caplog):
+    one = runner(live=[only_a, length])
+    one.score(rollouts("b", "cc"), 1)
+    one.score(rollouts("b", "cc"), 2)
+    told = [r.getMessage() for r in caplog.records if "only_a" in r.getMessage()]
+    assert len(told) == 1
+    assert "Reward 'only_a' gave None (not applicable) for all 2 samples" in told[0]
+
+
 def test_a_reward_that_does_not_apply_is_left_out_without_being_a_failure(runner, rollouts):
     scored = rollouts("a", "bb")
     metrics = runner(live=[only_a, length]).score(scored, 1)
