@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from engine_core.errors import did_you_mean
 from engine_core.plugin_metadata import NOUNS, Offer, find, installed, module_exists, offer_problem
 
-CHECK_SECONDS = 120.0
+CHECK_SECONDS = 300.0
 _CHILD = "import sys; from engine_core.plugins import probe; probe(sys.argv[1:])"
 
 

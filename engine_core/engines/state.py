@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine_core.errors import DataError
+
+log = logging.getLogger("engine")
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 
@@ -61,6 +64,22 @@ def load_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no state of a train engine: {error}. Take another checkpoint.") from error
+
+
+def copy_config(source: str, override: Mapping[str, Any], folder: Path) -> None:
+    """Write the ``config.json`` of the folder ``source`` with the run's changes, so that a model built from it is found again.
+
+    Where ``source`` is no folder with a config, that is a warning: only whoever built the module can load it.
+    """
+    origin = Path(source) / "config.json"
+    if source and origin.is_file():
+        save_json(folder / "config.json", {**json.loads(origin.read_text(encoding="utf-8")), **override})
+    else:
+        log.warning(
+            "%s has weights and no config.json: the module has no config to save, and '%s' holds none.",
+            folder,
+            source,
+        )
 
 
 def optimizer_state(

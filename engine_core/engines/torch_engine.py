@@ -392,7 +392,7 @@ class TorchEngine(TrainEngine):
         )
 
     def export(self, folder: Path, adapter: bool = False) -> None:
-        """``save_pretrained`` where the module has it, else ``model.safetensors`` and its config."""
+        """``save_pretrained`` where the module has it, else ``model.safetensors`` and the config it was built from."""
         if adapter:
             self._adapted().export(folder)
             return
@@ -405,6 +405,8 @@ class TorchEngine(TrainEngine):
         state.save_tensors(folder / "model.safetensors", weights)
         if hasattr(getattr(self.module, "config", None), "save_pretrained"):
             self.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        else:
+            state.copy_config(self.config.path or self.model_config.path, self.model_config.override, folder)
 
     # -- device memory ------------------------------------------------------
 
