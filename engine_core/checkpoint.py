@@ -117,7 +117,10 @@ class Checkpoints:
         faults.point("checkpoint.after_publish")
         _sync_folder(self.folder)
         faults.point("checkpoint.before_prune")
-        self.prune(self.keep_last, upto=step)
+        try:
+            self.prune(self.keep_last, upto=step)
+        except OSError as error:  # this one is saved; the next save, or `engine prune`, deletes what is left
+            log.warning("Older checkpoints could not be deleted: %s.", error)
         return final
 
     def path(self, step: int) -> Path:

@@ -8,6 +8,7 @@ interrupted, 143 terminated, 75 a training that was told to stop and has saved.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -22,7 +23,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from engine_core import __version__
-from engine_core.errors import ConfigError, EngineError, did_you_mean
+from engine_core.errors import ConfigError, EngineError, EnvironmentProblem, did_you_mean
 from engine_core.preemption import Terminated
 from engine_core.redaction import show_uncaught, without_secrets
 
@@ -49,6 +50,7 @@ GROUP_HELP = {
     "inspect": "Look into a run.",
     "new": "Start a plugin or a run file from a template.",
 }
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no bug of ours, whoever met it
 PLAIN: Mapping[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,
@@ -127,7 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `engine plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as Typer does where it meets this first
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK:
+            _complain(f"{error}. What was written before is untouched.")
+            return EnvironmentProblem.exit_code
         sys.excepthook = show_uncaught
         raise
 

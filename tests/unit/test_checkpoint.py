@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from engine_core import faults
 from engine_core.checkpoint import MANIFEST, Checkpoints, problems, read_state
 from engine_core.errors import DataError
 
@@ -83,6 +84,15 @@ def test_a_later_one_that_a_resume_passed_over_does_not_push_out_the_new_one(tmp
     damaged = store.save(4, writer(), {})
     (damaged / "actor/model.safetensors").write_text("weightz")  # of the same size
     assert store.save(3, writer(), {}) == store.latest() == store.path(3)
+
+
+def test_an_old_one_that_cannot_be_deleted_fails_no_save(store, monkeypatch, caplog):
+    for step in (1, 2):
+        store.save(step, writer(), {})
+    monkeypatch.setattr(faults, "_armed", faults.parse("checkpoint.in_prune:ioerror"))
+    assert store.save(3, writer(), {}) == store.latest()
+    assert "could not be deleted" in caplog.text
+    assert store.steps() == [2, 3]
 
 
 def test_a_checkpoint_is_never_overwritten(store):

@@ -31,6 +31,14 @@ def test_steps_stands_for_run_steps(engine, sft_run):
     assert "run.steps: got 0" in answer.err
 
 
+def test_a_full_disk_is_told_without_a_traceback_wherever_it_is_met(engine, sft_run, monkeypatch):
+    monkeypatch.setenv("ENGINE_FAULT", "step.before_metrics@2:nospace")
+    answer = engine("train", "run.toml")
+    assert answer.code == 5
+    assert "engine: [Errno 28] No space left on device" in answer.err
+    assert "Traceback" not in answer.err
+
+
 def test_resume_goes_on_to_the_step_that_is_asked_for(engine, sft_run):
     engine("train", "run.toml")
     answer = engine("resume", "first", "--steps", "4", "--set", "actor.optim.lr=1e-3")
