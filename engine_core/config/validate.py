@@ -59,6 +59,27 @@ def validate(
     return _Validation(raw, spec_of, known, context).run()
 
 
+def check_table(
+    spec: Spec, path: Path_, data: Mapping[str, Any], context: Mapping[str, Any] | None = None
+) -> None:
+    """Check one option table outside of a run file, with the types and the words of a run file.
+
+    Args:
+        spec: whose table it is.
+        path: where it stands in a run file: ``("actor", "fast")``; a reward's after its name, ``("reward", "r", "r")``.
+        data: the table.
+        context: as in ``validate``.
+
+    Raises:
+        ConfigError: every problem of the table.
+    """
+    alone = _Validation(RawConfig({}), lambda kind, name: None, lambda kind: (), context)
+    alone.tables = dict(_tables_in(_header(path), spec.config))
+    alone.check(spec.config, data, path, f" Table of {spec.noun} '{path[-1]}'.")
+    if alone.problems:
+        raise ConfigError(in_order(alone.problems, alone.raw))
+
+
 class _Validation:
     def __init__(
         self,

@@ -24,6 +24,7 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
     """
 
     kind = "rewards"
+    section = "reward"
     bench = "engine_core.testing.reward_bench:RewardBench"
     fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "examples", "timeout_seconds")
 
@@ -35,3 +36,7 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
     @classmethod
     def offered(cls) -> str:
         return cls.name
+
+    @classmethod
+    def table(cls) -> tuple[str, ...]:
+        return (cls.section, cls.name, cls.name)

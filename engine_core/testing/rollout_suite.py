@@ -24,6 +24,7 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
     """
 
     kind = "rollout_engines"
+    section = "rollout"
     bench = "engine_core.testing.rollout_bench:RolloutBench"
     fields = ("backend", "options", "plugins", "model", "write_model", "reference", "device", "tolerance")
 

@@ -5,6 +5,7 @@ No torch here beyond what the contracts' modules import: the tests run in the wo
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine_core.errors import did_you_mean
+from engine_core.config.validate import check_table
+from engine_core.errors import EngineError, did_you_mean
+from engine_core.plugin_metadata import known_names, split
 from engine_core.plugins import PluginSet
 from engine_core.testing.contracts import Contract, contracts_of
 from engine_core.testing.launcher import CaseFailed, Workers
@@ -35,6 +38,7 @@ class Suite:
     """
 
     kind: ClassVar[str] = ""  # the table hook: train_engines, rollout_engines, rewards
+    section: ClassVar[str] = ""  # the table of a run file that chooses it
     bench: ClassVar[str] = ""  # module:class of what a contract is given
     fields: ClassVar[tuple[str, ...]] = ()  # attributes that travel to the workers
     contracts: ClassVar[Mapping[str, Contract]] = {}
@@ -48,6 +52,8 @@ class Suite:
     deadline: float = 120.0
 
     _workers: ClassVar[Workers | None] = None
+    _problem: ClassVar[str] = ""  # why nothing can be tested: one failure, the other tests are skipped
+    _told: ClassVar[bool] = False
     _capabilities: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, modules: Sequence[ModuleType] = (), **arguments: Any) -> None:
@@ -56,6 +62,8 @@ class Suite:
             cls.contracts = {made.name: made for made in contracts_of(*modules)}
             for made in cls.contracts.values():
                 setattr(cls, made.name, _test_of(made))
+        else:
+            cls._check_attributes()
         for name, reason in cls.unsupported.items():
             if not callable(getattr(cls, name, None)) or not name.startswith("test_"):
                 known = [known for known in dir(cls) if known.startswith("test_")]
@@ -67,10 +75,28 @@ class Suite:
                 )
 
     @classmethod
+    def _check_attributes(cls) -> None:
+        """Refuse ``option = ...``, which nobody would read."""
+        known = [name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")]
+        for name, value in vars(cls).items():
+            if name.startswith("_") or name in known or callable(value) or hasattr(value, "__get__"):
+                continue
+            if match := difflib.get_close_matches(name, known, n=1, cutoff=0.82):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no attribute of a suite. Did you mean '{match[0]}'? "
+                    "If it is your own, choose a name that is less like it."
+                )
+
+    @classmethod
     def setup_class(cls) -> None:
-        spec = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root()).spec(
-            cls.kind, cls.offered()
-        )
+        cls._problem, cls._told = "", False
+        try:
+            plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
+            spec = plugins.spec(cls.kind, cls.offered())
+            check_table(spec, cls.table(), _plain(getattr(cls, "options", {})), {"folder": str(cls.root())})
+        except EngineError as error:
+            cls._problem = f"{error}{cls._hint()}"
+            return
         cls._capabilities = getattr(spec, "capabilities", frozenset())
         cls._workers = Workers(
             cls.world_size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline
@@ -88,6 +114,18 @@ class Suite:
         return str(getattr(cls, "backend", ""))
 
     @classmethod
+    def table(cls) -> tuple[str, ...]:
+        """Where a run file holds its options: ``("actor", "fast")``."""
+        return (cls.section, split(cls.offered())[1])
+
+    @classmethod
+    def _hint(cls) -> str:
+        """What to do about a name that nobody offers."""
+        if cls.plugins or split(cls.offered())[1] in known_names(cls.kind):
+            return ""
+        return "\nInstall the package that offers it (pip install -e .), or give its file: plugins = ['NAME.py']."
+
+    @classmethod
     def root(cls) -> Path:
         """Folder of the test's file."""
         return Path(inspect.getfile(cls)).parent.resolve()
@@ -102,10 +140,20 @@ class Suite:
         __tracebackhide__ = True
         if reason := self.unsupported.get(made.name):
             pytest.skip(f"unsupported: {reason}")
+        if self._problem:
+            self._report_problem()
         if made.capability and made.capability not in self._capabilities:
             pytest.skip(f"the spec of '{self.offered()}' does not declare the capability '{made.capability}'")
         if failure := self._failure(made):
             pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
+
+    def _report_problem(self) -> None:
+        """The first test fails with it, the others point there."""
+        __tracebackhide__ = True
+        if self._told:
+            pytest.skip("nothing can be tested; see the failure of this class")
+        type(self)._told = True
+        pytest.fail(self._problem, pytrace=False)
 
     def _failure(self, made: Contract) -> str:
         assert self._workers is not None

@@ -30,6 +30,7 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     """
 
     kind = "train_engines"
+    section = "actor"
     bench = "engine_core.testing.train_bench:TrainBench"
     fields = (
         "backend", "options", "plugins", "model", "write_model", "reference", "optimizer", "device", "tolerance",

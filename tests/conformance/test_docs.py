@@ -31,4 +31,4 @@ def test_the_attributes_in_the_text_are_those_of_the_suites():
         for name in cls.__annotations__
         if not name.startswith("_")
     }
-    assert said == there - {"kind", "bench", "fields", "contracts"}
+    assert said == there - {"kind", "section", "bench", "fields", "contracts"}

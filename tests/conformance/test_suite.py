@@ -76,6 +76,48 @@ def test_a_gap_must_be_a_test_and_have_a_reason(unsupported, message):
     assert message in str(caught.value)
 
 
+ABSENT = """
+from engine_core.testing import RewardSuite, TrainEngineSuite
+
+class TestAbsent({base}):
+    {attribute}
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "attribute", "lines"),
+    [
+        ("RewardSuite", "name = 'nobodys'", ["Unknown reward 'nobodys'.*", "Install the package that offers it (pip install -e .), or give its file: *"]),
+        ("TrainEngineSuite", "backend = 'nobodys'", ["Unknown train engine 'nobodys'.*", "Install the package*"]),
+        ("TrainEngineSuite", "options = {'devise': 'cpu', 'compute_dtype': 'fp99'}", ["actor.torch.compute_dtype: got 'fp99', expected *", "actor.torch.devise: unknown key. Did you mean 'device'?*"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_one_short_failure(pytester, base, attribute, lines):
+    pytester.makepyfile(test_absent=ABSENT.format(base=base, attribute=attribute))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "test_absent.py")
+    outcomes = result.parseoutcomes()
+    assert (outcomes["failed"], outcomes.get("errors", 0)) == (1, 0)
+    assert outcomes["skipped"] > 5
+    result.stdout.fnmatch_lines(lines)
+    result.stdout.no_fnmatch_line("*Error*")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "known"), [("option", "options"), ("example", "examples"), ("tolerence", "tolerance")]
+)
+def test_a_misspelt_attribute_is_refused_with_the_nearest_name(attribute, known):
+    base = TrainEngineSuite if known == "tolerance" else RewardSuite
+    with pytest.raises(
+        TypeError, match=rf"Mine\.{attribute} is no attribute of a suite. Did you mean '{known}'"
+    ):
+        type("Mine", (base,), {attribute: 1})
+
+
+def test_a_suite_may_have_attributes_and_methods_of_its_own():
+    mine = {"column": "a", "samples": [1], "option": lambda self: None, "exampl": property(lambda self: 1)}
+    assert type("Mine", (RewardSuite,), mine).samples == [1]
+
+
 def test_a_capability_that_is_not_declared_is_a_skip_and_a_declared_one_is_required():
     made = TrainEngineSuite.contracts["test_set_lr_replaces_the_peak"]
     suite = TrainEngineSuite()
