@@ -10,7 +10,7 @@ import pytest
 import engine_core
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
-from engine_core.scaffold import new_plugin, new_run
+from engine_core.scaffold import new_plugin, new_run, taken
 from engine_core.testing import RewardSuite
 
 ROOT = Path(engine_core.__file__).parents[1]
@@ -64,18 +64,45 @@ def test_nothing_of_the_template_is_left_in_a_new_plugin(tmp_path):
         "src/engine_plugin_template_reward_x/plugin.py",
         "tests/test_plugin.py",
     ]
-    assert "template_reward_x" in text
+    assert "def template_reward_x(completions" in text
+    assert "class TestTemplateRewardX(RewardSuite):" in text
     assert not {
         word for word in ("engine-plugin-template\n", 'template_reward"', "TemplateOptions") if word in text
     }
 
 
-@pytest.mark.parametrize("name", ["", "Big", "1st", "a b", "../up", "class", "ends_", "x/y"])
+@pytest.mark.parametrize(
+    "name", ["", "Big", "1st", "a b", "../up", "class", "ends_", "x/y", "engine-plugin-"]
+)
 def test_a_name_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, name):
     with pytest.raises(ConfigError, match="must be lower-case letters, digits, '_' or '-'"):
         new_plugin(name, tmp_path)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_beginning_that_every_plugin_has_is_not_doubled(tmp_path):
+    plugin = new_plugin("engine-plugin-brief", tmp_path)
+
+    assert plugin == tmp_path / "engine-plugin-brief"
+    assert 'brief = "engine_plugin_brief.plugin"' in (plugin / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["len", "engine-rewards", "hookimpl"])
+def test_a_name_that_the_module_needs_itself_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="must be another one"):
+        new_plugin(name, tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_another_plugin_has_is_told(install):
+    install("acme", {"rewards": {"polite": "mod"}})
+
+    assert "'polite' is the name of a reward of acme already" in taken("polite")
+    assert "'math' is the name of a reward of engine-plugin-rewards" in taken("math")
+    assert "engine-plugin-fsdp is the name of a plugin already" in taken("fsdp")
+    assert taken("nobodys") == ""
 
 
 def test_an_existing_plugin_is_never_overwritten(tmp_path):

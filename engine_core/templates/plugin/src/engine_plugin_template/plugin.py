@@ -17,7 +17,7 @@ class TemplateOptions(Options):
     """Longest response that still earns the reward, in words."""
 
 
-def few_words(completions: Sequence[str], max_words: int) -> list[float]:
+def template_reward(completions: Sequence[str], max_words: int) -> list[float]:
     """1 for a response of at most ``max_words`` words, else 0.
 
     A reward takes the arguments that it names: ``completions``, ``prompts``, ``token_ids``, any
@@ -35,7 +35,7 @@ def few_words(completions: Sequence[str], max_words: int) -> list[float]:
 
 @hookimpl
 def engine_rewards() -> Mapping[str, Reward]:
-    return {"template_reward": Reward(load=few_words, config=TemplateOptions)}
+    return {"template_reward": Reward(load=template_reward, config=TemplateOptions)}
 
 
 # Other hooks are added in the same way; `engine_core.hookspecs` documents each. Take only the arguments you need:
@@ -46,6 +46,9 @@ def engine_rewards() -> Mapping[str, Reward]:
 #   def engine_build_optimizer(module, optim_config):        an optimizer and its schedule
 #   def engine_train_engines():                              {"name": TrainBackend(load="module:Class")}
 #   def engine_rollout_engines():                            {"name": RolloutBackend(load="module:Class")}
+#   def engine_advantages():                                 {"name": Advantage(load=function)}
+#   def engine_losses():                                     {"name": Loss(load=function)}
+#   def engine_stages():                                     {"name": Stage(load=function)}
 #   def engine_on_event(event, step, data):                  be told what happened
 #
 # A table's name also needs a line in pyproject.toml; after a change there, install again.
