@@ -65,7 +65,9 @@ def resume(
     found = Resume.find(folder.path, strict, force or ())
     state = found.state
     done = state["step"]
-    if config.run.steps is not None and done >= config.run.steps and state["unfinished"] is None:
+    # A checkpoint from before its step's evaluation stays as it is; the step's line says that it is complete.
+    complete = state["unfinished"] is None or any(line["step"] == done for line in folder.read_metrics())
+    if config.run.steps is not None and done >= config.run.steps and complete:
         more = f"To go on: engine resume {run} --steps N, N over {done}."
         said = f"Nothing to do: step {done} is done, and run.steps is {config.run.steps}. {more}"
         print(said, file=sys.stderr)

@@ -8,7 +8,7 @@ would not fit, or mean something else).
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,11 +68,17 @@ class Difference:
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """The keys that differ between two configs as plain data, in the order of the tables."""
     before, after = _flat(was), _flat(now)
+    held = {key.partition(".")[0] for key in before}
     return [
-        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *judge(key))
+        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *_judged(key, held))
         for key in dict.fromkeys([*before, *after])
         if before.get(key, UNSET) != after.get(key, UNSET)
     ]
+
+
+def _judged(key: str, held: Collection[str]) -> tuple[Verdict, str]:
+    """A table that was not there at all fits no other than itself: whether its role can be is not a matter of keys."""
+    return judge(key) if key.partition(".")[0] in held else ("warned", "the run had no such table")
 
 
 def judge(key: str) -> tuple[Verdict, str]:

@@ -247,7 +247,8 @@ class TrainingRun(abc.ABC):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
             )
-        self.source.load_state(state["data"])
+        if self._trains:  # else no row is taken, and the files may be others
+            self.source.load_state(state["data"])
         Resume(path, state).restore(self)
 
     def close(self) -> None:
@@ -387,7 +388,10 @@ class TrainingRun(abc.ABC):
         assert self.folder is not None
         steps = Checkpoints(self.folder.checkpoints).steps()
         if not steps:
-            return "No checkpoint was saved: set checkpoint.every_steps to keep work."
+            often = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes
+            return "No checkpoint was saved" + (
+                "." if often else ": set checkpoint.every_steps to keep work."
+            )
         return f"The newest checkpoint is of step {steps[-1]}. Go on: engine resume {self.folder.path}"
 
     def derived(self) -> list[str]:

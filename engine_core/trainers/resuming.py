@@ -112,6 +112,15 @@ class Resume:
                 f"{TOKENIZER}: the tokenizer is not the one of {self.path.name}, so its tokens mean something else. "
                 f"Bring its files back, or say that you mean it: --force {TOKENIZER}"
             )
+        missing = [
+            n for n, role in run.roles(training=True).items() if role.saved and not (self.path / n).is_dir()
+        ]
+        missing = [name for name in missing if run.roles(training=True)[name].kind == "train"]
+        if missing:
+            raise ConfigError(
+                f"{self.path.name} holds no role '{missing[0]}': the run had none until now, so there is nothing to go on "
+                "with for it. That is a new run: `engine export RUN OUT`, then start one with model.path = 'OUT'."
+            )
         run.source.load_state(self.state["data"])
 
     def go_on(self, run: TrainingRun) -> ResumePoint:
@@ -127,8 +136,6 @@ class Resume:
         """Weights, optimizers, random states and the trainer's own state, into a trainer that is set up."""
         for name, role in run.roles(training=True).items():
             if role.kind == "train" and role.saved and name in run.groups:
-                if not (self.path / name).is_dir():
-                    raise DataError(f"{self.path} holds no role '{name}': it is of another kind of run.")
                 run.groups[name].call("load", folder=self.path / name).result()
         state = self.state
         run.load_state(state["trainer"])

@@ -55,6 +55,16 @@ def test_a_signal_stops_saves_and_the_resumed_run_is_the_straight_one(
     assert result() == straight(RUN)
 
 
+def test_a_run_stopped_in_its_last_evaluation_is_complete_after_one_resume(engine, tiny, straight, result):
+    run = engine("train", tiny(RUN), env={"ENGINE_FAULT": "step.eval@5:term"})
+    assert return_code(run) == 75, run.err
+    assert engine("resume", "r").code == 0
+    assert result()["metrics"] == straight(RUN)["metrics"]
+    again = engine("resume", "r")
+    assert again.code == 0
+    assert "Nothing to do: step 5 is done" in again.err
+
+
 SLOW = """
 import pathlib
 import time

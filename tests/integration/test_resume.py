@@ -301,6 +301,32 @@ def test_data_with_other_rows_is_refused_and_the_run_is_as_it_was(train, world, 
     assert (first.folder.path / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("change", "role"),
+    [
+        ({"algorithm.advantage": "gae"}, "critic"),
+        ({"algorithm.kl_coef": 0.1, "algorithm.ref_refresh_steps": 1}, "ref"),
+    ],
+)
+def test_a_role_that_the_checkpoint_has_not_is_a_new_run(train, change, role):
+    first = train()
+    with pytest.raises(ConfigError, match=rf"holds no role '{role}'.*engine export RUN OUT"):
+        train({"run.steps": 4, **change}, resume=first.folder.path)
+
+
+def test_an_export_does_not_care_for_the_rows_of_the_data(train, small, world, tmp_path):
+    mine = tmp_path / "train.jsonl"
+    rows = (world / "data" / "train.jsonl").read_text().splitlines(keepends=True)
+    mine.write_text("".join(rows))
+    first = train({"data.train": str(mine)})
+    mine.write_text("".join(rows[:-1]))
+    trainer = Trainer(load_config(overrides={**small, "data.train": str(mine)}), rewards=[digits])
+    trainer.load_checkpoint(Checkpoints(first.folder.checkpoints).latest())
+    trainer.export(tmp_path / "out")
+    trainer.close()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_strict_takes_no_older_checkpoint(train):
     run = train({"checkpoint.every_steps": 1})
     newest = run.folder.checkpoints / "step_00000003" / "actor" / "weights.safetensors"
