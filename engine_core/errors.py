@@ -18,6 +18,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+NO_HUB = (
+    " Where the hub cannot be reached, give a local folder in [model] path, as save_pretrained writes it; with "
+    "HF_HUB_OFFLINE=1 a model that is cached is used without asking."
+)
+"""The end of a message about a hub name that did not load."""
+
 
 class EngineError(Exception):
     """A failure that its message explains; printed without a traceback."""

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import DataError
+from engine_core.errors import NO_HUB, DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -39,7 +39,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise DataError(f"[model] {key}: no tokenizer loads from '{name}': {reason}") from error
+        hint = "" if local.exists() else NO_HUB
+        raise DataError(f"[model] {key}: no tokenizer loads from '{name}': {reason}{hint}") from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:

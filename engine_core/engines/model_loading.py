@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine_core.engines.attention import check_attention
 from engine_core.engines.lora import base_copy
-from engine_core.errors import ConfigError, DataError, did_you_mean
+from engine_core.errors import NO_HUB, ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +73,7 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except OSError as error:
-        raise ConfigError(f"model.path '{model.path}' cannot be read: {_first_line(error)}") from error
+        raise ConfigError(_unreadable(model.path, error)) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise ConfigError(
@@ -84,6 +84,11 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             "Read that code, then set model.trust_remote_code = true."
         ) from error
     return _overridden(config, model.override)
+
+
+def _unreadable(path: str, error: Exception) -> str:
+    hint = "" if Path(path).is_dir() else NO_HUB
+    return f"model.path '{path}' cannot be read: {_first_line(error)}{hint}"
 
 
 def random_model(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
@@ -193,7 +198,7 @@ def load_weights(
             ignore_mismatched_sizes=True,  # they are reported below, by name
         )
     except OSError as error:
-        raise ConfigError(f"model.path '{model.path}' cannot be read: {_first_line(error)}") from error
+        raise ConfigError(_unreadable(model.path, error)) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     fresh = [str(name) for name in info["missing_keys"] if _module(name) in absent]

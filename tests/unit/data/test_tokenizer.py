@@ -114,3 +114,11 @@ def test_the_hash_changes_with_vocabulary_template_and_special_tokens(make_token
         for tokenizer in (make_tokenizer(), make_tokenizer(size=300), make_tokenizer("{{ 1 }}"), other_end)
     }
     assert len(hashes) == 4
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        DataError, match=r"no tokenizer loads from 'nobody/nothing': .*give a local folder in"
+    ):
+        load_tokenizer(ModelConfig(path="nobody/nothing"))

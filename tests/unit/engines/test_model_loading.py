@@ -137,3 +137,9 @@ def test_code_of_a_folder_runs_only_when_asked_and_is_logged(folder_with_code, c
         found = load(folder_with_code, trust_remote_code=True)
     assert "Python code of" in caplog.text
     assert type(found).__name__ == "Model"
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"'nobody/nothing' cannot be read: .*give a local folder in"):
+        load("nobody/nothing")
