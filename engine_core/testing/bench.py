@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -86,7 +87,7 @@ class EngineBench(Bench):
 
         own = self.settings["write_model"]
         write = resolve(own, Path(self.settings["root"])) if own else reference.write_model
-        values = {**self.settings["model"], **changes}
+        values = {**reference.SHAPE, "tie_word_embeddings": tied, **self.settings["model"], **changes}
         words = "-".join(f"{key}={values[key]}" for key in changes)
         folder = (
             self.place.cache
@@ -95,6 +96,7 @@ class EngineBench(Bench):
         if self.place.rank == 0 and not folder.exists():
             write(folder, values, seed, tied)
         self.barrier()
+        _check_vocabulary(folder, values["vocab_size"])
         return str(folder)
 
     def barrier(self) -> None:
@@ -103,6 +105,21 @@ class EngineBench(Bench):
             import torch.distributed as dist
 
             dist.barrier()
+
+
+def _check_vocabulary(folder: Path, expected: int) -> None:
+    """The config that was written has the vocabulary that was asked for; one without ``vocab_size`` may pass."""
+    from engine_core.testing.reference import VOCABULARY
+
+    assert expected >= VOCABULARY, (
+        f"The suite's `model` has vocab_size {expected}; the kit's tokens need {VOCABULARY}. Leave it out."
+    )
+    config = folder / "config.json"
+    found = json.loads(config.read_text("utf-8")).get("vocab_size", expected) if config.exists() else expected
+    assert found == expected, (
+        f"write_model wrote a config.json with vocab_size {found}; expected {expected}, which it is given as "
+        "model['vocab_size']: the kit's tokenizer and batches have tokens up to there."
+    )
 
 
 def _key(model: Mapping[str, Any]) -> str:

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from engine_core.types import Batch
 
 PAD, EOS = 0, 1
+LIVELIER = (
+    "Give it livelier weights: a larger `initializer_range` in the suite's `model`; in a `write_model` of your own "
+    "larger embeddings (nn.init.normal_(embedding, std=1)), or another seed."
+)
 LETTERS = " " + string.ascii_letters + string.digits + string.punctuation  # 95: one token each
+VOCABULARY = 2 + len(LETTERS)  # ids of the kit's tokenizer and batches: 0 to 96
 SHAPE: Mapping[str, Any] = {
     "model_type": "qwen3",
-    "vocab_size": 2 + len(LETTERS),
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -67,8 +72,8 @@ def load_reference(path: str) -> nn.Module:
 
 
 def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
-    """[n] -> [n, V] of one sequence alone."""
-    positions = torch.arange(len(token_ids))[None]
+    """[n] -> [n, V] of one sequence alone, from a module as the docs describe it: logits, or an object with them."""
+    positions = torch.arange(len(token_ids), device=token_ids.device)[None]
     output = module(input_ids=token_ids[None], position_ids=positions)
     logits: Tensor = (output if isinstance(output, Tensor) else output.logits)[0]
     return logits

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.testing.contracts import contract, refused
+from engine_core.testing.reference import LIVELIER
 from engine_core.testing.rollout_bench import RolloutBench, greedy, plain_text, response
 from engine_core.types import Prompt
 
@@ -105,7 +106,9 @@ def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
         found = response(rollout)[: len(expected)]
         assert found == expected, f"'{request.prompt.text}': sampled {found}, expected {expected}."
         compared += len(expected)
-    assert compared > 40, f"Only {compared} tokens could be compared: choose another `model`."
+    assert compared > 40, (
+        f"Only {compared} tokens could be compared: the best two are too near, or responses end. {LIVELIER}"
+    )
 
 
 @contract(catches=("the prompt in the text",))

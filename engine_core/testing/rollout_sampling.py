@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.testing.contracts import close, contract
-from engine_core.testing.reference import EOS, logits_of
+from engine_core.testing.reference import EOS, LIVELIER, VOCABULARY, logits_of
 from engine_core.testing.rollout_bench import (
     RolloutBench,
     distribution,
@@ -114,7 +114,10 @@ def _greedy_story(bench: RolloutBench) -> tuple[str, list[int]]:
     for text in ("The answer", "x", "2+2=", "ab", "Once", "Hm", "(q", "Zz9"):
         ids = bench.tokenizer.encode(text, add_special_tokens=False)
         best = max(best, (text, greedy(module, ids, 24)), key=lambda pair: len(set(pair[1])))
-    assert len(set(best[1])) >= 5, "The model repeats itself: choose another `model`."
+    assert len(set(best[1])) >= 5, (
+        f"The model repeats itself: its liveliest greedy response has {len(set(best[1]))} different tokens, and "
+        f"this contract needs 5. {LIVELIER}"
+    )
     return best
 
 
@@ -128,9 +131,13 @@ def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
     """Sampling ends with the token that completes a stop string; the string stays in the response; the reason is ``stop``."""
     engine = bench.engine()
     text, story = _greedy_story(bench)
-    for end in [at for at in _first_times(story) if at >= 2][:3]:
+    for end in [at for at in _first_times(story) if at >= 2 and min(story[at - 1 : at + 1]) > EOS][:3]:
         for width in (1, 2):  # of one token, and of two
             stop = plain_text(bench, story[end + 1 - width : end + 1])
+            assert len(stop) == width, (
+                f"Tokens {story[end + 1 - width : end + 1]} of the model's greedy response are not all in the kit's "
+                f"vocabulary of {VOCABULARY}: write the model with the `vocab_size` that write_model is given."
+            )
             requests = bench.requests(
                 (text,), temperature=0.0, max_response_tokens=24, stop=("no such text", stop)
             )
@@ -187,7 +194,10 @@ def the_finish_reason_is_true(bench: RolloutBench) -> None:
     )
     for rollout in rollouts:
         _check_end(rollout, 30)
-    assert any(EOS in response(rollout) for rollout in rollouts), "No response ended: choose another `model`."
+    assert any(EOS in response(rollout) for rollout in rollouts), (
+        "No response ended: the model hardly ever samples <eos>. Choose another `model` or seed; in a `write_model` "
+        "of your own do not make the weights so large that one token has all of the probability."
+    )
     (short,) = engine.generate(bench.requests(("ab",), max_response_tokens=1))
     _check_end(short, 1)
 

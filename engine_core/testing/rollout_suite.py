@@ -16,9 +16,12 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
         backend: name of the engine.
         options: its table, as in ``[rollout.NAME]``. Choose float32 here: lower precision hides mistakes.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
-        write_model: ``module:function`` or ``file.py:function``; called with (folder, ``model``, seed, tied)
-            it writes the folder of a small model. Default: ``reference.write_model``, of transformers.
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it
+            writes the folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
+            ``tie_word_embeddings`` filled in; use its ``vocab_size``. Default: ``reference.write_model``.
         reference: as in ``TrainEngineSuite``.
+        train_backend: the train engine whose weights, or module, the sampler follows in two contracts. With a
+            model of your own: your own.
         device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
         tolerance: largest difference of a log-prob, in nats.
     """
@@ -26,12 +29,23 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
     kind = "rollout_engines"
     section = "rollout"
     bench = "engine_core.testing.rollout_bench:RolloutBench"
-    fields = ("backend", "options", "plugins", "model", "write_model", "reference", "device", "tolerance")
+    fields = (
+        "backend",
+        "options",
+        "plugins",
+        "model",
+        "write_model",
+        "reference",
+        "train_backend",
+        "device",
+        "tolerance",
+    )
 
     backend: str = "hf"
     options: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
     write_model: str = ""
     reference: str = ""
+    train_backend: str = "torch"
     device: str = ""
     tolerance: float = 1e-3

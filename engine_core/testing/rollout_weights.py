@@ -9,7 +9,6 @@ import torch
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
 from engine_core.testing.contracts import REFUSALS, close, contract, refused
 from engine_core.testing.rollout_bench import RolloutBench, expected_log_probs
 from engine_core.types import Batch, LossCall
@@ -91,11 +90,13 @@ def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
 
 
 def _trained(bench: RolloutBench) -> TrainEngine:
-    """The core's own train engine on the same model, a step ahead."""
-    plugins = PluginSet.load({"train_engines": {"torch"}})
-    config = RoleConfig(backend="torch", optim=OptimConfig(lr=0.05))
+    """A train engine on the same model (``train_backend``), a step ahead."""
+    name = str(bench.settings["train_backend"])
+    plugins = bench.load_plugins(train_engines=name)
+    options = plugins.spec("train_engines", name).config.model_validate({})
+    config = RoleConfig(backend=name, optim=OptimConfig(lr=0.05), options=options)
     context = WorkerContext(plugins=plugins, role="actor", device=bench.device)
-    engine: TrainEngine = plugins.resolve("train_engines", "torch")(
+    engine: TrainEngine = plugins.resolve("train_engines", name)(
         config, ModelConfig(path=bench.model()), context
     )
     bench.stack.callback(engine.close)
@@ -120,7 +121,7 @@ def _policy_of(bench: RolloutBench, engine: TrainEngine) -> nn.Module:
 
 @contract()
 def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
-    """Weights streamed from the core's train engine after a step: the sampler is that policy."""
+    """Weights streamed from a train engine (``train_backend``) after a step: the sampler is that policy."""
     engine, trainer = bench.engine(), _trained(bench)
     result = same_process(trainer, engine, 2, shared=False)
     assert result.version == 2, f"The sync reports version {result.version}; expected 2."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.testing.contracts import contract, identical, near, refused, same_direction
-from engine_core.testing.reference import clipped_loss, gradient_of, nll_loss, norm_of, outputs_of
+from engine_core.testing.reference import clipped_loss, gradient_of, logits_of, nll_loss, norm_of, outputs_of
 from engine_core.testing.train_bench import MEASURE, NLL, POLICY, TrainBench
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> N
     with engine.generation_module() as module:
         assert not module.training, "The module is in training mode."
         ids = batch.token_ids.to(next(module.parameters()).device)
-        logits = module(input_ids=ids[None]).logits[0].float().cpu()
+        logits = logits_of(module, ids).float().cpu()
     assert not logits.requires_grad, "The forward of the generation module records a gradient."
     rows = torch.log_softmax(logits[:-1], -1).gather(1, batch.token_ids[1:, None]).squeeze(1)
     gap = float((rows - expected[1:])[1:].abs().max())

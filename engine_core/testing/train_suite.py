@@ -16,8 +16,9 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
         backend: name of the engine.
         options: its table, as in ``[actor.NAME]``. Choose float32 here: lower precision hides mistakes.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
-        write_model: ``module:function`` or ``file.py:function``; called with (folder, ``model``, seed, tied)
-            it writes the folder of a small model. Default: ``reference.write_model``, of transformers.
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it
+            writes the folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
+            ``tie_word_embeddings`` filled in; use its ``vocab_size``. Default: ``reference.write_model``.
         reference: ``module:function`` or ``file.py:function``; called with a model folder it gives the
             module to compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits``
             [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.

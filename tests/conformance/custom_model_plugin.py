@@ -10,10 +10,10 @@ from engine_core import hookimpl
 
 
 class RunningMean(nn.Module):
-    def __init__(self, size):
+    def __init__(self, size, vocab_size=97):
         super().__init__()
-        self.embed, self.mix = nn.Embedding(97, size), nn.Linear(size, size)
-        self.head = nn.Linear(size, 97)
+        self.embed, self.mix = nn.Embedding(vocab_size, size), nn.Linear(size, size)
+        self.head = nn.Linear(size, vocab_size)
 
     def forward(self, input_ids, position_ids):
         seen = self.embed(input_ids).cumsum(1) / (position_ids[..., None] + 1)
@@ -22,13 +22,28 @@ class RunningMean(nn.Module):
 
 def write(folder, model, seed, tied):
     """What the engine and the reference both read; nothing is tied here."""
-    size = 16 * model.get("num_hidden_layers", 2)
+    size = 16 * model["num_hidden_layers"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = RunningMean(size)
+        module = RunningMean(size, model["vocab_size"])
+        nn.init.normal_(module.mix.weight, std=model["initializer_range"] * 5)
+        nn.init.normal_(module.head.weight, std=model["initializer_range"] * 4)
     folder.mkdir()
     save_file(module.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"size": size}))
+    (folder / "config.json").write_text(json.dumps({"size": size, "vocab_size": model["vocab_size"]}))
+
+
+def write_small(folder, model, seed, tied):
+    write(folder, {**model, "vocab_size": 64}, seed, tied)
+
+
+def write_dull(folder, model, seed, tied):
+    write(folder, {**model, "initializer_range": 0.0}, seed, tied)
+
+
+def write_what_is_given(folder, model, seed, tied):
+    folder.mkdir()
+    (folder / "given.json").write_text(json.dumps(model))
 
 
 def load(path):

@@ -1,0 +1,51 @@
+"""A sampler and a train engine of one model of our own; the core's ``torch`` cannot build that model."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from engine_core import hookimpl
+from engine_core.engines.base import RolloutEngine
+from engine_core.engines.torch_engine import TorchEngine
+from engine_core.engines.torch_options import TorchOptions
+from engine_core.specs import RolloutBackend, TrainBackend
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parents[1] / "examples" / "backends")]
+
+from custom_model_plugin import load
+from plain_rollout import PlainRollout
+
+
+class Engine(TorchEngine):
+    def _build_model_optimizer(self, *, model_path, **_):
+        return load(model_path).float()
+
+
+class Sampler(PlainRollout):
+    def __init__(self, config, model_config, context):
+        RolloutEngine.__init__(self, config, model_config, context)
+        self.tokenizer = context.live["tokenizer"]
+        self.module = load(model_config.path).float().to(context.device)
+        positions = 48 if "max_position_embeddings=48" in model_config.path else 128
+        self.module.config = SimpleNamespace(vocab_size=97, max_position_embeddings=positions)
+        self.module.register_forward_pre_hook(with_positions, with_kwargs=True)
+        self.module.register_forward_hook(lambda module, inputs, logits: SimpleNamespace(logits=logits))
+        self.queue, self.whole = {}, True
+
+
+def with_positions(module, inputs, arguments):
+    ids = arguments["input_ids"]
+    return inputs, {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None], **arguments}
+
+
+@hookimpl
+def engine_train_engines():
+    return {"mean": TrainBackend(load=Engine, config=TorchOptions)}
+
+
+@hookimpl
+def engine_rollout_engines():
+    return {"mean": RolloutBackend(load=Sampler)}
