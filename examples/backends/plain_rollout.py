@@ -34,15 +34,27 @@ class PlainRollout(RolloutEngine):
         return digest.hexdigest()
 
     def add(self, requests):
-        taken, config = set(self.queue), self.module.config
+        taken = set(self.queue)
         for request in requests:
-            ids = request.prompt.token_ids
-            known = bool(ids) and min(ids) >= 0 and max(ids) < config.vocab_size
-            fits = len(ids) < config.max_position_embeddings
-            if not known or not fits or request.id in taken or request.sampling.temperature < 0:
-                raise DataError(f"Request '{request.id}' cannot be sampled: its prompt, id or temperature.")
+            if why := self.refusal(request, taken):
+                raise DataError(f"Request '{request.id}' {why}.")
             taken.add(request.id)
         self.queue |= {request.id: request for request in requests}
+
+    def refusal(self, request, taken):
+        ids, config = request.prompt.token_ids, self.module.config
+        size, room = config.vocab_size, config.max_position_embeddings
+        if not ids:
+            return "has an empty prompt"
+        if min(ids) < 0 or max(ids) >= size:
+            return f"has a token outside of the vocabulary: {min(ids)} to {max(ids)} of 0 to {size - 1}"
+        if len(ids) >= room:
+            return f"has a prompt of {len(ids)} tokens, and the model holds {room}, response included"
+        if request.id in taken:
+            return "waits already: each needs an id of its own"
+        if request.sampling.temperature < 0:
+            return f"has the temperature {request.sampling.temperature}; expected 0 or more"
+        return ""
 
     @property
     def num_unfinished(self):
