@@ -1,0 +1,92 @@
+"""Does each algorithm learn the demo's task? Held-out accuracy before and after, for some seeds.
+
+    python benchmarks/curves/run.py                      (or: make curves)
+    python benchmarks/curves/run.py --only gspo ppo --seeds 0 --steps 10
+
+All start from one warm start; each is ``examples/word_problems/grpo.toml`` with the changes below, so a
+row is what a user gets by changing these keys. Runs lie below ``--folder``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "word_problems"
+sys.path.insert(0, str(EXAMPLE))
+
+from prepare import prepare
+
+VARIANTS = {
+    "grpo": [],
+    "rloo": ["algorithm.advantage=rloo"],
+    "cispo": ["algorithm.loss=cispo"],
+    "gspo": ["algorithm.loss=gspo"],
+    "ppo": ["algorithm.advantage=gae", "critic.optim.lr=1e-3", "critic.warmup_steps=3"],
+    "dapo": ['stage=[{name="dynamic_sampling"}]', "algorithm.mask_truncated=true"],
+}
+QUIET = ["tracking.trackers=[]", "tracking.rollouts_every_steps=0", "checkpoint.at_end=false"]
+
+
+def engine(folder: Path, *words: str) -> None:
+    """Run one command in a process of its own, with one thread; its output goes to ``log.txt``."""
+    with (folder / "log.txt").open("a") as log:
+        command = [sys.executable, "-m", "engine_core.cli.main", *words]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=folder, env=one_thread, stdout=log, stderr=log, check=True)
+
+
+def warm_start(folder: Path) -> None:
+    """Data, tokenizer, a random model, and the SFT that all variants start from."""
+    prepare(folder)
+    given = [f"model.path={folder / 'model'}", f"data.train={folder / 'data' / 'sft.jsonl'}"]
+    given += [f"run.dir={folder / 'runs'}", "run.name=sft"]
+    engine(folder, "train", str(EXAMPLE / "sft.toml"), *[w for g in given for w in ("--set", g)])
+    engine(folder, "export", str(folder / "runs" / "sft"), str(folder / "sft"))
+
+
+def accuracies(folder: Path, name: str, seed: int, steps: int | None) -> tuple[float, float]:
+    """Held-out accuracy before and after one run."""
+    run = f"{name}-{seed}"
+    given = [*VARIANTS[name], *QUIET, f"run.name={run}", f"run.seed={seed}", f"run.dir={folder / 'runs'}"]
+    given += [f"model.path={folder / 'sft'}"]
+    given += [f"data.{split}={folder / 'data' / file}.jsonl" for split, file in
+              (("train", "train"), ("validation", "heldout"))]  # fmt: skip
+    given += [] if steps is None else [f"run.steps={steps}"]
+    engine(folder, "train", str(EXAMPLE / "grpo.toml"), *[w for g in given for w in ("--set", g)])
+    lines = map(json.loads, (folder / "runs" / run / "metrics.jsonl").read_text().splitlines())
+    found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    return found[0], found[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "curves")
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="instead of the file's 105")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at one time")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True)  # a folder that exists holds somebody's runs
+    warm_start(folder)
+    cells = [(name, seed) for name in arguments.only for seed in arguments.seeds]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        found = dict(
+            zip(cells, pool.map(lambda c: accuracies(folder, *c, arguments.steps), cells), strict=True)
+        )
+    print("| algorithm |", " | ".join(f"seed {seed}" for seed in arguments.seeds), "|")
+    print("|---|" + "---|" * len(arguments.seeds))
+    for name in arguments.only:
+        shown = [f"{found[name, seed][0]:.2f} -> {found[name, seed][1]:.2f}" for seed in arguments.seeds]
+        print(f"| {name} |", " | ".join(shown), "|")
+
+
+if __name__ == "__main__":
+    main()
