@@ -48,6 +48,8 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
 """The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""
 EXCEPT: Mapping[str, Verdict] = {"runtime.backend": "allowed", "rollout.backend": "warned"}
 UNSET = "unset"
+ROLES = ("actor", "ref", "critic", "reward_model")
+"""Tables of the config that are roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +67,28 @@ class Difference:
         return f"{self.key}: {_shown(self.was)} -> {_shown(self.now)} ({self.verdict}{why})"
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """The keys that differ between two configs as plain data, in the order of the tables."""
+def differences(
+    was: Mapping[str, Any], now: Mapping[str, Any], roles: Collection[str] | None = None
+) -> list[Difference]:
+    """The keys that differ between two configs as plain data, in the order of the tables.
+
+    Args:
+        was: the config then.
+        now: the config now.
+        roles: those that the run had then. The table of another one cannot contradict what was done;
+            whether that role can join is not a matter of keys. None: any role may have been there.
+    """
     before, after = _flat(was), _flat(now)
-    held = {key.partition(".")[0] for key in before}
+    new = set() if roles is None else set(ROLES) - set(roles)
     return [
-        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *_judged(key, held))
+        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *_judged(key, new))
         for key in dict.fromkeys([*before, *after])
         if before.get(key, UNSET) != after.get(key, UNSET)
     ]
 
 
-def _judged(key: str, held: Collection[str]) -> tuple[Verdict, str]:
-    """A table that was not there at all fits no other than itself: whether its role can be is not a matter of keys."""
-    return judge(key) if key.partition(".")[0] in held else ("warned", "the run had no such table")
+def _judged(key: str, new: Collection[str]) -> tuple[Verdict, str]:
+    return ("warned", "the run had no such role") if key.partition(".")[0] in new else judge(key)
 
 
 def judge(key: str) -> tuple[Verdict, str]:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from engine_core.data.preferences import Judged, JudgedPreparer, Pair, PairPreparer
 from engine_core.data.prepare import Outcome, Preparer
@@ -275,8 +275,8 @@ class SFTSource(Source[Example]):
         super().__init__(Preparer(_open(config, split, rows), tokenizer, config, split, *limits), seed)
 
 
-class PairSource(Source[Pair]):
-    """Pairs of responses, of the files of ``[data]``.
+class _PreferenceSource(Source[Item]):
+    """What people or models preferred, of the files of ``[data]``.
 
     Args:
         config: ``[data]``.
@@ -286,22 +286,7 @@ class PairSource(Source[Pair]):
         seed, split, rows: as `PromptSource`.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int,
-        table: str,
-        seed: int,
-        split: str = "train",
-        rows: Sequence[Any] | None = None,
-    ) -> None:
-        opened = _open(config, split, rows)
-        super().__init__(PairPreparer(opened, tokenizer, config, split, max_tokens, table), seed)
-
-
-class JudgedSource(Source[Judged]):
-    """Responses with a label, of the files of ``[data]``; arguments as `PairSource`."""
+    preparer: ClassVar[type[PairPreparer]]  # makes the items
 
     def __init__(
         self,
@@ -314,7 +299,19 @@ class JudgedSource(Source[Judged]):
         rows: Sequence[Any] | None = None,
     ) -> None:
         opened = _open(config, split, rows)
-        super().__init__(JudgedPreparer(opened, tokenizer, config, split, max_tokens, table), seed)
+        super().__init__(self.preparer(opened, tokenizer, config, split, max_tokens, table), seed)
+
+
+class PairSource(_PreferenceSource[Pair]):
+    """Pairs of responses."""
+
+    preparer = PairPreparer
+
+
+class JudgedSource(_PreferenceSource[Judged]):
+    """Responses with a label."""
+
+    preparer = JudgedPreparer
 
 
 def _open(config: DataConfig, split: str, rows: Sequence[Any] | None) -> Rows:

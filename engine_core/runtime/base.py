@@ -32,7 +32,7 @@ class Role:
     @property
     def saved(self) -> bool:
         """Whether a checkpoint must hold it: weights that are not those of the model folder."""
-        return self.trainable or self.refreshed
+        return self.kind == "train" and (self.trainable or self.refreshed)
 
 
 class WorkerGroup(abc.ABC):

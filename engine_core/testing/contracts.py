@@ -17,8 +17,8 @@ from engine_core.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-REFUSALS = (EngineError, ValueError, RuntimeError, KeyError, NotImplementedError)
-"""What an engine may raise to refuse a call; anything else is a crash."""
+REFUSALS = (EngineError, ValueError, RuntimeError, NotImplementedError)
+"""What an engine may raise to refuse a call; anything else is a crash, also a KeyError that happens to name what is missing."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import faults, machine
 from engine_core.assemble import check_complete, plugins_for
-from engine_core.checkpoint import Checkpoints, read_state
+from engine_core.checkpoint import Checkpoints
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
@@ -240,16 +240,16 @@ class TrainingRun(abc.ABC):
         self.tokenizer.save_pretrained(folder)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Take weights, optimizer, position and state from a checkpoint folder."""
+        """Take weights and state from a checkpoint folder; in training also optimizer and position in the data."""
         self.setup()
-        state = read_state(path)
-        if state["tokenizer"] != tokenizer_hash(self.tokenizer):
+        found = Resume.at(path)
+        if found.state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
             )
         if self._trains:  # else no row is taken, and the files may be others
-            self.source.load_state(state["data"])
-        Resume(path, state).restore(self)
+            self.source.load_state(found.state["data"])
+        found.restore(self)
 
     def close(self) -> None:
         """Stop workers and trackers; safe to call twice."""
@@ -374,9 +374,8 @@ class TrainingRun(abc.ABC):
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
             where = f"in step {self.step_now}. {self.way_on()}" if loop else "before its first step."
             if self.folder is not None and isinstance(error, Exception):
-                log.error(
-                    "%s", error, exc_info=error, extra=FILE_ONLY
-                )  # whoever called shows it on the screen
+                # whoever called shows it on the screen
+                log.error("%s", error, exc_info=error, extra=FILE_ONLY)
                 log.error("The run failed %s", where)
             elif self.folder is not None:
                 log.warning("The run was ended at once %s", where)

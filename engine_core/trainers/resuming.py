@@ -38,6 +38,7 @@ KEYS = frozenset(
         "unfinished",
         "config",
         "tokenizer",
+        "roles",
         "plugins",
         "versions",
     }
@@ -66,7 +67,15 @@ class Resume:
         Raises:
             DataError: there is none; with ``strict``, the newest one is damaged.
         """
-        path = Checkpoints(Path(run) / "checkpoints").latest(strict)
+        return cls.at(Checkpoints(Path(run) / "checkpoints").latest(strict), force)
+
+    @classmethod
+    def at(cls, path: Path, force: Sequence[str] = ()) -> Resume:
+        """A verified checkpoint folder.
+
+        Raises:
+            DataError: its state is of another version.
+        """
         state = read_state(path)
         if missing := sorted(KEYS - state.keys()):
             raise DataError(f"{path} was written by another version: its state has no {', '.join(missing)}.")
@@ -85,7 +94,8 @@ class Resume:
             ConfigError: something that would not fit changed, and is not forced.
         """
         assert run.folder is not None
-        found = differences(self.state["config"], run.folder.redactor.tree(as_data(run.config)))
+        now_config = run.folder.redactor.tree(as_data(run.config))
+        found = differences(self.state["config"], now_config, self.state["roles"])
         plugins = run.plugins.versions()
         here = {"plugins": plugins, "versions": versions()}
         for table, now in here.items():
@@ -104,7 +114,8 @@ class Resume:
         """Set the data to its position, before any model is built.
 
         Raises:
-            ConfigError: the tokenizer is another one, and `model.tokenizer` is not forced.
+            ConfigError: the tokenizer is another one, and `model.tokenizer` is not forced; or there is a
+                role now that the checkpoint does not hold.
             DataError: the data files have other numbers of rows.
         """
         if self.state["tokenizer"] != tokenizer_hash(run.tokenizer) and TOKENIZER not in self.force:
@@ -112,10 +123,8 @@ class Resume:
                 f"{TOKENIZER}: the tokenizer is not the one of {self.path.name}, so its tokens mean something else. "
                 f"Bring its files back, or say that you mean it: --force {TOKENIZER}"
             )
-        missing = [
-            n for n, role in run.roles(training=True).items() if role.saved and not (self.path / n).is_dir()
-        ]
-        missing = [name for name in missing if run.roles(training=True)[name].kind == "train"]
+        roles = run.roles(training=True)
+        missing = [name for name, role in roles.items() if role.saved and not (self.path / name).is_dir()]
         if missing:
             raise ConfigError(
                 f"{self.path.name} holds no role '{missing[0]}': the run had none until now, so there is nothing to go on "
@@ -135,7 +144,7 @@ class Resume:
     def restore(self, run: TrainingRun) -> ResumePoint:
         """Weights, optimizers, random states and the trainer's own state, into a trainer that is set up."""
         for name, role in run.roles(training=True).items():
-            if role.kind == "train" and role.saved and name in run.groups:
+            if role.saved and name in run.groups:
                 run.groups[name].call("load", folder=self.path / name).result()
         state = self.state
         run.load_state(state["trainer"])

@@ -82,16 +82,17 @@ class Saver:
 
     def _write(self, folder: Path) -> None:
         for name, role in self.run.roles(training=True).items():
-            if role.kind == "train" and role.saved:
+            if role.saved:
                 self.run.groups[name].call("save", folder=folder / name).result().result()
                 faults.point("checkpoint.after_role")
 
     def _about(self) -> dict[str, Any]:
-        """What a resume compares with: config, plugins, tokenizer, versions."""
+        """What a resume compares with: config, tokenizer, roles, plugins, versions."""
         assert self.run.folder is not None
         return {
             "config": self.run.folder.redactor.tree(as_data(self.run.config)),
             "tokenizer": tokenizer_hash(self.run.tokenizer),
+            "roles": list(self.run.roles(training=True)),
             "plugins": dict(self.run.plugins.versions()),
             "versions": versions(),
         }

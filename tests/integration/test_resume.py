@@ -314,6 +314,20 @@ def test_a_role_that_the_checkpoint_has_not_is_a_new_run(train, change, role):
         train({"run.steps": 4, **change}, resume=first.folder.path)
 
 
+def test_another_reference_for_a_run_that_has_one_is_refused_also_where_it_was_the_default(
+    train, world, tmp_path
+):
+    shutil.copytree(world / "model", tmp_path / "other")
+    first = train({"algorithm.kl_coef": 0.1})
+    with pytest.raises(
+        ConfigError, match=r"ref\.path: the checkpoint was written with unset.*--force ref\.path"
+    ):
+        train(
+            {"run.steps": 4, "algorithm.kl_coef": 0.1, "ref.path": str(tmp_path / "other")},
+            resume=first.folder.path,
+        )
+
+
 def test_an_export_does_not_care_for_the_rows_of_the_data(train, small, world, tmp_path):
     mine = tmp_path / "train.jsonl"
     rows = (world / "data" / "train.jsonl").read_text().splitlines(keepends=True)

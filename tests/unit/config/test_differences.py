@@ -23,6 +23,12 @@ def test_a_key_that_came_or_went_is_a_difference():
     assert keys == [("reward.length.name", "unset", "length"), ("reward.length.weight", "unset", 0.1)]
 
 
+def test_the_table_of_a_role_that_the_run_did_not_have_contradicts_nothing():
+    now = {**WAS, "critic": {"backend": "x"}, "ref": {"path": "b"}}
+    verdicts = {d.key: d.verdict for d in differences(WAS, now, roles=["actor", "ref"])}
+    assert verdicts == {"critic.backend": "warned", "ref.path": "refused"}
+
+
 @pytest.mark.parametrize(
     ("key", "verdict"),
     [
