@@ -11,7 +11,8 @@ from engine_core.config.wording import Problem
 from engine_core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig, OptimConfig
+    from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig
+    from engine_core.config.roles import OptimConfig
 
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:

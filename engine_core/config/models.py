@@ -1,6 +1,6 @@
 """The TOML as typed models: one class a table, one docstring a key, one source of defaults.
 
-Unknown keys are refused. A table that belongs to a chosen name (``[actor.torch]`` beside
+The tables of models and sampler stand in ``roles``. Unknown keys are refused. A table that belongs to a chosen name (``[actor.torch]`` beside
 ``backend = "torch"``) is checked against that plugin's own model and lies in ``options``.
 """
 
@@ -8,163 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Table(BaseModel):
-    """A TOML table with a fixed set of keys."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, arbitrary_types_allowed=True
-    )
-
-
-class ModelConfig(Table):
-    """``[model]``: which model every role starts from."""
-
-    path: str = ""
-    """Folder in the layout of ``save_pretrained``, or a hub name. Relative to the folder of the TOML that names it when it exists there."""
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; default: `path`."""
-    override: dict[str, Any] = {}
-    """Changes to the model's own config, by its key names: ``override = { rope_theta = 1e6 }``."""
-    attention: str = "varlen"
-    """Attention implementation: ``varlen`` (packed sequences, ours), or one of transformers: ``sdpa``, ``eager``, ``flash_attention_2``."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
-    seed: NonNegativeInt = 0
-    """Seed of weights that the folder does not hold (a folder with a config alone is a random model)."""
-
-
-class OptimConfig(Table):
-    """``[actor.optim]``: the optimizer of one role."""
-
-    lr: NonNegativeFloat = 1e-6
-    """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Adam's decay rates."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, on matrices only (vectors such as norms and biases have none)."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
-    decay_steps: NonNegativeInt = 0
-    """Optimizer steps, warm-up included, after which `schedule` has reached `min_lr_ratio`; 0: the run's length."""
-    min_lr_ratio: Fraction = 0.0
-    """Final learning rate as a share of `lr`."""
-    max_skipped_steps: PositiveInt = 3
-    """That many optimizer steps in a row skipped for non-finite gradients end the run (exit code 6)."""
-
-
-class LoRAConfig(Table):
-    """``[actor.lora]``: train a low-rank adapter and leave the model's own weights as they are (needs the package peft)."""
-
-    rank: PositiveInt = 16
-    """r: each chosen layer learns a product B A of this inner dimension, which starts at 0."""
-    alpha: PositiveFloat = 32.0
-    """The product is scaled by alpha / rank (`rslora`: alpha / sqrt(rank))."""
-    target_modules: str | list[str] = "all-linear"
-    """``all-linear``: every linear layer but the head. Or the ends of module names, ``["q_proj", "v_proj"]``, or one regular expression for whole names."""
-    modules_to_save: list[str] = []
-    """Ends of names of modules that are trained whole, beside the adapter."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank): larger ranks then learn as fast (https://arxiv.org/abs/2312.03732)."""
-    dora: bool = False
-    """Learn each row's length apart from its direction (https://arxiv.org/abs/2402.09353); slower."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A begins. B begins at 0, so that training starts from the model as it is."""
-    dropout: float = 0.0
-    """Must be 0: with dropout an unchanged policy would give other log-probs in each pass, and its ratio would not be 1."""
-    path: str | None = None
-    """Adapter folder to start from, as peft or ``engine export --adapter`` writes it; its rank, alpha and modules are then used. Relative to the folder of the TOML that names it."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError(
-                "dropout must be 0: engines run in eval mode, so that the log-probs of an unchanged policy are the "
-                "same in each pass. Leave the key out; weight_decay in [actor.optim] is there against overfitting."
-            )
-        return value
-
-
-class RoleConfig(Table):
-    """``[actor]``, ``[ref]``: one model in training or scoring, and the engine that runs it."""
-
-    backend: str = "torch"
-    """Train engine, by name (``engine plugins``); its options stand in the table of that name."""
-    max_tokens_per_rank: PositiveInt = 8192
-    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own."""
-    path: str | None = None
-    """Model folder of this role; default: `[model] path`."""
-    optim: OptimConfig = OptimConfig()
-    """The optimizer; not read for `ref`."""
-    lora: LoRAConfig | None = None
-    """LoRA: where the table is present, an adapter is trained instead of the model."""
-    options: Any = Field(default=None, exclude=True)
-    """The backend's own table, filled in by the loader."""
-
-
-class CriticOptimConfig(OptimConfig):
-    """``[critic.optim]``: the optimizer of the critic."""
-
-    lr: NonNegativeFloat = 1e-5
-    """Peak learning rate."""
-
-
-class CriticConfig(RoleConfig):
-    """``[critic]``: the model that predicts the return of each token, for an advantage such as ``gae``."""
-
-    optim: CriticOptimConfig = CriticOptimConfig()
-    """The optimizer."""
-    warmup_steps: NonNegativeInt = 0
-    """In the first n steps of the run only the critic learns, the policy stays as it is."""
-    clip_ratio: NonNegativeFloat = 0.5
-    """A value that has moved further than this from what it was before the step's updates, in units of reward, learns no more; 0 turns clipping off."""
-
-    @classmethod
-    def like(cls, actor: RoleConfig) -> CriticConfig:
-        """What a run without the table uses: the defaults, on the actor's backend."""
-        made = cls(backend=actor.backend, max_tokens_per_rank=actor.max_tokens_per_rank)
-        made.options = actor.options
-        return made
-
-
-class RolloutConfig(Table):
-    """``[rollout]``: how responses are sampled."""
-
-    backend: str = "hf"
-    """Rollout engine, by name; its options stand in the table of that name."""
-    group_size: PositiveInt = 8
-    """G: responses sampled for each prompt."""
-    temperature: NonNegativeFloat = 1.0
-    """Softmax temperature; the trainer uses the same for its log-probs. 0 is greedy (evaluation only)."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus: sample from the smallest set of tokens with this probability."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens; 0: all."""
-    max_response_tokens: PositiveInt = 256
-    """A response is cut after this many tokens."""
-    stop: list[str] = []
-    """Strings that end a response; the match stays in it."""
-    stop_token_ids: list[int] = []
-    """Token ids that end a response, besides the tokenizer's own end token."""
-    max_log_prob_gap: NonNegativeFloat = 1.0
-    """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
-    options: Any = Field(default=None, exclude=True)
-    """The backend's own table, filled in by the loader."""
+from engine_core.config.roles import CriticConfig, ModelConfig, RoleConfig, RolloutConfig
+from engine_core.config.tables import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+)
 
 
 class RewardConfig(Table):

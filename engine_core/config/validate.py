@@ -26,8 +26,9 @@ from engine_core.config.choices import (
     places,
     prepared,
 )
-from engine_core.config.models import CriticConfig, EngineConfig
+from engine_core.config.models import EngineConfig
 from engine_core.config.read import Path_, RawConfig, key_text
+from engine_core.config.roles import CriticConfig
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.specs import Spec, TrainerSpec

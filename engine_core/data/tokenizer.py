@@ -12,7 +12,7 @@ from engine_core.errors import NO_HUB, DataError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from engine_core.config.models import ModelConfig
+    from engine_core.config.roles import ModelConfig
 
 ROLES = ("bos", "eos", "pad")
 

@@ -26,7 +26,7 @@ from engine_core.engines.weights import near
 from engine_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from engine_core.config.models import LoRAConfig
+    from engine_core.config.roles import LoRAConfig
     from engine_core.engines.adapter import Adapter
 
 log = logging.getLogger("engine")

@@ -348,9 +348,8 @@ def _runner(config: RewardConfig, plugins: PluginSet) -> Pool | InProcess:
 
 
 def _live(function: Callable[..., Any]) -> Scorer:
-    from engine_core.config.models import (
-        RewardConfig,
-    )  # not at the top: workers import this module, and need it not
+    # Not at the top: workers import this module, and need it not.
+    from engine_core.config.models import RewardConfig
 
     plain = getattr(function, "func", function)  # functools.partial
     name = getattr(plain, "__name__", type(plain).__name__)

@@ -1,6 +1,6 @@
 """Only for the kit: ``TorchEngine`` as a run file with ``[actor.lora]`` makes it."""
 
-from engine_core.config.models import LoRAConfig
+from engine_core.config.roles import LoRAConfig
 from engine_core.engines.torch_engine import TorchEngine
 
 

@@ -2,7 +2,8 @@ import pytest
 
 from engine_core.config import inputs
 from engine_core.config.inputs import data_problems, model_problems
-from engine_core.config.models import DataConfig, EngineConfig, ModelConfig
+from engine_core.config.models import DataConfig, EngineConfig
+from engine_core.config.roles import ModelConfig
 
 
 @pytest.fixture

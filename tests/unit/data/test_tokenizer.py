@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3Config
 
-from engine_core.config.models import ModelConfig
+from engine_core.config.roles import ModelConfig
 from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.errors import DataError
 

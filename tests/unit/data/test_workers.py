@@ -110,7 +110,8 @@ def test_a_script_without_a_main_guard_is_not_run_again_by_its_workers(tmp_path,
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; sys.modules['torch'] = None  # which takes seconds to import\n"
-        "from engine_core.config.models import DataConfig, ModelConfig\n"
+        "from engine_core.config.models import DataConfig\n"
+        "from engine_core.config.roles import ModelConfig\n"
         "from engine_core.data import PromptSource, load_tokenizer\n"
         f"tokenizer = load_tokenizer(ModelConfig(path={str(tmp_path / 'tokenizer')!r}))\n"
         f"source = PromptSource(DataConfig(train={config.train!r}, num_workers=1, shuffle=False), tokenizer, 0)\n"

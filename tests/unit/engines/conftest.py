@@ -13,7 +13,7 @@ import torch
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-from engine_core.config.models import LoRAConfig
+from engine_core.config.roles import LoRAConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.engines.torch_options import TorchOptions

@@ -127,7 +127,7 @@ def test_dora_over_an_embedding_is_refused(make_engine):
 
 
 def test_dropout_is_refused_with_the_reason():
-    from engine_core.config.models import LoRAConfig
+    from engine_core.config.roles import LoRAConfig
 
     with pytest.raises(ValueError, match="dropout must be 0: engines run in eval mode"):
         LoRAConfig(dropout=0.1)
