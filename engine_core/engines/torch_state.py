@@ -1,0 +1,146 @@
+"""Checkpoints, exports and device memory of the reference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.engines import state
+from engine_core.engines.torch_build import TorchBuild
+from engine_core.engines.weights import own_weights, take_weights
+from engine_core.errors import DataError, did_you_mean
+
+PARTS = ("weights", "gradients", "optimizer")
+
+
+class TorchState(TorchBuild):
+    """The part of ``TorchEngine`` that keeps and moves what it holds."""
+
+    def mark(self) -> None:
+        self._random = state.random_state(self.device)
+
+    def save(self, folder: Path) -> Future[None]:
+        """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON.
+
+        Of a model with an adapter only that, and what tells its base.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = own_weights(self.module) if self.adapter is None else self.adapter.tensors()
+        state.save_tensors(folder / state.WEIGHTS, weights)
+        scalars: dict[str, Any] = {
+            "random": self._random or state.random_state(self.device),
+            "num_skipped_steps": self.num_skipped_steps,
+            "base": None if self.adapter is None else self.adapter.base_identity(),
+        }
+        if self.optimizer is not None:
+            tensors, scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
+            state.save_tensors(folder / state.OPTIMIZER, tensors)
+        if self.lr_scheduler is not None:
+            scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
+        state.save_json(folder / state.STATE, scalars)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def load(self, folder: Path) -> None:
+        scalars = state.load_json(folder / state.STATE)
+        self._check_base(folder, scalars.get("base"))
+        weights = None if self.adapter is None else self.adapter.tensors()
+        take_weights(self.module, state.load_tensors(folder / state.WEIGHTS).items(), own=weights)
+        if self.optimizer is not None:
+            if "optimizer" not in scalars:
+                raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
+            tensors = state.load_tensors(folder / state.OPTIMIZER)
+            state.load_optimizer_state(self.optimizer, self.module, tensors, scalars["optimizer"])
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+            saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before
+            for group, was in zip(self._trained().param_groups, saved, strict=True):
+                group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
+            self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
+        self.num_skipped_steps = scalars["num_skipped_steps"]
+        state.set_random_state(scalars["random"], self.device)
+        self._random = None
+
+    def _check_base(self, folder: Path, saved: str | None) -> None:
+        """An adapter fits the base that it was trained on, a whole model none."""
+        mine = None if self.adapter is None else self.adapter.base_identity()
+        if saved == mine:
+            return
+        role = self.context.role
+        if mine is None or saved is None:
+            holds, table = ("an adapter", "has no") if mine is None else ("a whole model", "has an")
+            raise DataError(f"{folder} holds {holds}, but this run {table} [{role}.lora].")
+        raise DataError(
+            f"{folder} holds an adapter of another base model than '{self.config.path or self.model_config.path}' "
+            f"(identity {saved[:8]}, here {mine[:8]}). Bring the base back that the run was started with."
+        )
+
+    def export(self, folder: Path, adapter: bool = False) -> None:
+        """``save_pretrained`` where the module has it, else ``model.safetensors`` and the config it was built from."""
+        if adapter:
+            self._adapted().export(folder)
+            return
+        merged = {} if self.adapter is None else {"state_dict": dict(self.adapter.merged())}
+        if hasattr(self.module, "save_pretrained"):
+            self.module.save_pretrained(folder, **merged)  # type: ignore[operator]
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = merged.get("state_dict") or own_weights(self.module)
+        state.save_tensors(folder / "model.safetensors", weights)
+        if hasattr(getattr(self.module, "config", None), "save_pretrained"):
+            self.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        else:
+            state.copy_config(self.config.path or self.model_config.path, self.model_config.override, folder)
+
+    # -- device memory ------------------------------------------------------
+
+    def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Weights and optimizer state go to the CPU; gradients are dropped (step before)."""
+        _check_parts(keep)
+        parts = set(PARTS) - set(keep)
+        if "gradients" in parts:
+            self.module.zero_grad(set_to_none=True)
+        self._move(parts, torch.device("cpu"))
+        self._asleep |= parts
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    def wake(self, only: Sequence[str] | None = None) -> None:
+        _check_parts(only or ())
+        parts = self._asleep & set(PARTS if only is None else only)
+        self._move(parts, self.device)
+        self._asleep -= parts
+
+    def close(self) -> None:
+        self.optimizer = self.lr_scheduler = None
+        for name in ("module", "forward"):
+            self.__dict__.pop(name, None)
+
+    def _move(self, parts: set[str], device: torch.device) -> None:
+        if "weights" in parts:
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                tensor.data = tensor.data.to(device)
+        if "optimizer" in parts and self.optimizer is not None:
+            for values in self.optimizer.state.values():
+                for value in values.values():
+                    if isinstance(value, Tensor):
+                        value.data = value.data.to(device)
+
+    def _need(self, *parts: str) -> None:
+        missing = [part for part in parts if part in self._asleep]
+        if missing:
+            raise RuntimeError(
+                f"The engine of role '{self.context.role}' is asleep ({', '.join(missing)}): wake it first."
+            )
+
+
+def _check_parts(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(f"Unknown part '{name}' of a train engine." + did_you_mean(name, PARTS))
