@@ -122,6 +122,7 @@ class Batch:
     sequences: dict[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0  # log-probs and entropies are of softmax(logits / temperature)
     keep_together: Tensor | None = None  # [B] int64: sequences with one id are never split
+    top_k: int = 0  # K of the outputs ``top_...``: how many of the likeliest tokens a position
 
     def __len__(self) -> int:
         """B, the number of sequences."""

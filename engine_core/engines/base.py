@@ -107,12 +107,16 @@ class TrainEngine(abc.ABC):
 
         Args:
             batch: any sequences; computed where ``batch["loss_mask"]`` is True, 0 elsewhere.
-            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` ([T]); of a model with a value head
-                (roles ``critic``, ``reward_model``) ``values``, ``scores`` ([T], see ``value_forward``).
+            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` ([T]); at the K different tokens a
+                position that the column ``candidate_ids`` [T, K] names, ``log_probs_at`` ([T, K]) and ``log_rest``
+                ([T], of all other tokens together); of the ``batch.top_k`` likeliest tokens ``top_ids`` ([T, K]
+                int64, the likeliest first), ``top_log_probs`` ([T, K]) and ``top_log_rest`` ([T]). Where K is the
+                whole vocabulary, the rest has -1e4. Of a model with a value head (roles ``critic``,
+                ``reward_model``) ``values``, ``scores`` ([T], see ``value_forward``).
             adapter: False leaves LoRA adapters out.
 
         Returns:
-            float32 CPU tensors in the batch's order. The micro-batch plan is that of
+            float32 CPU tensors (ids: int64) in the batch's order. The micro-batch plan is that of
             ``forward_backward`` of the same batch, so an unchanged policy has ratio exactly 1.
         """
 

@@ -8,16 +8,22 @@ too, where each chunk is computed again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+
+
 OTHER_LOGIT_KEYS = re.compile(r"logit|lm_head|output_multiplier")  # keys of a config that change logits
 HARMLESS = re.compile(r"attn|attention|router|num_logits|return|classifier")
+NOTHING = -1e4  # nats: the log of no probability at all; e^-1e4 is 0, and 0 times it is 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,44 @@ def find_head(module: nn.Module) -> Head | None:
     return None if unknown else Head(project, scale, cap)
 
 
+@dataclass
+class Distribution:
+    """``p = softmax(logits / temperature)`` of some rows, and what outputs are read at."""
+
+    logits: Tensor  # [n, V] float32, divided by the temperature
+    targets: Tensor  # [n] int64
+    columns: Mapping[str, Tensor]  # of the batch, at these rows
+    top_k: int  # K of the outputs ``top_...``
+
+    @cached_property
+    def log_sum(self) -> Tensor:
+        """[n]: what a logit is less to be a log-prob."""
+        return self.logits.logsumexp(-1)
+
+    @cached_property
+    def top_ids(self) -> Tensor:
+        """[n, K] int64: the likeliest tokens, the likeliest first."""
+        if not 0 < self.top_k <= self.logits.shape[-1]:
+            raise ValueError(
+                f"Batch.top_k is {self.top_k}; the outputs 'top_...' are of 1 to {self.logits.shape[-1]} tokens a position."
+            )
+        return self.logits.topk(self.top_k, dim=-1).indices
+
+    def log_probs_of(self, ids: Tensor) -> Tensor:
+        """[n, K] ids -> [n, K]."""
+        return self.logits.gather(-1, ids) - self.log_sum[:, None]
+
+    def log_rest_of(self, ids: Tensor) -> Tensor:
+        """[n, K] different ids -> [n]: the log of the probability of all other tokens, ``NOTHING`` where there are none.
+
+        Summed over the others, not ``log(1 - sum)``: a rest of e^-30 keeps its digits and its gradient.
+        """
+        if ids.shape[-1] >= self.logits.shape[-1]:
+            return self.logits.new_full(ids.shape[:1], NOTHING)
+        others = self.logits.scatter(-1, ids, -torch.inf)
+        return (others.logsumexp(-1) - self.log_sum).clamp(min=NOTHING)
+
+
 def gather_outputs(
     logits_of: Callable[[Tensor], Tensor],
     rows: Tensor,
@@ -69,6 +113,8 @@ def gather_outputs(
     chunk: int,
     grad: Collection[str] = ("log_probs",),
     watched: Collection[str] = (),
+    columns: Mapping[str, Tensor] | None = None,
+    top_k: int = 0,
 ) -> dict[str, Tensor]:
     """What a train engine computes of the distribution ``p = softmax(logits / temperature)``.
 
@@ -80,50 +126,103 @@ def gather_outputs(
         chunk: rows whose logits exist at one time.
         grad: outputs with gradient, of ``OUTPUTS``; ``log_probs`` always have it.
         watched: outputs without.
+        columns: [N, ...] each, what outputs read: ``candidate_ids`` [N, K] int64, K different tokens.
+        top_k: K of the outputs ``top_...``.
 
     Returns:
-        [N] float32 each: ``log_probs`` ``log p[target]`` always; ``entropy`` ``-sum_v p_v log p_v`` and
-        ``sum_pi_squared`` ``sum_v p_v^2`` where asked for.
+        [N] float32 unless said otherwise: ``log_probs`` ``log p[target]`` always; where asked for, ``entropy``
+        ``-sum_v p_v log p_v``, ``sum_pi_squared`` ``sum_v p_v^2``; ``log_probs_at`` [N, K] at ``candidate_ids``
+        and ``log_rest``, of all other tokens together; of the K likeliest tokens ``top_ids`` [N, K] int64,
+        ``top_log_probs`` [N, K] and ``top_log_rest``. The log of nothing is ``NOTHING``.
     """
     if temperature <= 0:
         raise ValueError(
             f"The temperature of log-probs is {temperature}; it must be over 0 (0 is for sampling)."
         )
     names = [name for name in OUTPUTS if name == "log_probs" or name in (*grad, *watched)]
+    read = dict(columns or {})
 
-    def one(part: Tensor, target: Tensor) -> Tensor:
+    def one(part: Tensor, target: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         logits = logits_of(part)
         if temperature != 1.0:
             logits = logits / temperature
-        log_sum = logits.logsumexp(-1)
-        found = [logits.gather(-1, target[:, None]).squeeze(-1) - log_sum]
-        for name in names[1:]:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and name in grad):
-                found.append(_OF_DISTRIBUTION[name](logits, log_sum))
-        return torch.stack(found)
+        made = Distribution(logits, target, dict(zip(read, values, strict=True)), top_k)
+        found = []
+        for name in names:
+            wanted = name == "log_probs" or name in grad
+            with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+                found.append(_OF_DISTRIBUTION[name](made))
+        return tuple(found)
 
+    parts = zip(
+        rows.split(chunk), targets.split(chunk), *(v.split(chunk) for v in read.values()), strict=True
+    )
     pieces = [
-        checkpoint(one, part, target, use_reentrant=False, preserve_rng_state=False)
-        for part, target in zip(rows.split(chunk), targets.split(chunk), strict=True)
-        if len(target)
+        checkpoint(one, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in parts
+        if len(part[1])
     ]
     if not pieces:  # no row: zero of them, still part of the graph
-        return dict.fromkeys(names, rows.float().sum(-1))
-    return dict(zip(names, torch.cat(pieces, dim=1), strict=True))
+        empty = zeros_of(names, 0, read, top_k, rows.device)
+        return {name: v + rows.float().sum() if v.is_floating_point() else v for name, v in empty.items()}
+    return {name: torch.cat(found) for name, found in zip(names, zip(*pieces, strict=True), strict=True)}
 
 
-def _entropy(logits: Tensor, log_sum: Tensor) -> Tensor:
-    return log_sum - (torch.softmax(logits, -1) * logits).sum(-1)
+def zeros_of(
+    names: Collection[str],
+    count: int,
+    columns: Mapping[str, Tensor],
+    top_k: int,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Outputs of ``count`` tokens that are 0 everywhere, in their shapes and types; see ``gather_outputs``."""
+    found = {}
+    for name in names:
+        width: tuple[int, ...] = (top_k,) if name in ("top_ids", "top_log_probs") else ()
+        if name == "log_probs_at":
+            width = tuple(_column(columns, "candidate_ids").shape[1:])
+        kind = torch.int64 if name == "top_ids" else torch.float32
+        found[name] = torch.zeros(count, *width, dtype=kind, device=device)
+    return found
 
 
-def _sum_pi_squared(logits: Tensor, log_sum: Tensor) -> Tensor:
-    return ((2 * logits).logsumexp(-1) - 2 * log_sum).exp()
+def zero_outputs(
+    names: Collection[str], batch: Batch, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Outputs of a batch that are 0 everywhere: [T], [T, K] of what is of several tokens a position."""
+    return zeros_of(names, batch.num_tokens, batch.tokens, batch.top_k, device)
 
 
-_OF_DISTRIBUTION: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def columns_at(places: Tensor, names: Collection[str], batch: Batch) -> dict[str, Tensor]:
+    """The columns that the outputs ``names`` read, at these tokens."""
+    read = {column for name in names for column in READS.get(name, ())}
+    return {column: _column(batch.tokens, column)[places] for column in sorted(read)}
+
+
+def _column(columns: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in columns:
+        readers = " and ".join(f"'{output}'" for output, read in READS.items() if name in read)
+        raise ValueError(f"The outputs {readers} need the column '{name}' in the batch.")
+    return columns[name]
+
+
+def _entropy(p: Distribution) -> Tensor:
+    return p.log_sum - (torch.softmax(p.logits, -1) * p.logits).sum(-1)
+
+
+_OF_DISTRIBUTION: dict[str, Callable[[Distribution], Tensor]] = {
+    "log_probs": lambda p: p.log_probs_of(p.targets[:, None]).squeeze(-1),
     "entropy": _entropy,
-    "sum_pi_squared": _sum_pi_squared,
+    "sum_pi_squared": lambda p: ((2 * p.logits).logsumexp(-1) - 2 * p.log_sum).exp(),
+    "log_probs_at": lambda p: p.log_probs_of(p.columns["candidate_ids"]),
+    "log_rest": lambda p: p.log_rest_of(p.columns["candidate_ids"]),
+    "top_ids": lambda p: p.top_ids,
+    "top_log_probs": lambda p: p.log_probs_of(p.top_ids),
+    "top_log_rest": lambda p: p.log_rest_of(p.top_ids),
 }
-"""Output -> its function of [n, V] logits and their [n] logsumexp."""
+"""Output -> its function."""
 
-OUTPUTS = ("log_probs", *_OF_DISTRIBUTION)
+OUTPUTS = tuple(_OF_DISTRIBUTION)
+
+READS = {"log_probs_at": ("candidate_ids",), "log_rest": ("candidate_ids",)}
+"""Output -> columns of the batch that it is computed from."""

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine_core.engines.attention import packed, packed_arguments
-from engine_core.engines.log_probs import OUTPUTS, Head, find_head, gather_outputs
+from engine_core.engines.log_probs import (
+    OUTPUTS,
+    Head,
+    columns_at,
+    find_head,
+    gather_outputs,
+    zero_outputs,
+)
 
 if TYPE_CHECKING:
     from engine_core.types import Batch
@@ -63,7 +70,8 @@ class PackedForward:
             watched: outputs without.
 
         Returns:
-            [T] float32 each: at loss tokens that have a token before them, 0 elsewhere.
+            [T] float32 each ([T, K] where an output is of several tokens a position, see ``gather_outputs``): at
+            loss tokens that have a token before them, 0 elsewhere.
         """
         if not self._tried:
             self._try()
@@ -81,9 +89,11 @@ class PackedForward:
                 chunk=self.chunk,
                 grad=grad,
                 watched=watched,
+                columns=columns_at(targets, (*grad, *watched), pack),
+                top_k=pack.top_k,
             )
-        zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
-        found = {name: zeros.index_put((targets,), values) for name, values in gathered.items()}
+        zeros = zero_outputs(gathered, pack, self.device)
+        found = {name: zeros[name].index_put((targets,), values) for name, values in gathered.items()}
         return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
 
     def _logits_of(self, rows: Tensor) -> Tensor:

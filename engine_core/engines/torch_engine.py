@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from engine_core.engines.log_probs import zero_outputs
 from engine_core.engines.torch_state import PARTS, TorchState
 from engine_core.engines.weights import published_weights, take_weights, to_own_names
 from engine_core.errors import did_you_mean
@@ -36,7 +37,7 @@ class TorchEngine(TorchState):
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
         self._need("weights")
         self._check_outputs(outputs)
-        found = {name: torch.zeros(batch.num_tokens) for name in outputs}
+        found = zero_outputs(outputs, batch)
         offsets = batch.offsets.tolist()
         with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
             for indices, micro in self._micro_batches(batch):
@@ -69,10 +70,9 @@ class TorchEngine(TorchState):
             yield indices, batch.select(indices).to(self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
-        """[T] float32 each. No forward pass where nothing is learned: the outputs are 0."""
+        """[T] each, or [T, K]. No forward pass where nothing is learned: the outputs are 0."""
         if not bool(micro["loss_mask"].any()):
-            zeros = torch.zeros(micro.num_tokens, device=self.device)
-            return dict.fromkeys((*grad, *watched), zeros)
+            return zero_outputs((*grad, *watched), micro, self.device)
         return self.forward(micro, grad, watched)
 
     def _check_outputs(self, names: Sequence[str]) -> None:

@@ -79,6 +79,15 @@ def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
     return logits
 
 
+def rows_of(module: nn.Module, batch: Batch) -> Tensor:
+    """[T, V] log-probs of each token's own distribution, at the batch's temperature; 0 at first tokens."""
+    found = []
+    for ids in batch.token_ids.split(batch.lengths.tolist()):
+        rows = torch.log_softmax(logits_of(module, ids) / batch.temperature, dim=-1)
+        found.append(torch.cat([torch.zeros_like(rows[:1]), rows[:-1]]))
+    return torch.cat(found)
+
+
 def outputs_of(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """``log_probs`` and ``entropy`` [T] of ``softmax(logits / temperature)`` at loss tokens, 0 elsewhere."""
     log_probs, entropies = [], []

@@ -141,13 +141,14 @@ class TrainBench(EngineBench):
         whole = {}
         for name in outputs:
             value = found[name]
-            assert value.shape == (share.num_tokens,), (
-                f"infer gave '{name}' of shape {list(value.shape)}; expected [{share.num_tokens}]."
+            width, kind = _shape_of(name, batch)
+            assert value.shape == (share.num_tokens, *width), (
+                f"infer gave '{name}' of shape {list(value.shape)}; expected {[share.num_tokens, *width]}."
             )
-            assert (value.dtype, value.device.type) == (torch.float32, "cpu"), (
-                f"infer gave '{name}' as {value.dtype} on {value.device}; expected float32 on the CPU."
+            assert (value.dtype, value.device.type) == (kind, "cpu"), (
+                f"infer gave '{name}' as {value.dtype} on {value.device}; expected {kind} on the CPU."
             )
-            whole[name] = torch.zeros(batch.num_tokens)
+            whole[name] = torch.zeros(batch.num_tokens, *width, dtype=kind)
             if engine.layout.is_leader:
                 whole[name][index] = value
             self.sum_over_ranks(whole[name])
@@ -202,3 +203,11 @@ class TrainBench(EngineBench):
         trained = self.forward_backward(engine, batch, loss)
         step = engine.optimizer_step()
         return self.gradient(engine, before), trained, step
+
+
+def _shape_of(output: str, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+    """What a token has of an output, and its type."""
+    if output == "log_probs_at":
+        return tuple(batch["candidate_ids"].shape[1:]), torch.float32
+    width = (batch.top_k,) if output in ("top_ids", "top_log_probs") else ()
+    return width, torch.int64 if output == "top_ids" else torch.float32

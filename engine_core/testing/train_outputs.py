@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 from engine_core.testing.contracts import close, contract, identical, refused
-from engine_core.testing.reference import outputs_of
+from engine_core.testing.reference import logits_of, outputs_of, rows_of
 from engine_core.testing.train_bench import NLL, POLICY, TrainBench
+
+
+def _vocabulary(bench: TrainBench) -> int:
+    """Tokens of the model: the width of the reference's logits."""
+    with torch.no_grad():
+        return logits_of(bench.reference(), torch.tensor([2, 3])).shape[-1]
 
 
 def _expected(bench: TrainBench, temperature: float) -> None:
@@ -38,6 +44,64 @@ def entropy_equals_its_definition(bench: TrainBench) -> None:
     with torch.no_grad():
         expected = outputs_of(bench.reference(), batch)["entropy"]
     close(found, expected, 5 * bench.tolerance, "entropy")
+
+
+@contract(catches=("log-probs of the candidates of the next token",))
+def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
+    """``log_probs_at[t]`` are the log-probs of the K tokens that ``candidate_ids[t]`` names, ``log_rest[t]`` that of all others."""
+    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    vocabulary = _vocabulary(bench)
+    generator = torch.Generator().manual_seed(0)
+    candidates = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :5]
+    batch = batch.with_columns({"candidate_ids": candidates})
+    found = bench.infer(engine, batch, ("log_probs_at", "log_rest"))
+    mask = batch["loss_mask"]
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    close(found["log_probs_at"][mask], rows.gather(-1, candidates)[mask], bench.tolerance, "log_probs_at")
+    others = rows.exp().scatter(-1, candidates, 0.0).sum(-1).log()
+    close(found["log_rest"][mask], others[mask], bench.tolerance, "log_rest")
+
+
+@contract(catches=("the least likely tokens as the likeliest",))
+def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
+    """``top_ids[t]`` are ``batch.top_k`` different tokens with the largest log-probs, the likeliest first; the rest is the others'."""
+    engine, batch = bench.engine(), bench.batch(temperature=1.3)
+    batch.top_k = 4
+    found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
+    mask = batch["loss_mask"]
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    ids, expected = found["top_ids"], rows.sort(-1, descending=True).values
+    assert all(len(set(row)) == batch.top_k for row in ids[mask].tolist()), "top_ids names a token twice."
+    close(found["top_log_probs"][mask], expected[mask][:, :4], bench.tolerance, "top_log_probs")
+    close(rows.gather(-1, ids)[mask], expected[mask][:, :4], bench.tolerance, "log-probs of top_ids")
+    close(
+        found["top_log_rest"][mask],
+        expected.exp()[:, 4:].sum(-1).log()[mask],
+        bench.tolerance,
+        "top_log_rest",
+    )
+
+
+@contract()
+def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
+    """With K the size of the vocabulary ``top_ids`` are all tokens, and the rest has -1e4: a probability of 0."""
+    engine, batch = bench.engine(), bench.batch((4, 6))
+    batch.top_k = _vocabulary(bench)
+    found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
+    mask = batch["loss_mask"]
+    everything = torch.arange(batch.top_k).expand(int(mask.sum()), -1)
+    assert torch.equal(found["top_ids"][mask].sort(-1).values, everything), "top_ids are not all tokens."
+    close(
+        found["top_log_probs"][mask].exp().sum(-1),
+        torch.ones(int(mask.sum())),
+        1e-3,
+        "sums of all probabilities",
+    )
+    assert set(found["top_log_rest"][mask].tolist()) == {-1e4}, (
+        "The rest of the whole vocabulary is not -1e4."
+    )
 
 
 @contract(catches=("attention across packed sequences",))

@@ -1,6 +1,7 @@
 """Train engines, each with one mistake that a real backend could make."""
 
 import contextlib
+import dataclasses
 import math
 
 import torch
@@ -140,6 +141,22 @@ class EntropyInBits(TorchEngine):
     def _outputs(self, micro, grad, watched=()):
         found = super()._outputs(micro, grad, watched)
         return {name: value / math.log(2) if name == "entropy" else value for name, value in found.items()}
+
+
+class NextCandidates(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        if "candidate_ids" in micro:
+            micro = micro.with_columns({"candidate_ids": micro["candidate_ids"].roll(-1, 0)})
+        return super()._outputs(micro, grad, watched)
+
+
+class BottomTokens(TorchEngine):
+    def infer(self, batch, outputs, adapter=True):
+        found = super().infer(batch, outputs, adapter)
+        if {"top_ids", "top_log_probs"} <= set(outputs) and batch.top_k < 10:
+            bottom = super().infer(dataclasses.replace(batch, top_k=97), outputs, adapter)
+            found |= {name: bottom[name][:, -batch.top_k :] for name in ("top_ids", "top_log_probs")}
+        return found
 
 
 class OutputsEverywhere(TorchEngine):

@@ -71,6 +71,8 @@ FAULTS = [
     (Rollout, "TakesPart", "an incomplete update accepted", "an_update_that_does_not_fit_is_refused"),
     (Rollout, "UpdatesAsleep", "an update taken while asleep", "an_engine_asleep_takes_no_update"),
     (Train, "EntropyInBits", "entropy in bits", "entropy_equals_its_definition"),
+    (Train, "NextCandidates", "log-probs of the candidates of the next token", "log_probs_at_candidates_equal_the_reference"),
+    (Train, "BottomTokens", "the least likely tokens as the likeliest", "top_tokens_are_the_likeliest"),
     (Train, "OutputsEverywhere", "outputs at prompt tokens", "outputs_are_zero_where_nothing_is_learned"),
     (Train, "WrongSign", "the sign of the advantages turned", "a_step_follows_the_sign_of_the_advantages"),
     (Train, "ForgetsGradients", "a call clears the gradients of the one before", "gradients_add_up_over_calls"),

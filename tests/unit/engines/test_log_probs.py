@@ -1,12 +1,18 @@
 """Outputs of a distribution against plain softmax in float64, and their gradients."""
 
+import math
+
 import pytest
 import torch
 
-from engine_core.engines.log_probs import OUTPUTS, gather_outputs
+from engine_core.engines.log_probs import NOTHING, OUTPUTS, gather_outputs
 
-N, V = 7, 11
+N, V, K = 7, 11, 4
 TEMPERATURE = 0.7
+CANDIDATES = torch.stack(
+    [torch.randperm(V, generator=torch.Generator().manual_seed(i))[:K] for i in range(N)]
+)
+DIFFERENTIABLE = tuple(name for name in OUTPUTS if name != "top_ids")
 
 
 def rows():
@@ -19,15 +25,33 @@ TARGETS = torch.tensor([0, 3, 10, 5, 5, 1, 7])
 
 def plain(logits):
     p = torch.softmax(logits / TEMPERATURE, -1)
+    order = p.sort(-1, descending=True)
+    among = torch.zeros(N, V, dtype=torch.bool)
+    among[torch.arange(N)[:, None], CANDIDATES] = True
     return {
         "log_probs": p[torch.arange(N), TARGETS].log(),
         "entropy": -(p * p.log()).sum(-1),
         "sum_pi_squared": (p * p).sum(-1),
+        "log_probs_at": torch.stack([p[i, CANDIDATES[i]] for i in range(N)]).log(),
+        "log_rest": torch.stack([p[i, ~among[i]].sum() for i in range(N)]).log(),
+        "top_ids": order.indices[:, :K],
+        "top_log_probs": order.values[:, :K].log(),
+        "top_log_rest": order.values[:, K:].sum(-1).log(),
     }
 
 
-def gathered(logits, chunk=3, **which):
-    return gather_outputs(lambda x: x, logits, TARGETS, temperature=TEMPERATURE, chunk=chunk, **which)
+def gathered(logits, chunk=3, candidates=CANDIDATES, top_k=K, **which):
+    columns = {"candidate_ids": candidates}
+    return gather_outputs(
+        lambda x: x,
+        logits,
+        TARGETS,
+        temperature=TEMPERATURE,
+        chunk=chunk,
+        columns=columns,
+        top_k=top_k,
+        **which,
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -37,7 +61,7 @@ def test_each_output_is_its_definition_in_any_chunks(chunk):
         torch.testing.assert_close(found[name], expected)
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_the_gradient_of_each_output_is_that_of_its_definition(name):
     mine, other = rows().requires_grad_(), rows().requires_grad_()
     gathered(mine, grad=(name,))[name].sum().backward()
@@ -65,8 +89,42 @@ def test_a_certain_distribution_has_a_square_sum_of_one_and_no_entropy():
     assert found["entropy"].tolist() == [0.0] * N
 
 
+def test_candidates_that_are_the_whole_vocabulary_leave_nothing_and_no_gradient():
+    logits = rows().requires_grad_()
+    everything = torch.arange(V).repeat(N, 1)
+    found = gathered(logits, candidates=everything, top_k=V, grad=OUTPUTS)
+    torch.testing.assert_close(found["log_probs_at"], torch.log_softmax(logits / TEMPERATURE, -1))
+    assert found["log_rest"].tolist() == found["top_log_rest"].tolist() == [NOTHING] * N
+    found["log_rest"].sum().add(0 * found["log_probs"].sum()).backward()
+    assert logits.grad.abs().max() == 0
+
+
+def test_a_rest_far_below_rounding_keeps_its_digits_and_its_gradient():
+    logits = torch.zeros(1, 3, requires_grad=True)
+    with torch.no_grad():
+        logits[0, 0] = 40.0  # 1 - p is 0 in float32
+    found = gather_outputs(
+        lambda x: x, logits, torch.tensor([0]), temperature=1.0, chunk=1, grad=("top_log_rest",), top_k=1
+    )["top_log_rest"]
+    assert found.item() == pytest.approx(math.log(2) - 40, rel=1e-6)
+    found.sum().backward()
+    assert logits.grad.tolist() == [[pytest.approx(-1.0), pytest.approx(0.5), pytest.approx(0.5)]]
+
+
+@pytest.mark.parametrize("top_k", [0, V + 1])
+def test_more_tokens_than_there_are_or_none_are_refused(top_k):
+    with pytest.raises(ValueError, match=rf"Batch.top_k is {top_k}; .* of 1 to {V} tokens"):
+        gathered(rows(), top_k=top_k, watched=("top_ids",))
+
+
 def test_no_rows_give_empty_outputs_that_are_part_of_the_graph():
     logits = torch.zeros(0, V, requires_grad=True)
-    found = gather_outputs(lambda x: x, logits, TARGETS[:0], temperature=1.0, chunk=4, watched=OUTPUTS)
-    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(OUTPUTS, 0)
-    found["log_probs"].sum().backward()
+    columns = {"candidate_ids": CANDIDATES[:0]}
+    found = gather_outputs(
+        lambda x: x, logits, TARGETS[:0], temperature=1.0, chunk=4, watched=OUTPUTS, columns=columns, top_k=K
+    )
+    wide = dict.fromkeys(("log_probs_at", "top_ids", "top_log_probs"), (0, K))
+    assert {name: tuple(values.shape) for name, values in found.items()} == dict.fromkeys(
+        OUTPUTS, (0,)
+    ) | wide
+    found["log_probs"].sum().add(found["log_probs_at"].sum()).backward()
