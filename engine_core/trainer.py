@@ -2,7 +2,8 @@
 
 One plain program that holds rollouts as data and calls worker groups, each of which may sit
 elsewhere and be sharded differently. What every trainer shares (run folder, checkpoints, schedule,
-progress) is in ``trainers.base``. Left out on purpose: asynchrony, which is a file of its own.
+progress) is in ``trainers.base``, what every one that samples shares in ``trainers.sampled``. Left out on
+purpose: asynchrony, which is a file of its own.
 
 P prompts, G rollouts a prompt, B = P * G, T tokens of all sequences one after another.
 """
@@ -16,16 +17,16 @@ import torch
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.base import Role
-from engine_core.trainers.base import TrainingRun, combine
+from engine_core.trainers.base import combine
 from engine_core.trainers.critic import CriticUpdate
 from engine_core.trainers.policy import PolicyUpdate, check_columns
-from engine_core.trainers.sampling import RolloutSource
+from engine_core.trainers.sampled import SampledRun
 
 if TYPE_CHECKING:
-    from engine_core.types import Batch, Prompt, Rollout
+    from engine_core.types import Batch
 
 
-class Trainer(TrainingRun):
+class Trainer(SampledRun):
     """Reinforcement learning from verifiable rewards: GRPO, PPO and their family.
 
     Args:
@@ -42,7 +43,7 @@ class Trainer(TrainingRun):
         self.policy = PolicyUpdate(self)
         self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
         self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
-        self.sampling = RolloutSource(self)
+        super().prepare()
 
     def roles(self, training: bool) -> dict[str, Role]:
         if not training:
@@ -56,20 +57,14 @@ class Trainer(TrainingRun):
     def optimizer_steps_per_step(self) -> int:
         return self.policy.plan.updates_per_step
 
-    def start(self) -> None:
-        self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
+    @property
+    def samples_greedy(self) -> bool:
+        return self.policy.plan.greedy
 
     def step(self, step: int) -> dict[str, float]:
         """One step: P prompts in, one policy update done, samplers on the new weights."""
-        rounds = self.sampling.rounds(step, self.policy.plan.greedy)  # more than one where a stage refills
-        while prompts := self.source.take(rounds.missing):
-            with self.phase("generate"):
-                rounds.sample(prompts)  # G rollouts for each prompt
-            with self.phase("reward"):
-                rounds.score()  # failures are handled by policy
-        rollouts, metrics = rounds.finish()  # B rollouts after the stages of the TOML: filters, caches
-        self.sampling.keep(rollouts, step)
-        batch = rounds.batch(rollouts)  # rewards [B]
+        rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
+        batch = self.sampling.batch(rollouts)  # rewards [B]
         with self.phase("annotate"):
             batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
@@ -130,17 +125,7 @@ class Trainer(TrainingRun):
         if not bool(mini["loss_mask"].any()):
             return {"actor/empty_updates": 1.0}
         mini = self.policy.with_statistics(mini, step, number)
-        output = self.forward_backward(mini, self.policy.loss_call())
-        metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
-        self.policy.check(metrics)
-        done = self.optimizer_step()
-        return metrics | {
-            "actor/loss": output.loss,
-            "actor/grad_norm": done.grad_norm,
-            "actor/lr": done.lr,
-            "actor/skipped_steps": float(done.skipped),
-            "actor/micro_batches": float(output.num_micro_batches),
-        }
+        return self.learn(mini, self.policy.loss_call(), check=self.policy.check)
 
     def refresh_reference(self, step: int) -> None:
         """Bring the reference to the actor, or part of the way, every `ref_refresh_steps` steps."""
@@ -148,28 +133,9 @@ class Trainer(TrainingRun):
         if algorithm.ref_refresh_steps and step % algorithm.ref_refresh_steps == 0 and "ref" in self.groups:
             self.runtime.mix_weights("actor", "ref", algorithm.ref_refresh_mix)
 
-    def generate(self, prompts: list[Prompt]) -> list[Rollout]:
-        """Sample and score `group_size` responses a prompt with the current weights, outside of training."""
-        self.setup()
-        with self.runtime.phase("generate"):
-            rollouts = self.sampling.sample(prompts, step=0)
-        self.sampling.score(rollouts, step=0, training=False)
-        return rollouts
-
-    def evaluate(self) -> dict[str, float]:
-        """Sample the validation prompts as ``[eval]`` says and score them; ``eval/...`` metrics."""
-        self.setup()
-        return self.sampling.evaluate()
-
     def state(self) -> dict[str, Any]:
-        return {
-            "rewards": self.sampling.rewards.state(),
-            "version": self.sampling.version,
-            "policy": self.policy.state(),
-        }
+        return super().state() | {"policy": self.policy.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.sampling.rewards.load_state(state["rewards"])
-        self.sampling.version = state["version"]
+        super().load_state(state)
         self.policy.load_state(state["policy"])
-        self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these

@@ -87,6 +87,9 @@ class Rollout:
     text: str = ""  # the response decoded, without special tokens; for rewards and people only
     reward: float = 0.0  # weighted sum of `rewards`
     rewards: dict[str, float | None] = field(default_factory=dict)  # by reward name; None: not applicable
+    greedy_reward: float | None = (
+        None  # of the most likely response to its prompt, where that was sampled too
+    )
     valid: bool = True  # False: a reward failed and its policy is to drop; no gradient comes from it
     extras: dict[str, Tensor] = field(default_factory=dict)
     # ^ per-token tensors the core passes on. One it knows: "support_log_mass" [T_i] float32, the log

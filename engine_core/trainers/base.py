@@ -163,8 +163,6 @@ class TrainingRun(abc.ABC):
         self.source = self.make_source()
         self._cleanup.callback(self.source.close)
         self.prepare()
-        if getattr(self, "sampling", None) is not None:
-            self._cleanup.callback(self.sampling.close)  # type: ignore[attr-defined]
 
     @property
     def total_steps(self) -> int:
@@ -299,6 +297,37 @@ class TrainingRun(abc.ABC):
         faults.point("step.after_update")
         self.count_skipped(done, role)
         return done
+
+    def learn(
+        self,
+        batch: Batch,
+        loss: LossCall,
+        role: str = "actor",
+        check: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step of a role on a batch: forward, backward, check, step.
+
+        Args:
+            batch: with ``weights`` [T] and what the loss reads.
+            loss: by name and plain values.
+            role: whose weights are updated.
+            check: is given the metrics of the loss; what it raises leaves the weights alone.
+
+        Returns:
+            The metrics of the loss, and ``ROLE/loss``, ``/grad_norm``, ``/lr``, ``/skipped_steps``, ``/micro_batches``.
+        """
+        output = self.forward_backward(batch, loss, role)
+        metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
+        if check is not None:
+            check(metrics)
+        done = self.optimizer_step(role)
+        return metrics | {
+            f"{role}/loss": output.loss,
+            f"{role}/grad_norm": done.grad_norm,
+            f"{role}/lr": done.lr,
+            f"{role}/skipped_steps": float(done.skipped),
+            f"{role}/micro_batches": float(output.num_micro_batches),
+        }
 
     @property
     def running(self) -> bool:

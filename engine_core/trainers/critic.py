@@ -71,15 +71,7 @@ class CriticUpdate:
             return {"critic/empty_updates": 1.0}
         mini = mini.with_columns(tokens={"weights": mini["token_share"]})
         call = LossCall("value", {"value_clip": self.clip_ratio or None}, outputs=("values",))
-        output = self.run.forward_backward(mini, call, role="critic")
-        done = self.run.optimizer_step("critic")
-        return output.metrics | {
-            "critic/loss": output.loss,
-            "critic/grad_norm": done.grad_norm,
-            "critic/lr": done.lr,
-            "critic/skipped_steps": float(done.skipped),
-            "critic/micro_batches": float(output.num_micro_batches),
-        }
+        return self.run.learn(mini, call, role="critic")
 
 
 def explained_variance(batch: Batch) -> float:

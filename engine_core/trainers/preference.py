@@ -67,20 +67,8 @@ class PreferenceRun(TrainingRun, Generic[Item]):
         with self.phase("annotate"):
             batch, noted = self.annotate(batch, training=True)
         with self.phase("train"):
-            output = self.forward_backward(batch, self.loss_call(), self.role)
-            done = self.optimizer_step(self.role)
-        return (
-            output.metrics
-            | noted
-            | {
-                "actor/loss": output.loss,
-                "actor/grad_norm": done.grad_norm,
-                "actor/lr": done.lr,
-                "actor/skipped_steps": float(done.skipped),
-                "actor/micro_batches": float(output.num_micro_batches),
-                "tokens/total": float(batch.num_tokens),
-            }
-        )
+            metrics = self.learn(batch, self.loss_call())
+        return metrics | noted | {"tokens/total": float(batch.num_tokens)}
 
     def evaluate(self) -> dict[str, float]:
         """The loss and its metrics on the validation files, as one mini-batch; ``eval/...`` metrics."""

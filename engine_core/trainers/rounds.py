@@ -15,12 +15,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from engine_core.algorithms.requirements import GREEDY
 from engine_core.errors import PluginError
 from engine_core.specs import RefillOptions
-from engine_core.types import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +84,8 @@ class Rounds:
             self.source.score(self.greedy, self.step, training=False)
             self.greedy_tokens += sum(r.response_length for r in self.greedy)
             self.baselines |= {r.group_id: r.reward for r in self.greedy if r.valid}
+            for rollout in self.fresh:
+                rollout.greedy_reward = self.baselines.get(rollout.group_id)
         kept, noted = self._run(self.each_round, self.fresh)
         self.kept += kept
         for name, value in noted.items():
@@ -109,30 +107,6 @@ class Rounds:
             metrics["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
             metrics["tokens/generated"] += self.greedy_tokens
         return self.kept, metrics
-
-    def batch(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Pack the rollouts, with the columns that only the run knows.
-
-        Besides ``Batch.from_rollouts``: ``reward_term/NAME`` [B], the clipped value of each reward with
-        a weight (NaN where it did not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] (NaN
-        where the greedy response has none). With `algorithm.mask_truncated` the ``loss_mask`` of
-        truncated rollouts is False; their rewards still count in their group.
-        """
-        batch = Batch.from_rollouts(rollouts, self.config.rollout.temperature)
-        columns: dict[str, torch.Tensor] = {}
-        for name, weight, clipped in self.source.reward_terms():
-            values = [r.rewards.get(name) for r in rollouts]
-            terms = [math.nan if value is None else clipped(value) for value in values]
-            columns[f"reward_term/{name}"] = torch.tensor(terms, dtype=torch.float32)
-            columns[f"reward_weight/{name}"] = torch.full((len(rollouts),), weight)
-        if self.with_greedy:
-            baselines = [self.baselines.get(r.group_id, math.nan) for r in rollouts]
-            columns[GREEDY] = torch.tensor(baselines, dtype=torch.float32)
-        batch = batch.with_columns(sequences=columns)
-        if self.config.algorithm.mask_truncated:
-            mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
-            batch = batch.with_columns(tokens={"loss_mask": mask})
-        return batch
 
     def _run(
         self, stages: Sequence[StageConfig], rollouts: list[Rollout]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
+import torch
+
+from engine_core.algorithms.requirements import GREEDY
 from engine_core.rewards import RewardRunner
 from engine_core.rollout_files import write_rollouts
 from engine_core.trainers.rounds import Rounds
-from engine_core.types import Request, Sampling
+from engine_core.types import Batch, Request, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine_core.trainers.base import TrainingRun
+    from engine_core.trainers.sampled import SampledRun
     from engine_core.types import Prompt, Rollout
 
 
@@ -24,7 +28,7 @@ class RolloutSource:
         run: the trainer that it serves; its worker groups exist when a method is called.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: SampledRun) -> None:
         self.run = run
         for stage in run.config.stage:
             run.plugins.function("stages", stage.name)  # one that cannot be called is refused here
@@ -49,9 +53,17 @@ class RolloutSource:
             "policy_version": float(result.version),
         }
 
-    def rounds(self, step: int, greedy: bool = False) -> Rounds:
-        """The rounds of sampling of one step."""
-        return Rounds(self, step, greedy)
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """The rollouts of a step after the stages, kept; metrics of sampling, rewards and stages."""
+        rounds = Rounds(self, step, self.run.samples_greedy)  # more than one where a stage refills
+        while prompts := self.run.source.take(rounds.missing):
+            with self.run.phase("generate"):
+                rounds.sample(prompts)  # G rollouts for each prompt
+            with self.run.phase("reward"):
+                rounds.score()  # failures are handled by policy
+        rollouts, metrics = rounds.finish()
+        self.keep(rollouts, step)
+        return rollouts, metrics
 
     def sample(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
@@ -72,6 +84,31 @@ class RolloutSource:
         for scorer in self.rewards.scorers:
             if scorer.config.weight:
                 yield scorer.config.name, scorer.config.weight, scorer.clipped
+
+    def batch(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Pack the rollouts, with the columns that only the run knows.
+
+        Besides ``Batch.from_rollouts``: ``reward_term/NAME`` [B], the clipped value of each reward with
+        a weight (NaN where it did not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] where
+        they are sampled (NaN where the greedy response has none). With `algorithm.mask_truncated` the
+        ``loss_mask`` of truncated rollouts is False; their rewards still count in their group.
+        """
+        config = self.run.config_now
+        batch = Batch.from_rollouts(rollouts, config.rollout.temperature)
+        columns: dict[str, torch.Tensor] = {}
+        for name, weight, clipped in self.reward_terms():
+            values = [r.rewards.get(name) for r in rollouts]
+            terms = [math.nan if value is None else clipped(value) for value in values]
+            columns[f"reward_term/{name}"] = torch.tensor(terms, dtype=torch.float32)
+            columns[f"reward_weight/{name}"] = torch.full((len(rollouts),), weight)
+        if self.run.samples_greedy:
+            baselines = [math.nan if r.greedy_reward is None else r.greedy_reward for r in rollouts]
+            columns[GREEDY] = torch.tensor(baselines, dtype=torch.float32)
+        batch = batch.with_columns(sequences=columns)
+        if config.algorithm.mask_truncated:
+            mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
+            batch = batch.with_columns(tokens={"loss_mask": mask})
+        return batch
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Counts and lengths."""

@@ -33,14 +33,8 @@ class SFTTrainer(TrainingRun):
     def step(self, step: int) -> dict[str, float]:
         batch = self.batch(self.source.take(self.config_now.data.prompts_per_step))
         with self.phase("train"):
-            output = self.forward_backward(batch, LossCall("nll"))
-            done = self.optimizer_step()
-        return {
-            **output.metrics,
-            "actor/loss": output.loss,
-            "actor/grad_norm": done.grad_norm,
-            "actor/lr": done.lr,
-            "actor/skipped_steps": float(done.skipped),
+            metrics = self.learn(batch, LossCall("nll"))
+        return metrics | {
             "tokens/total": float(batch.num_tokens),
             "tokens/learned": float(batch["loss_mask"].sum()),
         }

@@ -12,6 +12,7 @@ from engine_core.builtin import engine_advantages
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins import known_names
 from engine_core.rollout_files import read_rollouts
+from engine_core.trainers.rounds import Rounds
 
 
 def digits(completions):
@@ -78,11 +79,11 @@ def test_a_greedy_baseline_is_the_reward_of_the_most_likely_response(grpo):
     run = trainer(grpo, {"algorithm.advantage": "remax"})
     run.setup()
     prompts = run.source.take(2)
-    rounds = run.sampling.rounds(1, greedy=True)
+    rounds = Rounds(run.sampling, 1, greedy=True)
     rounds.sample(prompts)
     rounds.score()
     rollouts, _ = rounds.finish()
-    batch = rounds.batch(rollouts)
+    batch = run.sampling.batch(rollouts)
     again = run.sampling.sample_greedy(prompts, 7)
     run.sampling.score(again, 7, training=False)
     expected = [reward for greedy in again for reward in [greedy.reward] * 4]
@@ -115,13 +116,13 @@ def test_a_kl_in_the_reward_stands_at_its_token(grpo):
 def test_truncated_responses_teach_nothing_but_count_in_their_group(grpo):
     run = trainer(grpo, {"algorithm.mask_truncated": True, "rollout.max_response_tokens": 3})
     run.setup()
-    rounds = run.sampling.rounds(1)
+    rounds = Rounds(run.sampling, 1, greedy=False)
     rounds.sample(run.source.take(4))
     rounds.score()
     rollouts, _ = rounds.finish()
     for rollout in rollouts[::3]:  # a random model seldom stops by itself
         rollout.finish_reason = "stop"
-    batch = run.with_advantages(rounds.batch(rollouts))
+    batch = run.with_advantages(run.sampling.batch(rollouts))
     learned = batch.sum_by_sequence(batch["loss_mask"].long()) > 0
     assert learned.tolist() == [rollout.finish_reason == "stop" for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts[:4]]

@@ -1,0 +1,77 @@
+"""What every trainer that samples shares: a sampler beside the actor, rewards, stages, evaluation by sampling.
+
+A data flow of one's own is a subclass with ``step``, in words like these::
+
+    def step(self, step):
+        rollouts, metrics = self.rollouts(step)  # sampled, scored, through the stages
+        ...  # a batch of what is to be learned
+        return metrics | self.learn(batch, LossCall("nll")) | self.sync()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine_core.runtime.base import Role
+from engine_core.trainers.base import TrainingRun
+from engine_core.trainers.sampling import RolloutSource
+
+if TYPE_CHECKING:
+    from engine_core.types import Prompt, Rollout
+
+
+class SampledRun(TrainingRun):
+    """A run that samples what it learns from; a subclass says in ``step`` what is learned."""
+
+    def prepare(self) -> None:
+        self.sampling = RolloutSource(self)
+        self._cleanup.callback(self.sampling.close)
+
+    def roles(self, training: bool) -> dict[str, Role]:
+        return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}
+
+    def start(self) -> None:
+        self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
+
+    @property
+    def samples_greedy(self) -> bool:
+        """Whether each prompt gets one more response, the most likely one, for ``Rollout.greedy_reward``."""
+        return False
+
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """The rollouts of a step: sampled, scored and through the stages of the run file; written down.
+
+        Returns:
+            B rollouts, groups together; the metrics of sampling, rewards and stages.
+        """
+        return self.sampling.rollouts(step)
+
+    def sync(self, updated: bool = True) -> dict[str, float]:
+        """Bring the sampler to the actor's weights; metrics of it.
+
+        Args:
+            updated: they have changed since the last time.
+        """
+        with self.phase("sync"):
+            return self.sampling.sync(updated)
+
+    def generate(self, prompts: list[Prompt]) -> list[Rollout]:
+        """Sample and score `group_size` responses a prompt with the current weights, outside of training."""
+        self.setup()
+        with self.runtime.phase("generate"):
+            rollouts = self.sampling.sample(prompts, step=0)
+        self.sampling.score(rollouts, step=0, training=False)
+        return rollouts
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample the validation prompts as ``[eval]`` says and score them; ``eval/...`` metrics."""
+        self.setup()
+        return self.sampling.evaluate()
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": self.sampling.rewards.state(), "version": self.sampling.version}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.sampling.rewards.load_state(state["rewards"])
+        self.sampling.version = state["version"]
+        self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these
