@@ -75,7 +75,7 @@ class EngineBench(Bench):
     def device(self) -> torch.device:
         import torch
 
-        from engine_core.runtime.local import default_device
+        from engine_core.runtime.host import default_device
 
         chosen = self.settings["device"]
         return torch.device(chosen) if chosen else default_device()

@@ -368,9 +368,9 @@ def test_after_training_the_trainer_holds_what_was_trained_and_trains_no_second_
 
 
 def test_a_sampler_with_weights_of_its_own_has_those_of_the_checkpoint_it_evaluates(grpo, monkeypatch):
-    from engine_core.runtime.local import LocalRuntime
+    from engine_core.runtime.host import EngineHost
 
-    monkeypatch.setattr(LocalRuntime, "_can_share", lambda self: False)
+    monkeypatch.setattr(EngineHost, "_can_share", lambda self: False)
     run = trainer(grpo)
     run.train()
     run.close()

@@ -9,7 +9,7 @@ import torch
 from engine_core import Trainer, builtin, load_config
 from engine_core.algorithms.kl import ESTIMATORS
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.runtime.local import LocalRuntime
+from engine_core.runtime.host import EngineHost
 
 
 def digits(completions):
@@ -32,7 +32,7 @@ def trainer(grpo):
 @pytest.fixture
 def apart(monkeypatch):
     """The sampler has a module of its own, whose log-probs come out a little different each time."""
-    monkeypatch.setattr(LocalRuntime, "_can_share", lambda self: False)
+    monkeypatch.setattr(EngineHost, "_can_share", lambda self: False)
     from engine_core.types import Batch
 
     whole = Batch.from_rollouts.__func__
@@ -127,13 +127,13 @@ def test_bypass_computes_no_old_log_probs_and_weighs_only_a_loss_without_a_ratio
 
 def test_the_gap_is_weighed_where_the_sampler_is_another_module_and_only_there(trainer, monkeypatch):
     assert "correction/weight_mean" not in steps_of(trainer())[0]
-    monkeypatch.setattr(LocalRuntime, "_can_share", lambda self: False)
+    monkeypatch.setattr(EngineHost, "_can_share", lambda self: False)
     lines = steps_of(trainer(run__name="apart"))
     assert lines[0]["correction/weight_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_cut_distribution_is_weighed_by_one_and_masks_nothing(trainer, monkeypatch):
-    monkeypatch.setattr(LocalRuntime, "_can_share", lambda self: False)
+    monkeypatch.setattr(EngineHost, "_can_share", lambda self: False)
     cut = {"rollout__top_p": 0.8, "rollout__top_k": 20}
     lines = steps_of(trainer(**cut, algorithm__correction__mask="geometric"))
     assert lines[1]["correction/weight_mean"] == pytest.approx(1.0, abs=1e-4)

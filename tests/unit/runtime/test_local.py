@@ -6,7 +6,8 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.engines.base import RolloutEngine, TrainEngine
 from engine_core.runtime.base import Role
-from engine_core.runtime.local import LocalRuntime, default_device
+from engine_core.runtime.host import default_device
+from engine_core.runtime.local import LocalRuntime
 from engine_core.runtime.options import LocalOptions
 from engine_core.weight_sync import same_process
 

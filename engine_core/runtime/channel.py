@@ -1,0 +1,171 @@
+"""A stream of messages over one socket: a header and raw bytes each, see ``codec``.
+
+Sockets between processes of one machine are inherited pairs, which nobody else can open. One that is listened on
+takes only a peer that knows the run's token: each side proves it without sending it (HMAC of both sides' nonces).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+from typing import Any
+
+from engine_core.runtime.codec import Encoded, NotOurs, decode, encode
+
+LENGTHS = struct.Struct(">QQ")  # of header and payload
+MAX_HEADER_BYTES = 1 << 31
+MAX_PAYLOAD_BYTES = 1 << 42
+MAX_VECTOR = 512  # buffers of one system call
+HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
+MAGIC = b"engine-1"
+PROOF_BYTES, NONCE_BYTES = 32, 16
+HANDSHAKE_SECONDS = 10.0
+
+
+class Closed(ConnectionError):
+    """The other side has ended."""
+
+
+class Channel:
+    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a value, or one that is ``Encoded`` already.
+
+        Raises:
+            Closed: nobody reads any more.
+            TypeError: it does not cross; nothing was sent.
+        """
+        encoded = message if isinstance(message, Encoded) else encode(message)
+        start = LENGTHS.pack(len(encoded.header), encoded.payload_bytes)
+        buffers = [memoryview(start + encoded.header), *encoded.buffers]
+        try:
+            with self._lock:
+                self._write(buffers)
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            Closed: the other side has ended, also in the middle of a message.
+            NotOurs: something else than a message came.
+        """
+        header_bytes, payload_bytes = LENGTHS.unpack(self._read(LENGTHS.size))
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+            raise NotOurs(f"A message of {header_bytes} and {payload_bytes} bytes is none of ours.")
+        header = self._read(header_bytes)
+        return decode(bytes(header), self._read(payload_bytes))
+
+    def close(self) -> None:
+        """End it for both sides; a ``receive`` that waits is told."""
+        with contextlib.suppress(OSError):  # the other side was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _write(self, buffers: list[memoryview]) -> None:
+        while buffers:
+            sent = self.socket.sendmsg(buffers[:MAX_VECTOR])
+            done = 0
+            while done < len(buffers) and sent >= len(buffers[done]):
+                sent -= len(buffers[done])
+                done += 1
+            buffers = buffers[done:]
+            if sent:
+                buffers[0] = buffers[0][sent:]
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            try:
+                got = self.socket.recv_into(view[at:])
+            except OSError as error:
+                raise Closed(str(error)) from error
+            if not got:
+                raise Closed("the connection was closed")
+            at += got
+        return data
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that no other process can reach."""
+    return socket.socketpair()
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that waits on a free port of ``host``."""
+    return socket.create_server((host, 0), backlog=1024)
+
+
+def connect(address: tuple[str, int], token: str, rank: int, seconds: float) -> Channel:
+    """Reach a listener that ``accept`` serves.
+
+    Raises:
+        Closed: it does not answer, or does not know the token.
+    """
+    try:
+        connection = socket.create_connection(address, timeout=seconds)
+    except OSError as error:
+        raise Closed(f"{address[0]}:{address[1]}: {error}") from error
+    channel = Channel(connection)
+    connection.settimeout(HANDSHAKE_SECONDS)
+    mine = os.urandom(NONCE_BYTES)
+    connection.sendall(HELLO.pack(MAGIC, rank, mine))
+    theirs, proof = bytes(channel._read(NONCE_BYTES)), channel._read(PROOF_BYTES)
+    if not hmac.compare_digest(bytes(proof), _proof(token, b"listener", rank, mine, theirs)):
+        channel.close()
+        raise Closed(f"{address[0]}:{address[1]} does not know the run's token")
+    connection.sendall(_proof(token, b"caller", rank, mine, theirs))
+    _settle(connection)
+    return channel
+
+
+def accept(listener: socket.socket, token: str) -> tuple[int, Channel] | None:
+    """The next peer and its rank; None where it does not know the token: it was sent away."""
+    connection, _ = listener.accept()
+    connection.settimeout(HANDSHAKE_SECONDS)
+    channel = Channel(connection)
+    try:
+        magic, rank, theirs = HELLO.unpack(channel._read(HELLO.size))
+        mine = os.urandom(NONCE_BYTES)
+        connection.sendall(mine + _proof(token, b"listener", rank, theirs, mine))
+        proof = bytes(channel._read(PROOF_BYTES))
+    except (OSError, struct.error):
+        channel.close()
+        return None
+    expected = _proof(token, b"caller", rank, theirs, mine)
+    if magic != MAGIC or not hmac.compare_digest(proof, expected):
+        channel.close()
+        return None
+    _settle(connection)
+    return rank, channel
+
+
+def new_token() -> str:
+    """A secret for one run."""
+    return secrets.token_hex(32)
+
+
+def _proof(token: str, side: bytes, rank: int, caller: bytes, listener: bytes) -> bytes:
+    text = b"|".join(
+        [MAGIC, side, str(rank).encode(), bytes(caller).hex().encode(), bytes(listener).hex().encode()]
+    )
+    return hmac.new(token.encode(), text, hashlib.sha256).digest()
+
+
+def _settle(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,152 @@
+"""The engines of one process: built in order, their weights handed on, put to sleep and woken by phase."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from engine_core.engines.base import RolloutEngine, TrainEngine, WorkerContext
+from engine_core.errors import ConfigError
+from engine_core.weight_sync import SyncResult, same_process
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.plugins import PluginSet
+    from engine_core.runtime.base import Role
+    from engine_core.specs import RolloutBackend, TrainBackend
+
+log = logging.getLogger("engine")
+
+Engine = TrainEngine | RolloutEngine
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the process stands among those of its pool."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+
+class EngineHost:
+    """Actor, reference, critic, sampler, as far as they live in this process.
+
+    A sampler that can uses the actor's own module where both are alone: with several ranks each may be at
+    another sequence, and a sharded module answers only where all ranks call it.
+
+    Args:
+        config: the whole run file.
+        plugins: loaded in this process.
+        live: objects given from Python, and the tokenizer.
+        place: of this process.
+    """
+
+    def __init__(
+        self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any], place: Place
+    ) -> None:
+        self.config, self.plugins, self.live, self.place = config, plugins, live, place
+        self.engines: dict[str, Engine] = {}
+        self.shared = False  # the sampler reads the actor's own module
+        self._stack = ExitStack()
+
+    def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
+        """Build these roles; when one fails, those built before it are closed."""
+        torch.manual_seed(self.config.run.seed)
+        try:
+            for name, role in roles.items():
+                build = self._build_train if role.kind == "train" else self._build_rollout
+                self.engines[name] = build(name, role, total_steps)
+                self._stack.callback(self.engines[name].close)
+        except BaseException:
+            self.close()
+            raise
+
+    def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        """From a train role to the sampler, both here."""
+        return same_process(self.engines[source], self.engines[target], version, self.shared)
+
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        """From a train role to another, both here."""
+        trained, other = (cast("TrainEngine", self.engines[role]) for role in (source, target))
+        other.load_named_weights(trained.named_weights(), mix)
+
+    def trade(self, phase: str) -> None:
+        """Hand device memory over. Order matters: who gives memory back goes before who takes it."""
+        trainers = [e for e in self.engines.values() if isinstance(e, TrainEngine)]
+        samplers = [e for e in self.engines.values() if isinstance(e, RolloutEngine)]
+        if not (trainers and samplers):  # nobody to trade with
+            return
+        if phase == "generate":
+            for trainer in trainers:
+                trainer.sleep(keep=("weights",))
+            for sampler in samplers:
+                sampler.wake()
+        elif phase == "train":
+            for sampler in samplers:
+                sampler.sleep(keep=("weights",))
+            for trainer in trainers:
+                trainer.wake()
+
+    def close(self) -> None:
+        """Close the engines, the last built first."""
+        self._stack.close()
+
+    def _build_train(self, name: str, role: Role, total_steps: int) -> TrainEngine:
+        config = self.config.role(name)
+        engine = self.plugins.resolve("train_engines", config.backend)
+        if self.place.world_size > 1 and engine.layout is TrainEngine.layout:
+            raise ConfigError(
+                f"{name}.backend = '{config.backend}' trains in one process, and the pool of '{name}' has "
+                f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
+                "runtime.torchrun.processes = 1."
+            )
+        context = self._context(name, max(total_steps - role.idle_steps, 0))
+        return engine(config, self.config.model, context, trainable=role.trainable)
+
+    def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
+        config = self.config.rollout
+        actor = self.engines.get("actor")
+        context = self._context(name, total_steps)
+        alone = self.place.world_size == 1
+        self.shared = alone and isinstance(actor, TrainEngine) and self._can_share()
+        if self.shared:
+            live = {**(context.live or {}), "model": actor.module}  # type: ignore[union-attr]
+            context = dataclasses.replace(context, live=live, device=actor.context.device)  # type: ignore[union-attr]
+        engine = self.plugins.resolve("rollout_engines", config.backend)(config, self.config.model, context)
+        if self.shared:
+            engine.share_module(actor)
+            log.info("The sampler uses the actor's own module: weight sync moves nothing.")
+        return engine
+
+    def _can_share(self) -> bool:
+        trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))
+        sampler = cast("RolloutBackend", self.plugins.spec("rollout_engines", self.config.rollout.backend))
+        return "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
+
+    def _context(self, role: str, total_steps: int) -> WorkerContext:
+        return WorkerContext(
+            plugins=self.plugins,
+            role=role,
+            device=self.place.device,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            seed=self.config.run.seed,
+            deterministic=self.config.run.deterministic,
+            total_steps=total_steps,
+            live=self.live,
+        )
+
+
+def default_device(index: int | None = None) -> torch.device:
+    """The accelerator (number ``index``), where torch was built for one and one is there; else the CPU."""
+    found = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    if not found:
+        return torch.device("cpu")
+    return found if index is None else torch.device(found.type, index)

@@ -1,0 +1,73 @@
+"""An error of a worker as plain values, and the same error again in the controller.
+
+Of our own errors class, message and exit code are the same on both sides; of Python's the common ones. Any other
+comes as a ``RuntimeError`` that names it. The worker's traceback is the cause of what is raised here.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from engine_core import errors
+
+OURS: Mapping[str, type[errors.EngineError]] = {
+    cls.__name__: cls
+    for cls in (
+        *(errors.ConfigError, errors.PluginError, errors.DataError),
+        *(errors.EnvironmentProblem, errors.TrainingFailed),
+    )
+}
+PLAIN: Mapping[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        *(ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, NotImplementedError),
+        *(AssertionError, MemoryError, ArithmeticError, ZeroDivisionError, torch.OutOfMemoryError),
+    )
+}
+
+
+class InWorker(Exception):
+    """The traceback of a worker, shown as the cause of the error that it became."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"in worker {rank}:\n{text}")
+
+
+def pack(error: BaseException) -> dict[str, Any]:
+    """Plain values of an error."""
+    found = {
+        "message": error.args[0] if _is_text(error.args) else str(error),
+        "notes": list(getattr(error, "__notes__", ())),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    if isinstance(error, OSError):
+        name = error.filename if isinstance(error.filename, str) else None
+        return found | {"type": "OSError", "arguments": [error.errno, error.strerror, name]}
+    for cls in type(error).__mro__:
+        if OURS.get(cls.__name__) is cls or PLAIN.get(cls.__name__) is type(error):
+            return found | {"type": cls.__name__}
+    return found | {"type": "RuntimeError", "message": f"{type(error).__name__}: {error}"}
+
+
+def unpack(packed: Mapping[str, Any], rank: int) -> Exception:
+    """The error again, as it came from the worker of this rank."""
+    kind, message = packed["type"], packed["message"]
+    error: Exception
+    if kind == "OSError":
+        error = OSError(*packed["arguments"]) if packed["arguments"][0] else OSError(message)
+    elif kind == "ConfigError":
+        error = errors.ConfigError(message.splitlines() or [message])
+    else:
+        error = OURS[kind](message) if kind in OURS else PLAIN[kind](message)
+    for note in packed["notes"]:
+        error.add_note(note)
+    error.__cause__ = InWorker(rank, packed["traceback"])
+    return error
+
+
+def _is_text(arguments: tuple[Any, ...]) -> bool:
+    return len(arguments) == 1 and isinstance(arguments[0], str)
