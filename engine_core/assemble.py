@@ -208,16 +208,15 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
 
     ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
-    for table, field in (
-        ("model", "path"),
-        ("model", "tokenizer"),
-        ("actor", "path"),
-        ("ref", "path"),
-        ("critic", "path"),
-    ):
-        holder = getattr(config, table)
+    holders: list[tuple[str, Any, str]] = [("model", config.model, "tokenizer")]
+    holders += [(role, getattr(config, role), "path") for role in ("model", "actor", "ref", "critic")]
+    for reward in config.reward:
+        for kind, table in reward.models.items():
+            at = key_text(("reward", reward.name, kind))
+            holders += [(at, table, "path"), (at, table, "tokenizer")]
+    for at, holder, field in holders:
         if text := holder and getattr(holder, field):
-            path = _absolute(raw, f"{table}.{field}", text)
+            path = _absolute(raw, f"{at}.{field}", text)
             if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
                 setattr(holder, field, str(path))
     for role in ("actor", "critic", "ref"):

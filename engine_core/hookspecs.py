@@ -68,8 +68,8 @@ hookimpl = pluggy.HookimplMarker("engine")
 def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
     """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
 
-    :param role: ``actor``, ``ref``, ``critic``, ``reward_model``.
-    :param model_config: the ``[model]`` table; ``model_config.path`` is a folder in the layout of
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's).
+    :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout of
         ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
     :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]

@@ -31,6 +31,7 @@ from engine_core.specs import TABLE_SPECS
 CORE = "engine-core-rl"
 NOUNS: Mapping[str, str] = {kind: spec.noun for kind, spec in TABLE_SPECS.items()} | {"plugins": "plugin"}
 """Every kind of name, in the words of a message."""
+MODEL_HINT = " A reward that a model gives has a table [reward.model] with its path; its name is then free."
 
 
 @dataclass(frozen=True)
@@ -197,13 +198,15 @@ def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
         if other != kind and (short in known_names(other) or (other, short) in ours)
     ]
     if elsewhere:
-        return f"'{short}' is {' and '.join(elsewhere)}, not {_with_article(noun)}. Known: {listed}."
+        way = MODEL_HINT if kind == "rewards" else ""
+        return f"'{short}' is {' and '.join(elsewhere)}, not {_with_article(noun)}. Known: {listed}.{way}"
     to_install = {our_name for our_kind, our_name in ours if our_kind == kind} - known
     match = nearest(short, known | to_install)
     if match in to_install:
         install = f"It is not installed: pip install {ours[kind, match]}"
         return f"Unknown {noun} '{short}'. Did you mean '{match}'? Known: {listed}. {install}"
-    return f"Unknown {noun} '{short}'.{did_you_mean(short, known)}"
+    way = MODEL_HINT if kind == "rewards" and match is None else ""
+    return f"Unknown {noun} '{short}'.{did_you_mean(short, known)}{way}"
 
 
 def _with_article(noun: str) -> str:

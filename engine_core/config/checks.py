@@ -65,6 +65,9 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
                 ("reward", reward.name, "clip"),
                 f"got {list(reward.clip)}, expected [low, high] with low below high.",
             )
+        if len(kinds := list(reward.models)) > 1:
+            tables = " and ".join(f"[reward.{kind}]" for kind in kinds)
+            yield Problem(("reward", reward.name, kinds[1]), f"{tables} stand in one [[reward]]. Keep one.")
     for role, optim in _optims(config):
         if optim.decay_steps and optim.warmup_steps >= optim.decay_steps:
             yield Problem(
@@ -158,6 +161,9 @@ def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
         yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
     yield from _idle_correction(algorithm.correction)
+    for reward in (reward for reward in config.reward if reward.has_model):
+        of_workers = ("workers", "timeout_seconds", "on_timeout", "max_memory_gb")
+        yield from ((f"reward.{reward.name}.{key}", "a model gives this reward") for key in of_workers)
     for role, optim in _optims(config):
         if optim.schedule == "constant":
             why = f"{role}.optim.schedule is 'constant'"

@@ -15,8 +15,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine_core.config.models import EngineConfig
+from engine_core.config.rewards import MODELS
 
-# section -> its choices: (key, kind of name, field of the model that takes the options)
+# section -> its choices: (key, kind of name, field of the model that takes the options); "reward.model" is the
+# table `model` in each of the array `reward`
 CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "": (("trainer", "trainers", "options"),),
     "actor": (("backend", "train_engines", "options"),),
@@ -24,6 +26,7 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "critic": (("backend", "train_engines", "options"),),
     "rollout": (("backend", "rollout_engines", "options"),),
     "reward": (("name", "rewards", "options"),),
+    "reward.model": (("backend", "train_engines", "options"),),
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
     "tracking": (("trackers", "trackers", "options"),),
@@ -56,7 +59,7 @@ class Chosen:
 class Place:
     """One table in which something is chosen."""
 
-    section: str  # top-level key, "" for the top itself
+    section: str  # of CHOICES, "" for the top itself
     path: tuple[str, ...]  # ("reward", "math")
     table: dict[str, Any]
     chosen: tuple[Chosen, ...]
@@ -65,6 +68,10 @@ class Place:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of names whose option tables may stand here."""
         return tuple(kind for _, kind, _ in CHOICES[self.section])
+
+    def in_any(self, sections: Collection[str]) -> bool:
+        """Whether it is the top of the file, or in one of these top-level tables."""
+        return self.section.partition(".")[0] in ("", *sections)
 
 
 def bare(name: str) -> str:
@@ -80,9 +87,12 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def model_of(section: str) -> type[BaseModel]:
-    """The model of a top-level section."""
-    model = model_in(EngineConfig.model_fields[section].annotation) if section else EngineConfig
-    assert model is not None
+    """The model of a section."""
+    model: type[BaseModel] = EngineConfig
+    for key in filter(None, section.split(".")):
+        inner = model_in(model.model_fields[key].annotation)
+        assert inner is not None
+        model = inner
     return model
 
 
@@ -116,19 +126,24 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def places(data: dict[str, Any]) -> Iterator[Place]:
     """Every table of ``data`` in which something is chosen; a table that is no table is left out."""
     for section in CHOICES:
-        node = data if not section else data.get(section, None if section in OPTIONAL_ROLES else {})
+        top, _, inner = section.partition(".")
+        node = data if not section else data.get(top, None if section in OPTIONAL_ROLES else {})
         if isinstance(node, list):
             for number, element in enumerate(node):
                 if isinstance(element, dict):
                     name = element.get("name")
-                    yield _place(section, (section, name if isinstance(name, str) else str(number)), element)
-        elif isinstance(node, dict):
+                    path = (top, name if isinstance(name, str) else str(number))
+                    table = element.get(inner) if inner else element
+                    if isinstance(table, dict):
+                        yield _place(section, (*path, inner) if inner else path, table)
+        elif isinstance(node, dict) and not inner:
             yield _place(section, (section,) if section else (), node)
 
 
 def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Place:
     chosen = []
-    for key, kind, field in CHOICES[section]:
+    own = section == "reward" and any(kind in table for kind in MODELS)  # a model gives it, its name is free
+    for key, kind, field in () if own else CHOICES[section]:
         value = table.get(key, model_of(section).model_fields[key].default)
         names = value if isinstance(value, list) else [value]
         chosen += [Chosen(key, kind, name, field) for name in names if isinstance(name, str)]
@@ -153,7 +168,7 @@ def used_names(data: Mapping[str, Any], sections: Collection[str] | None = None)
     """
     names: dict[str, set[str]] = {}
     for place in places(prepared(data)):
-        if sections is None or place.section in ("", *sections):
+        if sections is None or place.in_any(sections):
             for chosen in place.chosen:
                 names.setdefault(chosen.kind, set()).add(chosen.name)
     return names

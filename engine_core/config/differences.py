@@ -23,6 +23,8 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("model.attention", "warned", "it computes the same with other roundings"),
     ("model.trust_remote_code", "warned", ""),
     ("model.*", "refused", "a checkpoint fits the model that wrote it"),
+    ("reward.*.model.max_tokens_per_rank", "allowed", ""),
+    ("reward.*.model.*", "warned", "later steps are judged by another model, or in another way"),
     ("*.backend", "refused", "each engine writes state of its own"),
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),

@@ -50,11 +50,21 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
             yield from _folder_problem(
                 f"{role}.lora.path", adapter, ("adapter_config.json",), wanted, hub=False
             )
-    tokenizer, key = (model.tokenizer, "model.tokenizer") if model.tokenizer else (model.path, "model.path")
-    if tokenizer and (model.tokenizer or Path(tokenizer).is_dir()):
-        yield from _folder_problem(
-            key, tokenizer, _TOKENIZER_FILES, "a tokenizer there, or model.tokenizer set"
-        )
+    yield from _tokenizer_problem("model", model.path, model.tokenizer)
+    for reward in config.reward:
+        for kind, table in reward.models.items():
+            at = f"reward.{reward.name}.{kind}"
+            yield from _folder_problem(
+                f"{at}.path", table.path, ("config.json",), "the folder that save_pretrained wrote"
+            )
+            yield from _tokenizer_problem(at, table.path, table.tokenizer)
+
+
+def _tokenizer_problem(table: str, path: str, own: str | None) -> Iterator[str]:
+    key, folder = (f"{table}.tokenizer", own) if own else (f"{table}.path", path)
+    if folder and (own or Path(folder).is_dir()):
+        wanted = f"a tokenizer there, or {table}.tokenizer set"
+        yield from _folder_problem(key, folder, _TOKENIZER_FILES, wanted)
 
 
 def _folder_problem(

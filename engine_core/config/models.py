@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from engine_core.config.rewards import PREFIX, FrozenScorer, RewardConfig
 from engine_core.config.roles import CriticConfig, ModelConfig, RoleConfig, RolloutConfig
 from engine_core.config.tables import (
     Fraction,
@@ -19,33 +20,6 @@ from engine_core.config.tables import (
     PositiveInt,
     Table,
 )
-
-
-class RewardConfig(Table):
-    """``[[reward]]``: one reward function; several are summed by weight."""
-
-    name: str
-    """The reward, by name (``engine plugins``); its options stand in ``[reward.NAME]`` below."""
-    weight: float = 1.0
-    """Factor in the sum of rewards. 0 only measures."""
-    clip: tuple[float, float] | None = None
-    """Clip raw values to this range before weighting."""
-    normalize: bool = False
-    """Divide by the running standard deviation of this reward (after clipping)."""
-    timeout_seconds: PositiveFloat = 10.0
-    """Time for one sample; after it the worker is killed and the sample follows `on_timeout`."""
-    workers: NonNegativeInt = 1
-    """Worker processes; 0 runs the function in the controller, where it cannot be killed."""
-    max_memory_gb: NonNegativeFloat = 0.0
-    """Address space of one worker, 10^9 bytes; more is a MemoryError in the function. 0: no limit."""
-    on_error: Literal["drop", "zero", "fail"] = "drop"
-    """When the function raises, dies or returns nonsense: leave the sample out of the update, give it 0, or end the run."""
-    on_timeout: Literal["drop", "zero", "fail"] = "drop"
-    """The same for a time-out."""
-    max_failure_share: Fraction = 0.5
-    """A step in which more than this share of samples failed ends the run."""
-    options: Any = Field(default=None, exclude=True)
-    """The reward's own table, filled in by the loader."""
 
 
 class StageConfig(Table):
@@ -329,8 +303,24 @@ class EngineConfig(Table):
         """Tables that are present and that this run does not read, with the reason."""
         return list(self._source.unread) if self._source is not None else []
 
+    def rewarding(self, role: str) -> RewardConfig | None:
+        """The reward whose model has this role; None for a role of another kind."""
+        return next((reward for reward in self.reward if f"{PREFIX}{reward.name}" == role), None)
+
+    def model_of(self, role: str) -> ModelConfig:
+        """What a role's model is built from: `[model]`, but a reward's model is one of its own."""
+        reward = self.rewarding(role)
+        return self.model if reward is None else reward.own_model.as_model(self.model)
+
+    def sampler(self, role: str) -> RolloutConfig:
+        """The table of a role that samples."""
+        return self.rollout
+
     def role(self, name: str) -> RoleConfig:
         """The table of a train role; a role without one is like the actor."""
+        if (reward := self.rewarding(name)) is not None:
+            assert isinstance(reward.own_model, FrozenScorer)
+            return reward.own_model.as_role()
         if name == "critic":
             return self.critic or CriticConfig.like(self.actor)
         return (self.ref if name == "ref" else None) or self.actor

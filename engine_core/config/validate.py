@@ -101,7 +101,7 @@ class _Validation:
     def run(self) -> EngineConfig:
         sections = self.sections_read()
         for place in list(places(self.data)):
-            self.take_options(place, place.section in ("", *sections))
+            self.take_options(place, place.in_any(sections))
         config = self.check(EngineConfig, self.data, ())
         if config is not None:
             self.attach(config)

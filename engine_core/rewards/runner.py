@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, DataError, TrainingFailed
+from engine_core.rewards.models import ByModel, ModelReward
 from engine_core.rewards.pool import OnFailure, Pool, drive, start
 from engine_core.rewards.signatures import (
     Outcome,
@@ -29,7 +30,7 @@ from engine_core.rewards.signatures import (
 )
 
 if TYPE_CHECKING:
-    from engine_core.config.models import RewardConfig
+    from engine_core.config.rewards import RewardConfig
     from engine_core.plugins import PluginSet
     from engine_core.types import Rollout
 
@@ -105,7 +106,7 @@ class RunningStd:
 class Scorer:
     """One reward of a run: its settings, what runs it, what failed in the present step."""
 
-    def __init__(self, config: RewardConfig, runner: Pool | InProcess) -> None:
+    def __init__(self, config: RewardConfig, runner: Pool | InProcess | ByModel) -> None:
         self.config, self.runner = config, runner
         self.std = RunningStd()
         self.failures = {"error": 0, "timeout": 0}
@@ -175,6 +176,7 @@ class RewardRunner:
         plugins: offers their functions; a worker loads its own copy by name.
         tokenizer: decodes responses that came without text.
         live: functions to run in the controller, weight 1, named by their ``__name__``.
+        models: what asks the model of each reward that has one, by the reward's name.
 
     Raises:
         EngineError: two rewards of one name, or a reward that does not load. No process is left.
@@ -186,9 +188,10 @@ class RewardRunner:
         plugins: PluginSet,
         tokenizer: Any = None,
         live: Sequence[Callable[..., Any]] = (),
+        models: Mapping[str, ModelReward] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.scorers = [Scorer(config, _runner(config, plugins)) for config in configs]
+        self.scorers = [Scorer(config, _runner(config, plugins, models or {})) for config in configs]
         self.scorers += [_live(function) for function in live]
         names = [scorer.config.name for scorer in self.scorers]
         for name in names:
@@ -248,7 +251,7 @@ class RewardRunner:
             pool.begin(columns[pool.name], len(rollouts))
         drive(self.pools, on_failure)
         for scorer in self.scorers:
-            if isinstance(scorer.runner, InProcess):
+            if not isinstance(scorer.runner, Pool):
                 scorer.runner.run(columns[scorer.config.name], len(rollouts), on_failure)
 
     def _sum(self, rollouts: Sequence[Rollout], training: bool) -> dict[str, float]:
@@ -289,6 +292,8 @@ class RewardRunner:
             metrics[f"reward/{name}/errors"] = float(failures["error"])
             metrics[f"reward/{name}/timeouts"] = float(failures["timeout"])
             metrics[f"reward/{name}/restarts"] = float(restarts)
+            if isinstance(scorer.runner, ByModel):
+                metrics |= {f"reward/{name}/{key}": v for key, v in scorer.runner.model.metrics().items()}
             if scorer.failed:
                 logger.warning(
                     "Reward '%s' failed on %d of %d samples of step %d (%d errors, %d time-outs). First: %s",
@@ -328,7 +333,11 @@ class RewardRunner:
             scorer.runner.close()
 
 
-def _runner(config: RewardConfig, plugins: PluginSet) -> Pool | InProcess:
+def _runner(
+    config: RewardConfig, plugins: PluginSet, models: Mapping[str, ModelReward]
+) -> Pool | InProcess | ByModel:
+    if config.has_model:
+        return ByModel(config.name, models[config.name])
     options = config.options.model_dump(mode="json") if config.options is not None else None
     if config.workers == 0:
         reward = load_reward(config.name, plugins, options, plugins.root, plugins.allow_code)
@@ -349,7 +358,7 @@ def _runner(config: RewardConfig, plugins: PluginSet) -> Pool | InProcess:
 
 def _live(function: Callable[..., Any]) -> Scorer:
     # Not at the top: workers import this module, and need it not.
-    from engine_core.config.models import RewardConfig
+    from engine_core.config.rewards import RewardConfig
 
     plain = getattr(function, "func", function)  # functools.partial
     name = getattr(plain, "__name__", type(plain).__name__)

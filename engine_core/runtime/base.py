@@ -28,6 +28,8 @@ class Role:
     trainable: bool = True  # a train role with an optimizer
     refreshed: bool = False  # not trained, but its weights change (a reference that follows the actor)
     idle_steps: int = 0  # of the run's optimizer steps, those in which it is not trained
+    told: str = ""  # the role that its engine and hooks are told, where that is not its own name
+    phase: str = ""  # it is asked in this phase alone, and needs no device memory in another
 
     @property
     def saved(self) -> bool:
@@ -93,7 +95,7 @@ class Runtime(abc.ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Hand device memory over for ``generate``, ``train`` or ``sync``; by default nobody sleeps."""
+        """Hand device memory over for ``generate``, ``reward``, ``train`` or ``sync``; by default nobody sleeps."""
         yield
 
     @abc.abstractmethod

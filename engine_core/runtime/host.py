@@ -36,7 +36,7 @@ class Place:
 
 
 class EngineHost:
-    """Actor, reference, critic, sampler, as far as they live in this process.
+    """Actor, reference, critic, sampler, models of rewards, as far as they live in this process.
 
     A sampler that can uses the actor's own module where both are alone: with several ranks each may be at
     another sequence, and a sharded module answers only where all ranks call it.
@@ -53,6 +53,7 @@ class EngineHost:
     ) -> None:
         self.config, self.plugins, self.live, self.place = config, plugins, live, place
         self.engines: dict[str, Engine] = {}
+        self.guests: dict[str, Role] = {}  # those that are asked in one phase alone
         self.shared = False  # the sampler reads the actor's own module
         self._stack = ExitStack()
 
@@ -64,6 +65,8 @@ class EngineHost:
                 build = self._build_train if role.kind == "train" else self._build_rollout
                 self.engines[name] = build(name, role, total_steps)
                 self._stack.callback(self.engines[name].close)
+                if role.phase:
+                    self.guests[name] = role
         except BaseException:
             self.close()
             raise
@@ -79,11 +82,22 @@ class EngineHost:
 
     def trade(self, phase: str) -> None:
         """Hand device memory over. Order matters: who gives memory back goes before who takes it."""
-        trainers = [e for e in self.engines.values() if isinstance(e, TrainEngine)]
-        samplers = [e for e in self.engines.values() if isinstance(e, RolloutEngine)]
-        if not (trainers and samplers):  # nobody to trade with
+        own = [engine for name, engine in self.engines.items() if name not in self.guests]
+        trainers = [e for e in own if isinstance(e, TrainEngine)]
+        samplers = [e for e in own if isinstance(e, RolloutEngine)]
+        guests = [(role.phase, self.engines[name]) for name, role in self.guests.items()]
+        if len(list(filter(None, (trainers, samplers, guests)))) < 2:  # nobody to trade with
             return
-        if phase == "generate":
+        for own_phase, guest in guests:
+            if own_phase != phase:
+                guest.sleep()
+        if any(own_phase == phase for own_phase, _ in guests):
+            for sampler in samplers:
+                sampler.sleep(keep=("weights",))
+            for own_phase, guest in guests:
+                if own_phase == phase:
+                    guest.wake()
+        elif phase == "generate":
             for trainer in trainers:
                 trainer.sleep(keep=("weights",))
             for sampler in samplers:
@@ -107,8 +121,8 @@ class EngineHost:
                 f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
                 "runtime.torchrun.processes = 1."
             )
-        context = self._context(name, max(total_steps - role.idle_steps, 0))
-        return engine(config, self.config.model, context, trainable=role.trainable)
+        context = self._context(name, max(total_steps - role.idle_steps, 0), role.told)
+        return engine(config, self.config.model_of(name), context, trainable=role.trainable)
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
         config = self.config.rollout
@@ -130,17 +144,17 @@ class EngineHost:
         sampler = cast("RolloutBackend", self.plugins.spec("rollout_engines", self.config.rollout.backend))
         return "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
 
-    def _context(self, role: str, total_steps: int) -> WorkerContext:
+    def _context(self, role: str, total_steps: int, told: str = "") -> WorkerContext:
         return WorkerContext(
             plugins=self.plugins,
-            role=role,
+            role=told or role,
             device=self.place.device,
             rank=self.place.rank,
             world_size=self.place.world_size,
             seed=self.config.run.seed,
             deterministic=self.config.run.deterministic,
             total_steps=total_steps,
-            live=self.live,
+            live={} if told else self.live,  # objects of the program are the actor's
         )
 
 

@@ -48,6 +48,7 @@ class LocalRuntime(Runtime):
         if self.config.placement != PlacementConfig():
             log.info("Not read: [placement]; the local runtime has one pool, this process.")
         self.host.build(roles, total_steps)
+        self._trade("start")  # a reward's model sleeps until it is asked
         self.shared = self.host.shared
         return {name: LocalGroup(engine) for name, engine in self.host.engines.items()}
 
@@ -59,9 +60,12 @@ class LocalRuntime(Runtime):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if getattr(self.config.runtime.options, "trade_memory", False):
-            self.host.trade(name)
+        self._trade(name)
         yield
 
     def close(self) -> None:
         self.host.close()
+
+    def _trade(self, phase: str) -> None:
+        if getattr(self.config.runtime.options, "trade_memory", False):
+            self.host.trade(phase)

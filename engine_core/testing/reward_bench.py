@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine_core.config.models import RewardConfig
+from engine_core.config.rewards import RewardConfig
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.signatures import Outcome, RewardFunction, arguments, evaluate, load_reward
 from engine_core.testing.bench import Bench

@@ -25,6 +25,7 @@ from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.logs import FILE_ONLY, setup_logging
 from engine_core.preemption import Stop, StopSignals, Terminated
+from engine_core.reward_models.roles import reward_roles
 from engine_core.tracking import RunFolder, TrackerHub
 from engine_core.trainers.loop import StepLoop
 from engine_core.trainers.points import seed_random
@@ -151,7 +152,10 @@ class TrainingRun(abc.ABC):
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
         steps = self.total_steps * self.optimizer_steps_per_step if training else 0
-        self.groups = start_groups(self.runtime, self.config, self.roles(training), steps)
+        roles = self.roles(training)
+        if "rollout" in roles:
+            roles |= reward_roles(self.config)
+        self.groups = start_groups(self.runtime, self.config, roles, steps)
         self.start()
 
     def load_inputs(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.algorithms.requirements import GREEDY
+from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
 from engine_core.rollout_files import write_rollouts
 from engine_core.trainers.rounds import Rounds
@@ -32,11 +33,12 @@ class RolloutSource:
         self.run = run
         for stage in run.config.stage:
             run.plugins.function("stages", stage.name)  # one that cannot be called is refused here
-        self.rewards = RewardRunner(
-            run.config.reward, run.plugins, tokenizer=run.tokenizer, live=run.live.get("rewards") or ()
-        )
+        columns = run.source.columns()
+        models = model_rewards(run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns)
+        live = run.live.get("rewards") or ()
+        self.rewards = RewardRunner(run.config.reward, run.plugins, run.tokenizer, live, models)
         try:
-            self.rewards.check_columns(run.source.columns())
+            self.rewards.check_columns(columns)
         except BaseException:
             self.rewards.close()
             raise
@@ -77,7 +79,8 @@ class RolloutSource:
 
     def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
         """Fill in the rewards; metrics of the rewards and of their failures."""
-        return self.rewards.score(rollouts, step, training=training)
+        with self.run.runtime.phase(PHASE):  # also in an evaluation, where no phase of the step does it
+            return self.rewards.score(rollouts, step, training=training)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Name, weight and clipping of each reward that is in the sum."""

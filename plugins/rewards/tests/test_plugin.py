@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from engine_core.config.models import RewardConfig
+from engine_core.config.rewards import RewardConfig
 from engine_core.errors import EngineError, TrainingFailed
 from engine_core.plugins import PluginSet
 from engine_core.rewards import RewardRunner

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_core.config.models import RewardConfig
+from engine_core.config.rewards import RewardConfig
 from engine_core.plugins import PluginSet
 from engine_core.rewards import RewardRunner
 from engine_core.types import Prompt, Rollout

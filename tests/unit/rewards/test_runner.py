@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engine_core.config.models import RewardConfig
+from engine_core.config.rewards import RewardConfig
 from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
 
 

@@ -1,0 +1,118 @@
+"""A prompt and its response as the token ids that a reward model reads, and where its score stands.
+
+A reward model has learned whole sequences as its own chat template ends them (plain text: with the end of
+sequence), and its score is read at the last token. So that is how they are made here: sampled tokens
+are taken as they are where the tokenizers are the same, text is rendered anew where they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+MARK = "\u2042 response \u2042"  # stands for a response where only what follows one is wanted
+
+
+class Sequences:
+    """Makes token ids for one reward model.
+
+    Args:
+        tokenizer: the reward model's.
+        chat_template: render with it; None: where the row is a conversation.
+        end: whether a sequence goes on to the end that the template writes.
+        table: of the run file, for messages.
+
+    Raises:
+        DataError: the tokenizer lacks the template or the end that is asked for.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: bool | None, end: bool, table: str
+    ) -> None:
+        self.tokenizer, self.chat_template, self.end, self.table = tokenizer, chat_template, end, table
+        if chat_template and not tokenizer.chat_template:
+            raise DataError(f"{table}.chat_template: its tokenizer has none. Remove the key.")
+        if end and tokenizer.eos_token is None:
+            raise DataError(
+                f'{table}: its tokenizer has no end-of-sequence token, so nothing ends a sequence. Set score_at = "sampled".'
+            )
+        self._endings: dict[bool, list[int]] = {}
+
+    def from_tokens(self, token_ids: Sequence[int], conversation: bool) -> list[int]:
+        """Sampled tokens, ended as the template ends a response.
+
+        Args:
+            token_ids: prompt and response, of a tokenizer that is the reward model's.
+            conversation: whether the template rendered the prompt.
+        """
+        ids = list(token_ids)
+        if not self.end:
+            return ids
+        ending = self._ending(conversation)
+        return ids + (ending[1:] if ending and ids[-1:] == ending[:1] else ending)
+
+    def from_text(self, prompt: str, messages: list[Message] | None, completion: str) -> list[int]:
+        """The text rendered and tokenised.
+
+        Args:
+            prompt: as the actor saw it; read where there are no messages.
+            messages: of the prompt, where the row is a conversation.
+            completion: the response.
+
+        Raises:
+            DataError: a conversation, and no template to render it.
+        """
+        if messages is None and self.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+        if messages is None or self.chat_template is False:
+            ids = self._text_ids(prompt) + self._ids(completion)
+            return [*ids, self.tokenizer.eos_token_id] if self.end else ids
+        text = self._rendered(messages, completion)
+        return self._ids(text if self.end else text.removesuffix(self._ending_text(messages)))
+
+    def _ending(self, conversation: bool) -> list[int]:
+        """The tokens that follow the last one of a response."""
+        if conversation not in self._endings:
+            text = self._ending_text([{"role": "user", "content": "Q"}]) if conversation else ""
+            self._endings[conversation] = self._ids(text) if conversation else [self.tokenizer.eos_token_id]
+        return self._endings[conversation]
+
+    def _ending_text(self, messages: list[Message]) -> str:
+        """What the template writes after the response to these messages."""
+        _, shown, rest = self._rendered(messages, MARK).rpartition(MARK)
+        if not shown:
+            raise DataError(f"{self.table}: its chat template leaves the response out.")
+        return rest
+
+    def _rendered(self, messages: list[Message], completion: str) -> str:
+        from jinja2 import TemplateError
+
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"{self.table}: the rows are conversations, and its tokenizer has no chat template. Use a reward model "
+                "that has one, or set chat_template = false to score the prompt as the actor saw it."
+            )
+        goes_on = messages[-1]["role"] == "assistant"  # the response goes on with a turn that was begun
+        before, begun = (messages[:-1], str(messages[-1]["content"])) if goes_on else (messages, "")
+        whole = [*before, {"role": "assistant", "content": begun + completion}]
+        render: Any = self.tokenizer.apply_chat_template  # in transformers' sandbox
+        try:
+            return str(render(whole, tokenize=False))
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"{self.table}: its chat template refuses a conversation ({error}).") from error
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text_ids(self, text: str) -> list[int]:
+        """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
+        ids, end = list(self.tokenizer(text)["input_ids"]), self.tokenizer.eos_token_id
+        plain = self._ids(text)
+        return ids[:-1] if ids[-1:] == [end] and plain[-1:] != [end] else ids

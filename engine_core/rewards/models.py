@@ -1,0 +1,56 @@
+"""A reward that a model of the run gives, as the runner of rewards sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine_core.rewards.signatures import Outcome, Signature
+
+if TYPE_CHECKING:
+    from engine_core.rewards.pool import OnFailure
+
+
+class ModelReward(Protocol):
+    """What gives the values.
+
+    Attributes:
+        names: the columns that it reads, by the names of the arguments of a reward in plural form.
+        required: those that the data must have.
+    """
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+
+    def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Outcome]:
+        """An outcome for each of ``count`` samples; what it raises is no failed sample and ends the run."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last ``score``, means over its samples; each becomes ``reward/NAME/...``."""
+
+
+class ByModel:
+    """Runs in the controller, with all samples of a round at once, so that they share batches."""
+
+    def __init__(self, name: str, model: ModelReward) -> None:
+        self.name, self.model = name, model
+        self.signature: Signature | None = Signature(
+            per_sample=False,
+            asynchronous=False,
+            whole_batch=True,
+            names=model.names,
+            required=model.required,
+            all_columns=False,
+        )
+        self.outcomes: list[Outcome | None] = []
+        self.restarts = 0
+
+    def run(self, columns: Mapping[str, Sequence[Any]], count: int, on_failure: OnFailure) -> None:
+        """Do all samples."""
+        self.outcomes = list(self.model.score(columns, count))
+        for position, outcome in enumerate(self.outcomes):
+            if outcome is not None and outcome.failure:
+                on_failure(self.name, position, outcome)
+
+    def close(self) -> None:
+        """Its workers are the runtime's."""

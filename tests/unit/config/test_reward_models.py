@@ -1,0 +1,93 @@
+"""``[reward.model]``: a model that gives a reward, its own backend, and what a file may not say."""
+
+import pytest
+
+from engine_core.config.choices import used_names
+from engine_core.config.differences import differences
+from engine_core.config.dump import as_data, dump_toml
+from engine_core.errors import ConfigError, PluginError
+
+RM = '[[reward]]\nname = "helpful"\n[reward.model]\npath = "rm"\n'
+
+
+def test_a_reward_with_a_model_has_a_free_name_and_a_backend_of_its_own(config_of, good):
+    config = config_of(good + RM + 'backend = "fsdp"\n[reward.model.fsdp]\nsharding = "none"\n')
+    reward = config.reward[-1]
+    assert (reward.name, reward.role, reward.has_model) == ("helpful", "reward.helpful", True)
+    role = config.role("reward.helpful")
+    assert (role.backend, role.path, role.options.sharding, role.lora) == ("fsdp", "rm", "none", None)
+    assert config.rewarding("reward.math") is config.reward[0]
+    assert config.rewarding("actor") is None
+
+
+def test_its_model_table_is_its_own(config_of):
+    text = (
+        '[model]\npath = "m"\nattention = "sdpa"\noverride = { rope_theta = 5.0 }\ntrust_remote_code = true\n'
+    )
+    config = config_of(text + RM)
+    model = config.model_of("reward.helpful")
+    assert (model.path, model.attention, model.override, model.trust_remote_code) == ("rm", "sdpa", {}, False)
+    assert config.model_of("actor") is config.model
+
+
+def test_its_backend_is_a_name_that_the_run_uses_and_its_own_name_is_none():
+    data = {"reward": [{"name": "helpful", "model": {"path": "rm", "backend": "fsdp"}}, {"name": "math"}]}
+    assert used_names(data)["train_engines"] == {"torch", "fsdp"}
+    assert used_names(data)["rewards"] == {"math"}
+    assert "fsdp" not in used_names(data, {"actor"}).get("train_engines", set())
+
+
+def test_the_resolved_config_reads_back_as_an_equal_one(config_of, good):
+    config = config_of(good + RM + 'score_at = "sampled"\n[reward.model.torch]\nparam_dtype = "bf16"\n')
+    again = config_of(dump_toml(config))
+    assert again == config
+    assert again.reward[-1].model.options.param_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[[reward]]\nname = "h"\n[reward.model]\n', "reward.h.model.path: missing"),
+        (RM + "pth = 1\n", "reward.helpful.model.pth: unknown key. Did you mean 'path'?"),
+        (RM + "lora = {}\n", "reward.helpful.model.lora: unknown key."),
+        (RM + 'score_at = "first"\n', "reward.helpful.model.score_at: got 'first'"),
+        (
+            RM + "[reward.model.torch]\nparam_dtyp = 1\n",
+            "reward.helpful.model.torch.param_dtyp: unknown key.",
+        ),
+        (RM + "[reward.model.fdsp]\n", "reward.helpful.model.fdsp: unknown key. Did you mean 'fsdp'?"),
+        (RM + RM, "reward.helpful: 'helpful' stands 2 times"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(config_of, good, text, expected):
+    with pytest.raises(ConfigError) as error:
+        config_of(good + text)
+    assert expected in str(error.value)
+
+
+def test_keys_of_worker_processes_are_said_to_have_no_effect(config_of, good):
+    config = config_of(good + RM.replace("[reward.model]", "workers = 3\n[reward.model]"))
+    assert config.unread == ["reward.helpful.workers: a model gives this reward"]
+
+
+def test_a_resumed_run_may_have_another_reward_model_and_says_so(config_of, good):
+    was = as_data(config_of(good + RM))
+    now = as_data(config_of(good + RM.replace('"rm"', '"other"') + "max_tokens_per_rank = 9\n"))
+    found = {d.key: d.verdict for d in differences(was, now)}
+    assert found == {
+        "reward.helpful.model.path": "warned",
+        "reward.helpful.model.max_tokens_per_rank": "allowed",
+    }
+
+
+def test_a_missing_table_is_named_where_the_name_is_no_reward():
+    from engine_core import load_config
+
+    with pytest.raises(
+        PluginError, match=r"'reward_model' is a trainer, not a reward.*has a table \[reward\.model\]"
+    ):
+        load_config(overrides={"reward": [{"name": "reward_model"}]})
+    with pytest.raises(
+        PluginError, match=r"Unknown reward 'helpful'\..*has a table \[reward\.model\] with its path"
+    ):
+        load_config(overrides={"reward": [{"name": "helpful"}]})
