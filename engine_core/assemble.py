@@ -19,7 +19,7 @@ from engine_core.config.validate import validate
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
-from engine_core.specs import TrainerSpec
+from engine_core.specs import RefillOptions, TrainerSpec
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
@@ -105,7 +105,9 @@ def check_complete(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
     if "algorithm" in reads:
-        missing += _unmet(config, plugins or plugins_for(config))
+        missing += _unmet(config, plugins)
+    if "stage" in reads:
+        missing += _stage_problems(config, plugins)
     if missing:
         files = _source(config).files
         raise ConfigError([f"{files[-1]}: {line}" if files else line for line in missing])
@@ -146,6 +148,19 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
+    """Stages that bring in older rollouts where groups are still to be replaced: they would fill the gaps."""
+    refills = [isinstance(stage.options, RefillOptions) for stage in config.stage]
+    for number, stage in enumerate(config.stage):
+        spec: Any = plugins.spec("stages", stage.name)
+        if spec.off_policy and any(refills[number:]):
+            last = config.stage[max(i for i, refill in enumerate(refills) if refill)].name
+            yield (
+                f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
+                f"steps would count as replacements. Put it after '{last}'."
+            )
 
 
 def check_inputs(config: EngineConfig) -> list[str]:

@@ -29,7 +29,7 @@ from engine_core.algorithms.loss_options import (
     VESPOOptions,
 )
 from engine_core.algorithms.preference_options import DPOOptions, KTOOptions, RewardModelOptions
-from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions
+from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions, ReplayCacheOptions
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
 from engine_core.runtime.options import LocalOptions
@@ -110,6 +110,11 @@ def engine_stages() -> Mapping[str, Stage]:
             load="engine_core.algorithms.stages:dynamic_sampling", config=DynamicSamplingOptions
         ),
         "pf_ppo_resample": Stage(load="engine_core.algorithms.stages:pf_ppo_resample", config=PFPPOOptions),
+        "replay_cache": Stage(
+            load="engine_core.algorithms.stages_replay:ReplayCache",
+            config=ReplayCacheOptions,
+            off_policy=True,
+        ),
     }
 
 

@@ -1,7 +1,8 @@
 """Checkpoints: written aside, published by one rename, verified before they are read.
 
 Layout of ``checkpoints/step_00000012/``: a folder for each role that the train engine filled,
-``state.json`` (position of the data, random states, algorithm state, versions) and ``manifest.json``
+what the trainer writes besides (``stages/``: rollouts that stages keep), ``state.json`` (position of the
+data, random states, algorithm state, versions) and ``manifest.json``
 (size and SHA-256 of every other file), written last and synced. A folder without a manifest that
 matches is not a checkpoint, whatever its name. Nothing is ever overwritten, and a checkpoint that goes
 is renamed first, so that what is half deleted does not look like one.

@@ -230,7 +230,8 @@ def engine_stages() -> Mapping[str, Stage]:
     """Offer stages between rewards and advantages: ``[[stage]] name = "NAME"``, options in ``[stage.NAME]``.
 
     :returns: ``Stage`` by name; its function is called with the step's scored rollouts, the step and its options, and gives
-        the rollouts that go on (some, all, repeated, in any order) and numbers that are logged as ``stage/NAME/...``.
+        the rollouts that go on (some, all, repeated, in any order) and numbers that are logged as ``stage/NAME/...``. A
+        class stands for a stage that keeps something from step to step; its ``state`` goes into checkpoints.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
 

@@ -143,9 +143,7 @@ class PluginSet:
         return found
 
     def function(self, kind: str, name: str) -> Callable[..., Any]:
-        """``resolve`` for a function: what it raises carries its plugin's name and version.
-
-        An error of the core's own functions passes as it is: it is a bug of ours.
+        """``resolve`` for a function, or for a class that is made with its options: ``guarded``.
 
         Raises:
             PluginError: it cannot be called with the arguments of its kind and its options.
@@ -153,6 +151,14 @@ class PluginSet:
         spec, plugin = self.chosen[kind, name]
         found: Callable[..., Any] = self.resolve(kind, name)
         _check_signature(f"{plugin.label}: {spec.noun} '{name}'", spec, found)
+        return self.guarded(kind, name, found)
+
+    def guarded(self, kind: str, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+        """``found`` such that what it raises carries the name and version of the plugin behind ``name``.
+
+        An error of the core's own functions passes as it is: it is a bug of ours.
+        """
+        spec, plugin = self.chosen[kind, name]
 
         def called(*arguments: Any, **options: Any) -> Any:
             try:
@@ -375,15 +381,33 @@ def _shown(value: Any) -> str:
 
 
 def _check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
-    """Refuse a function that its caller could not call."""
+    """Refuse a function, or a class and its objects, that its caller could not call."""
     options = set(spec.config.model_fields)
     if issubclass(spec.config, RefillOptions):  # read by the trainer, not by the stage
         options -= set(RefillOptions.model_fields)
+    if not (isinstance(found, type) and spec.makes_objects):
+        _check_call(f"{label} must be callable as f", found, spec.given, options)
+        return
+    _check_call(f"{label} must be made as {found.__name__}", found, (), options)
+    call = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
+    if call is None:
+        given = ", ".join(spec.given)
+        raise PluginError(f"{label}: objects of {found.__name__} must be callable as f({given}).")
+    _check_call(f"{label}: its objects must be callable as f", call, ("self", *spec.given), ())
+    if missing := [name for name in ("state", "load_state") if not hasattr(found, name)]:
+        raise PluginError(
+            f"{label}: {found.__name__} has no {' and no '.join(missing)}, so a resumed run would go on without what "
+            "it keeps. A stage that keeps nothing is a function."
+        )
+
+
+def _check_call(must: str, found: Callable[..., Any], given: Sequence[str], options: Collection[str]) -> None:
     try:
-        inspect.signature(found).bind(*spec.given, **dict.fromkeys(options))
+        inspect.signature(found).bind(*given, **dict.fromkeys(options))
     except TypeError as exc:
-        call = ", ".join([*spec.given, *(["*", *sorted(options)] if options else [])])
-        raise PluginError(f"{label} must be callable as f({call}): {exc}.") from exc
+        shown = [name for name in given if name != "self"]
+        call = ", ".join([*shown, *(["*", *sorted(options)] if options else [])])
+        raise PluginError(f"{must}({call}): {exc}.") from exc
 
 
 def _check_engine(label: str, spec: Any, found: Any) -> None:

@@ -46,6 +46,7 @@ class Spec:
     kind: ClassVar[str] = ""  # the table: "train_engines", "rewards", ...
     noun: ClassVar[str] = ""  # for messages: "train engine", "reward", ...
     given: ClassVar[tuple[str, ...]] = ()  # what a function of this kind is called with, before its options
+    makes_objects: ClassVar[bool] = False  # a class may stand for the function: see ``Stage``
 
     load: str | Callable[..., Any]
     config: type[BaseModel] = NoOptions
@@ -159,11 +160,21 @@ class Stage(Spec):
 
     It may drop rollouts, reorder and repeat them. Where ``config`` is a ``RefillOptions``, groups that
     it drops are replaced: further prompts are sampled and scored until the step has all its groups.
+
+    A stage that keeps something from step to step is a class: made once for a run with its options, then
+    called with ``(rollouts, step)``. Its ``state() -> StageState`` goes into every checkpoint, and a resumed
+    run gives it back by ``load_state(state)`` before the next call.
+
+    Args:
+        off_policy: it brings in rollouts of older policies. `algorithm.correction.level = "auto"` then
+            weighs tokens, and the stage must stand after those that refill.
     """
 
     kind = "stages"
     noun = "stage"
     given = ("rollouts", "step")
+    makes_objects = True
+    off_policy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

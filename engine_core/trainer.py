@@ -23,6 +23,8 @@ from engine_core.trainers.policy import PolicyUpdate, check_columns
 from engine_core.trainers.sampled import SampledRun
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine_core.types import Batch
 
 
@@ -136,6 +138,6 @@ class Trainer(SampledRun):
     def state(self) -> dict[str, Any]:
         return super().state() | {"policy": self.policy.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        super().load_state(state)
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        super().load_state(state, folder)
         self.policy.load_state(state["policy"])

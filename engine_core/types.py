@@ -107,6 +107,18 @@ class Rollout:
         return len(self.token_ids) - len(self.prompt.token_ids)
 
 
+@dataclass(slots=True, frozen=True)
+class StageState:
+    """What a stage keeps from step to step; a checkpoint holds it.
+
+    Neither the values nor the rollouts may change afterwards: a stage gives copies of what it goes on with
+    (``dataclasses.replace(rollout)``; the tensors may be shared).
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)  # plain values, as JSON knows them
+    rollouts: Sequence[Rollout] = ()
+
+
 @dataclass(slots=True)
 class Batch:
     """Sequences one after another without padding, with their columns.

@@ -68,7 +68,7 @@ def policy(
         outputs: ``log_probs`` [T]; ``entropy`` [T] where it is weighed or watched.
         batch: ``weights``, ``token_share``, ``loss_mask``, ``rollout_log_probs``, and what the loss
             needs; ``ref_log_probs`` [T] for a KL; ``learned`` [T] bool where the loss is of some
-            tokens only.
+            tokens only; ``fresh`` [T] bool where some tokens are of older policies.
         token_loss: the policy loss with its options bound.
         kl_coef: weight of the KL to the reference; 0 where it is in the reward.
         kl_estimator: see ``kl``.
@@ -137,6 +137,9 @@ def _corrected(
     """The factor of each token's loss (None: 1), and the metrics of the gap."""
     log_ratio = gap.rollout_log_ratio(batch, trained)
     watched = gap.mismatch_metrics(log_ratio)
+    if "fresh" in batch:
+        watched["mismatch/fresh_share"] = batch["fresh"].to(log_ratio.dtype)
+        watched["mismatch/fresh_abs"] = watched["mismatch/fresh_share"] * watched["mismatch/mean_abs"]
     factor = gap.importance_weights(batch, log_ratio, correction)
     if factor is not None:
         watched["correction/capped_share"] = (

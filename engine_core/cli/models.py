@@ -46,7 +46,7 @@ def generate(
             )
         trainer.setup()
         rollouts = trainer.generate(trainer.source.all())
-        print(write_rollouts(out, 0, rollouts))
+        print(write_rollouts(out, 0, rollouts, trainer.sampling.about()))
 
 
 def evaluate(

@@ -119,8 +119,12 @@ class TrainingRun(abc.ABC):
         """JSON state of the trainer itself, for checkpoints."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take what ``state`` gave."""
+    def files(self) -> Mapping[str, Callable[[Path], object]]:
+        """State that is no JSON: what writes each file of a checkpoint, with all that it needs as it is now."""
+        return {}
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Take what ``state`` gave, and read what ``files`` wrote below ``folder``."""
 
     # the run
 
@@ -332,6 +336,11 @@ class TrainingRun(abc.ABC):
             f"{role}/skipped_steps": float(done.skipped),
             f"{role}/micro_batches": float(output.num_micro_batches),
         }
+
+    @property
+    def training(self) -> bool:
+        """Set up with optimizers, or about to be."""
+        return self._trains
 
     @property
     def running(self) -> bool:

@@ -7,8 +7,9 @@ workers' weights are still those of the last point, so that a checkpoint of it c
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -30,6 +31,7 @@ class ResumePoint:
     random: tuple[Any, Any]  # states of Python's and numpy's global generators
     metrics: dict[str, float]  # of the step, for the choice of the best checkpoint
     unfinished: dict[str, float] | None = None
+    files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)  # state that is no JSON
 
     @classmethod
     def take(
@@ -46,6 +48,7 @@ class ResumePoint:
             (random.getstate(), numpy.random.get_state()),
             _plain(metrics),
             None if unfinished is None else _plain(unfinished),
+            run.files(),
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -69,13 +69,15 @@ class PolicyUpdate:
     def correction(self) -> Correction:
         """What the objective does about the gap to the sampler.
 
-        ``auto`` weighs tokens unless the sampler reads the actor's own module, where there is no gap.
+        ``auto`` weighs tokens unless the sampler reads the actor's own module and samples all rollouts of a
+        step with it, where there is no gap.
         With ``bypass`` the ratio of a loss is to the sampler already; only a loss without one is weighed.
         """
         config = self._now.correction
         level = config.level
         if level == "auto":
-            level = "off" if self.run.runtime.shared and not config.bypass else "token"
+            one_policy = self.run.runtime.shared and not self.run.off_policy
+            level = "off" if one_policy and not config.bypass else "token"
         if config.bypass and self.loss.ratio:
             level = "off"
         return Correction(**{**config.model_dump(exclude=OWN_KEYS), "level": level})
@@ -147,7 +149,7 @@ class PolicyUpdate:
             TrainingFailed: the gap is over `rollout.max_log_prob_gap`, or the correction masked more than
                 `max_masked_share`. The weights were left alone.
         """
-        gap, bound = metrics["mismatch/mean_abs"], self.run.config.rollout.max_log_prob_gap
+        gap, bound = fresh_gap(metrics), self.run.config.rollout.max_log_prob_gap
         if gap > bound:
             raise TrainingFailed(
                 f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
@@ -178,6 +180,8 @@ class PolicyUpdate:
                 self.adaptive_entropy.update(
                     metrics["actor/entropy"], algorithm.entropy_target, algorithm.entropy_delta
                 )
+        if "mismatch/fresh_share" in metrics:
+            found["mismatch/fresh_mean_abs"] = fresh_gap(metrics)
         if square := metrics.get("correction/weight_square"):
             found["correction/effective_sample_share"] = metrics["correction/weight_mean"] ** 2 / square
         return found
@@ -197,6 +201,13 @@ class PolicyUpdate:
     def _loss_options(self) -> dict[str, Any]:
         options = self._now.loss_options
         return options.model_dump() if options else {}
+
+
+def fresh_gap(metrics: Mapping[str, float]) -> float:
+    """Mean |rollout log-prob - train log-prob| of the tokens that the newest policy sampled; 0 where there is none."""
+    share = metrics.get("mismatch/fresh_share", 1.0)
+    total = metrics.get("mismatch/fresh_abs", metrics["mismatch/mean_abs"])
+    return total / share if share > 0 else 0.0
 
 
 def check_columns(advantage: str, columns: Mapping[str, Any], num_tokens: int) -> None:

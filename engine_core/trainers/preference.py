@@ -20,6 +20,8 @@ from engine_core.trainers.base import TrainingRun
 from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine_core.algorithms.preference_options import DPOOptions
 
 Item = TypeVar("Item", Pair, Judged)
@@ -187,5 +189,5 @@ class DPOTrainer(PreferenceRun[Pair]):
     def state(self) -> dict[str, Any]:
         return {"mean_reward": self.mean_reward, "pairs_seen": self.pairs_seen}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
         self.mean_reward, self.pairs_seen = state["mean_reward"], state["pairs_seen"]

@@ -147,7 +147,7 @@ class Resume:
             if role.saved and name in run.groups:
                 run.groups[name].call("load", folder=self.path / name).result()
         state = self.state
-        run.load_state(state["trainer"])
+        run.load_state(state["trainer"], self.path)
         run.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
         run.step_done = run.step_now = state["step"]
         run.config_now = config_at(run.config, state["step"]) if state["step"] else run.config

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from engine_core.errors import PluginError
 from engine_core.specs import RefillOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_core.config.models import StageConfig
     from engine_core.trainers.sampling import RolloutSource
     from engine_core.types import Prompt, Rollout
 
@@ -86,7 +83,7 @@ class Rounds:
             self.baselines |= {r.group_id: r.reward for r in self.greedy if r.valid}
             for rollout in self.fresh:
                 rollout.greedy_reward = self.baselines.get(rollout.group_id)
-        kept, noted = self._run(self.each_round, self.fresh)
+        kept, noted = self.source.stages.run(self.each_round, self.fresh, self.step)
         self.kept += kept
         for name, value in noted.items():
             self.staged[name] = self.staged.get(name, 0.0) + value
@@ -94,7 +91,7 @@ class Rounds:
             self.closed = True  # stages may drop groups now without having them replaced
             if self.refill:
                 self._close_refill(self.refill[-1].name)
-            self.kept, noted = self._run(self.at_end, self.kept)
+            self.kept, noted = self.source.stages.run(self.at_end, self.kept, self.step)
             self.staged |= noted
 
     def finish(self) -> tuple[list[Rollout], dict[str, float]]:
@@ -107,25 +104,6 @@ class Rounds:
             metrics["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
             metrics["tokens/generated"] += self.greedy_tokens
         return self.kept, metrics
-
-    def _run(
-        self, stages: Sequence[StageConfig], rollouts: list[Rollout]
-    ) -> tuple[list[Rollout], dict[str, float]]:
-        metrics: dict[str, float] = {}
-        for stage in stages:
-            function = self.source.run.plugins.function("stages", stage.name)
-            trainers_own = (
-                set(RefillOptions.model_fields) if isinstance(stage.options, RefillOptions) else set()
-            )
-            options = stage.options.model_dump(exclude=trainers_own) if stage.options else {}
-            made = function(rollouts, self.step, **options)
-            if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
-                raise PluginError(
-                    f"Stage '{stage.name}' must return (rollouts, metrics), a list and a dict; it returned {type(made).__name__}."
-                )
-            rollouts, noted = made
-            metrics |= {f"stage/{stage.name}/{name}": value for name, value in noted.items()}
-        return rollouts, metrics
 
     def _close_refill(self, name: str) -> None:
         """Drop surplus groups, the last first; say how the rounds went."""

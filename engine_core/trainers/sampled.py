@@ -17,6 +17,9 @@ from engine_core.trainers.base import TrainingRun
 from engine_core.trainers.sampling import RolloutSource
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
     from engine_core.types import Prompt, Rollout
 
 
@@ -32,6 +35,11 @@ class SampledRun(TrainingRun):
 
     def start(self) -> None:
         self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether rollouts of older policies are learned from."""
+        return self.sampling.stages.off_policy
 
     @property
     def samples_greedy(self) -> bool:
@@ -69,9 +77,18 @@ class SampledRun(TrainingRun):
         return self.sampling.evaluate()
 
     def state(self) -> dict[str, Any]:
-        return {"rewards": self.sampling.rewards.state(), "version": self.sampling.version}
+        return {
+            "rewards": self.sampling.rewards.state(),
+            "stages": self.sampling.stages.state(),
+            "version": self.sampling.version,
+        }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def files(self) -> Mapping[str, Callable[[Path], object]]:
+        return self.sampling.stages.files()
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
         self.sampling.rewards.load_state(state["rewards"])
         self.sampling.version = state["version"]
+        if self.training:
+            self.sampling.stages.load(state.get("stages", {}), folder)
         self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_core.algorithms.requirements import GREEDY
+from engine_core.data import tokenizer_hash
 from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
 from engine_core.rollout_files import write_rollouts
 from engine_core.trainers.rounds import Rounds
+from engine_core.trainers.stages import Stages
 from engine_core.types import Batch, Request, Sampling
 
 if TYPE_CHECKING:
@@ -31,8 +33,7 @@ class RolloutSource:
 
     def __init__(self, run: SampledRun) -> None:
         self.run = run
-        for stage in run.config.stage:
-            run.plugins.function("stages", stage.name)  # one that cannot be called is refused here
+        self.stages = Stages(run.config.stage, run.plugins)  # one that cannot be called is refused here
         columns = run.source.columns()
         models = model_rewards(run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns)
         live = run.live.get("rewards") or ()
@@ -42,6 +43,7 @@ class RolloutSource:
         except BaseException:
             self.rewards.close()
             raise
+        self._tokenizer = ""  # its hash, worked out once
         self.version = 0  # weight updates that the sampler has seen
 
     def sync(self, updated: bool = True) -> dict[str, float]:
@@ -107,11 +109,18 @@ class RolloutSource:
         if self.run.samples_greedy:
             baselines = [math.nan if r.greedy_reward is None else r.greedy_reward for r in rollouts]
             columns[GREEDY] = torch.tensor(baselines, dtype=torch.float32)
-        batch = batch.with_columns(sequences=columns)
+        batch = batch.with_columns(tokens=self.fresh(batch), sequences=columns)
         if config.algorithm.mask_truncated:
             mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
             batch = batch.with_columns(tokens={"loss_mask": mask})
         return batch
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """``fresh`` [T] bool, True on tokens of the newest policy of the batch; nothing where all are."""
+        sampled = batch["policy_versions"][batch["loss_mask"]]
+        if not len(sampled) or bool((sampled == sampled.max()).all()):
+            return {}
+        return {"fresh": batch["policy_versions"] == sampled.max()}
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Counts and lengths."""
@@ -130,8 +139,16 @@ class RolloutSource:
         """Write them for people and for offline training, and tell observers."""
         every = self.run.config.tracking.rollouts_every_steps
         if self.run.folder and every and step % every == 0:
-            write_rollouts(self.run.folder.rollouts_dir, step, rollouts)
+            write_rollouts(self.run.folder.rollouts_dir, step, rollouts, self.about())
         self.run.emit("rollouts_finished", {"rollouts": rollouts})
+
+    def about(self) -> dict[str, Any]:
+        """What the step's rollouts have in common, for the file that they are written to."""
+        config = self.run.config_now.rollout
+        if not self._tokenizer:
+            self._tokenizer = tokenizer_hash(self.run.tokenizer)
+        cut = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+        return {"tokenizer": self._tokenizer, **cut}
 
     def evaluate(self) -> dict[str, float]:
         """Sample and score the validation prompts.
@@ -154,7 +171,8 @@ class RolloutSource:
             "eval/prompts": float(len(prompts)),
         }
         if self.run.folder and self.run.running:
-            write_rollouts(self.run.folder.rollouts_dir / "eval", self.run.step_done, rollouts)
+            about = self.about() | {"temperature": config.temperature, "top_p": 1.0, "top_k": 0}
+            write_rollouts(self.run.folder.rollouts_dir / "eval", self.run.step_done, rollouts, about)
         return metrics
 
     def close(self) -> None:

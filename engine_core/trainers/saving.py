@@ -7,6 +7,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,9 @@ class Saver:
         self._saved_at = time.monotonic()
         try:
             self.run.hub.sync()
-            path = self.checkpoints.save(point.step, self._write, {**point.as_json(), **self._about()})
+            path = self.checkpoints.save(
+                point.step, partial(self._write, point), {**point.as_json(), **self._about()}
+            )
         except OSError as error:
             self._failed(point.step, error, must)
             return None
@@ -80,11 +83,14 @@ class Saver:
         self.run.emit("checkpoint_saved", {"path": str(path)})
         return path
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, point: ResumePoint, folder: Path) -> None:
         for name, role in self.run.roles(training=True).items():
             if role.saved:
                 self.run.groups[name].call("save", folder=folder / name).result().result()
                 faults.point("checkpoint.after_role")
+        for name, write in point.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write(folder / name)
 
     def _about(self) -> dict[str, Any]:
         """What a resume compares with: config, tokenizer, roles, plugins, versions."""

@@ -46,6 +46,20 @@ def test_a_run_killed_at_any_point_ends_as_the_uninterrupted_one_bit_for_bit(
     assert result() == straight(RUN)
 
 
+REPLAYED = RUN | {"stage": [{"name": "replay_cache", "replay_cache": {"size": 7, "max_age": 3}}]}
+
+
+@pytest.mark.parametrize("point", ["checkpoint.after_role@2", "checkpoint.before_publish@2", "step.train@4"])
+def test_a_stage_that_remembers_loses_nothing_by_a_kill(engine, tiny, straight, result, point):
+    assert engine("train", tiny(REPLAYED), env={"ENGINE_FAULT": f"{point}:kill"}).code == -signal.SIGKILL
+    resumed = engine("resume", "r")
+    assert resumed.code == 0, resumed.err
+    expected = straight(REPLAYED)
+    assert result() == expected
+    assert "stages/replay_cache.parquet" in expected["files"]
+    assert expected["metrics"][-1]["stage/replay_cache/share"] == 0.5
+
+
 @pytest.mark.parametrize(
     "point", ["checkpoint.in_manifest", "checkpoint.before_publish", "checkpoint.in_prune"]
 )

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from engine_core import rollout_files
 from engine_core.errors import DataError
 from engine_core.rollout_files import read_rollouts, write_rollouts
 from engine_core.types import Prompt, Rollout
@@ -73,6 +74,67 @@ def test_any_parquet_reader_shows_the_rows(tmp_path):
     assert (row["step"], row["prompt_id"], row["response"], row["reward"]) == (3, "train:17", "vier ✓", 0.75)
     assert row["token_ids"] == [5, 9, 7, 1]
     assert dict(row["rewards"]) == {"math": 1.0, "format": None}
+
+
+def test_some_rows_are_read_in_the_order_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_files, "ROWS_AT_ONCE", 3)
+    written = [rollout(i, response=(7,) * (i + 1)) for i in range(10)]
+    file = rollout_files.RolloutFile(write_rollouts(tmp_path, 1, written))
+    assert pq.ParquetFile(file.path).num_row_groups == 4
+    assert len(file) == 10
+    for rows in ([9, 0, 4], [], [5], list(range(10))[::-1], [2, 2]):
+        for row, read in zip(rows, file.rollouts(rows), strict=True):
+            assert_same(written[row], read)
+    assert file.table(["index", "reward"]).column_names == ["index", "reward"]
+    assert file.table(["index"])["index"].to_pylist() == list(range(10))
+
+
+def test_what_all_rows_have_in_common_stands_in_the_file(tmp_path):
+    file = write_rollouts(tmp_path, 1, [rollout()], {"temperature": 0.7, "tokenizer": "abc"})
+    assert rollout_files.RolloutFile(file).about == {"format": 2, "temperature": 0.7, "tokenizer": "abc"}
+
+
+def test_a_file_of_format_1_is_read_without_what_it_lacks(tmp_path):
+    file = write_rollouts(tmp_path, 1, [rollout(greedy_reward=0.5)])
+    old = pq.read_table(file).drop_columns(["greedy_reward"]).replace_schema_metadata(None)
+    pq.write_table(old, file)
+    (read,) = read_rollouts(file)
+    assert_same(read, rollout())
+    assert rollout_files.RolloutFile(file).about == {"format": 1}
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        (b'{"format": 3}', "is of format 3; this version reads up to 2. Update the engine"),
+        (b'{"format": "x"}', "is not a file of rollouts"),
+        (b"[1]", "is not a file of rollouts"),
+        (b"\xff", "is not a file of rollouts"),
+    ],
+)
+def test_a_file_of_a_later_or_no_format_is_refused(tmp_path, about, said):
+    file = write_rollouts(tmp_path, 1, [rollout()])
+    pq.write_table(pq.read_table(file).replace_schema_metadata({rollout_files.ABOUT: about}), file)
+    with pytest.raises(DataError, match=said):
+        read_rollouts(file)
+
+
+def test_a_missing_column_is_named(tmp_path):
+    file = write_rollouts(tmp_path, 1, [rollout()])
+    pq.write_table(pq.read_table(file).drop_columns(["loss_mask", "valid"]), file)
+    with pytest.raises(DataError, match=r"it has no column valid, loss_mask"):
+        read_rollouts(file)
+
+
+def test_a_column_of_another_kind_is_refused(tmp_path):
+    import pyarrow as pa
+
+    file = write_rollouts(tmp_path, 1, [rollout()])
+    rows = pq.read_table(file)
+    texts = rows.set_column(rows.column_names.index("token_ids"), "token_ids", pa.array([["a"]]))
+    pq.write_table(texts, file)
+    with pytest.raises(DataError, match="is not a file of rollouts"):
+        read_rollouts(file)
 
 
 def test_no_rollouts_are_a_file_too(tmp_path):

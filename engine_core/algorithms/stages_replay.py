@@ -1,0 +1,134 @@
+"""Experience replay: a stage that keeps groups of rollouts and brings them back in later steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from engine_core.types import StageState
+
+if TYPE_CHECKING:
+    from engine_core.types import Rollout
+
+Group = tuple["Rollout", ...]
+
+
+class ReplayCache:
+    """Whole groups of earlier steps come back, with the log-probs of the policy that sampled them.
+
+    Formula: to n new groups come ``round(n share / (1 - share))`` drawn without replacement from the newest `size` groups of at most `max_age` policy versions ago
+    Paper: https://arxiv.org/abs/2506.09340
+    Differs: groups of any prompt (RePO: of the step's prompts), each with advantages of its own; weighed by the correction, not by a clipped ratio to the sampler
+
+    A step draws from what earlier steps left and then stores its own groups, as they reach this stage. New
+    and old groups alternate evenly in the batch, so that each mini-batch has its share of both; they are
+    numbered anew.
+
+    Args:
+        share: of the batch's groups, those that come back; under 1.
+        size: groups that are kept; the oldest go first.
+        max_age: policy versions (weight updates that the sampler has seen) between the oldest token of a
+            group and the newest of the step; an older group goes.
+        seed: of the draw, to which the step is added.
+    """
+
+    def __init__(self, *, share: float = 0.5, size: int = 256, max_age: int = 8, seed: int = 0) -> None:
+        self.share, self.size, self.max_age, self.seed = share, size, max_age, seed
+        self.groups: list[Group] = []  # oldest first
+        self.stored = 0  # groups so far: the next one's number
+
+    def __call__(self, rollouts: list[Rollout], step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """New and old groups.
+
+        Args:
+            rollouts: of this step; they are not changed, and the cache shares only their tensors.
+            step: with the seed, makes the draw.
+
+        Returns:
+            The groups, and of the batch: ``share`` of rollouts that came back, ``age_mean`` and ``age_max``
+            of those in policy versions; of the cache: ``size`` in groups, ``too_old``, those that left it
+            now for their age.
+        """
+        fresh = _groups(rollouts)
+        versions = [version for group in fresh for version in _versions(group)]
+        newest = max(versions, default=0)
+        too_old = self._forget(newest) if versions else 0
+        old = self._draw(len(fresh), step) if versions else []
+        batch = _numbered(_alternating(fresh, old))
+        self._store(fresh)
+        metrics = {
+            "share": sum(map(len, old)) / max(len(batch), 1),
+            "size": float(len(self.groups)),
+            "too_old": float(too_old),
+        }
+        if ages := [newest - min(_versions([r])) for group in old for r in group if _versions([r])]:
+            metrics |= {"age_mean": sum(ages) / len(ages), "age_max": float(max(ages))}
+        return batch, metrics
+
+    def state(self) -> StageState:
+        """The cache as it is; nothing in it changes later."""
+        return StageState({"stored": self.stored}, list(itertools.chain.from_iterable(self.groups)))
+
+    def load_state(self, state: StageState) -> None:
+        """Take what ``state`` gave; of a cache that was larger, the newest groups."""
+        self.stored = int(state.values["stored"])
+        self.groups = _groups(state.rollouts)[-self.size :]
+
+    def _forget(self, newest: int) -> int:
+        """Drop groups of more than ``max_age`` versions before ``newest``; how many."""
+        kept = [group for group in self.groups if newest - min(_versions(group)) <= self.max_age]
+        gone, self.groups = len(self.groups) - len(kept), kept
+        return gone
+
+    def _draw(self, fresh: int, step: int) -> list[Group]:
+        """The groups that come back beside ``fresh`` new ones, the oldest first."""
+        wanted = min(int(fresh * self.share / (1 - self.share) + 0.5), len(self.groups))
+        drawn = random.Random(f"{self.seed}:{step}").sample(range(len(self.groups)), wanted)
+        return [self.groups[i] for i in sorted(drawn)]
+
+    def _store(self, groups: Sequence[Group]) -> None:
+        """Copies under numbers of their own; a group without a sampled token teaches nothing."""
+        for group in groups:
+            if _versions(group):
+                number = self.stored
+                self.groups.append(tuple(_copy(rollout, number) for rollout in group))
+                self.stored += 1
+        del self.groups[: -self.size]
+
+
+def _groups(rollouts: Iterable[Rollout]) -> list[Group]:
+    """By ``group_id``, in the order of their first rollouts."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.group_id, []).append(rollout)
+    return [tuple(members) for members in found.values()]
+
+
+def _versions(group: Iterable[Rollout]) -> list[int]:
+    """Lowest and highest policy version of the sampled tokens of each rollout that has some."""
+    sampled = [rollout.policy_versions[rollout.loss_mask] for rollout in group]
+    return [int(version) for held in sampled if len(held) for version in (held.min(), held.max())]
+
+
+def _alternating(fresh: Sequence[Group], old: Sequence[Group]) -> list[Group]:
+    """Both in their own order, spread evenly over each other; the new one first."""
+    placed = [
+        ((i + 0.5) / len(held), groups, group)
+        for groups, held in enumerate((fresh, old))
+        for i, group in enumerate(held)
+    ]
+    return [group for _, _, group in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def _numbered(groups: Sequence[Group]) -> list[Rollout]:
+    return [_copy(rollout, number) for number, group in enumerate(groups) for rollout in group]
+
+
+def _copy(rollout: Rollout, group_id: int) -> Rollout:
+    """Another rollout on the same tensors: what a later stage does to one is not done to the other."""
+    return dataclasses.replace(
+        rollout, group_id=group_id, rewards=dict(rollout.rewards), extras=dict(rollout.extras)
+    )
