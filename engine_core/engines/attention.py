@@ -92,6 +92,11 @@ def packed() -> Iterator[None]:
         _PACKED.reset(token)
 
 
+def is_packed() -> bool:
+    """Whether a packed forward pass runs here."""
+    return _PACKED.get()
+
+
 def packed_arguments(lengths: Tensor, device: torch.device) -> dict[str, Any]:
     """Keyword arguments by which attention tells packed sequences apart.
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine_core.engines.units import compiled
+
 if TYPE_CHECKING:
     from engine_core.types import Batch
-
 
 OTHER_LOGIT_KEYS = re.compile(r"logit|lm_head|output_multiplier")  # keys of a config that change logits
 HARMLESS = re.compile(r"attn|attention|router|num_logits|return|classifier")
@@ -115,6 +116,8 @@ def gather_outputs(
     watched: Collection[str] = (),
     columns: Mapping[str, Tensor] | None = None,
     top_k: int = 0,
+    compile: bool = False,
+    recompute: bool = True,
 ) -> dict[str, Tensor]:
     """What a train engine computes of the distribution ``p = softmax(logits / temperature)``.
 
@@ -128,6 +131,8 @@ def gather_outputs(
         watched: outputs without.
         columns: [N, ...] each, what outputs read: ``candidate_ids`` [N, K] int64, K different tokens.
         top_k: K of the outputs ``top_...``.
+        compile: by ``torch.compile``.
+        recompute: logits are not kept for the backward pass but computed again, a chunk at a time.
 
     Returns:
         [N] float32 unless said otherwise: ``log_probs`` ``log p[target]`` always; where asked for, ``entropy``
@@ -157,11 +162,10 @@ def gather_outputs(
     parts = zip(
         rows.split(chunk), targets.split(chunk), *(v.split(chunk) for v in read.values()), strict=True
     )
-    pieces = [
-        checkpoint(one, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in parts
-        if len(part[1])
-    ]
+    run = compiled(one) if compile else one
+    if recompute:
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    pieces = [run(*part) for part in parts if len(part[1])]
     if not pieces:  # no row: zero of them, still part of the graph
         empty = zeros_of(names, 0, read, top_k, rows.device)
         return {name: v + rows.float().sum() if v.is_floating_point() else v for name, v in empty.items()}

@@ -46,14 +46,23 @@ class PackedForward:
             latter promises that positions that begin again keep sequences apart.
         compute_dtype: of the forward pass; autocast where it is not the parameters' own.
         chunk: rows of logits that exist at one time.
+        compile: compile what computes log-probs from rows.
+        recompute: logits are computed again in the backward pass, instead of kept for it.
     """
 
     outputs: tuple[str, ...] = OUTPUTS
 
     def __init__(
-        self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype, chunk: int
+        self,
+        module: nn.Module,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        chunk: int,
+        compile: bool = False,
+        recompute: bool = True,
     ) -> None:
         self.module, self.device, self.chunk = module, device, chunk
+        self.compile, self.recompute = compile, recompute
         self.compute_dtype = compute_dtype
         self.head: Head | None = find_head(module)
         self.packs = bool(getattr(module, "packs_sequences", _attends_only(module)))
@@ -91,6 +100,8 @@ class PackedForward:
                 watched=watched,
                 columns=columns_at(targets, (*grad, *watched), pack),
                 top_k=pack.top_k,
+                compile=self.compile,
+                recompute=self.recompute,
             )
         zeros = zero_outputs(gathered, pack, self.device)
         found = {name: zeros[name].index_put((targets,), values) for name, values in gathered.items()}

@@ -19,7 +19,7 @@ from engine_core.engines.model_loading import DTYPES, adopt_live, cast_parameter
 from engine_core.engines.optimizers import build_optimizer, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
 from engine_core.engines.torch_options import TorchOptions
-from engine_core.engines.units import check_units, checkpoint_units, decoder_layers
+from engine_core.engines.units import check_units, checkpoint_units, compile_units, decoder_layers
 from engine_core.engines.value_forward import ValueForward
 from engine_core.engines.value_models import HEAD, VALUE_ROLES, load_value_model
 from engine_core.errors import ConfigError, PluginError
@@ -136,7 +136,9 @@ class TorchBuild(TrainEngine):
         return cast_parameters(module, self._param_dtype).to(self.device)
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
-        """No sharding; activation checkpointing where the options ask for it."""
+        """No sharding; compiled units and activation checkpointing where the options ask for them."""
+        if self._compiles:
+            compile_units(module, units)
         if self.options.activation_checkpointing and self.trainable:
             checkpoint_units(module, units)
         return module
@@ -162,8 +164,20 @@ class TorchBuild(TrainEngine):
         """What computes outputs: of a value head, or of a distribution over tokens."""
         if self.context.role in VALUE_ROLES:
             return ValueForward(self.module, self.device, self._compute_dtype)
-        chunk = self.options.log_prob_chunk_tokens
-        return PackedForward(self.module, self.device, self._compute_dtype, chunk)
+        return PackedForward(
+            self.module,
+            self.device,
+            self._compute_dtype,
+            chunk=self.options.log_prob_chunk_tokens,
+            compile=self._compiles,
+            recompute=self.options.log_prob_recompute,
+        )
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether forward passes are compiled."""
+        chosen = self.options.compile
+        return self.device.type != "cpu" if chosen == "auto" else bool(chosen)
 
     @property
     def lr(self) -> float:

@@ -10,6 +10,7 @@ between two passes, so that ratios were not 1.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from engine_core.types import Batch, LossCall
 
 
+log = logging.getLogger("engine")
+
+
 class TorchEngine(TorchState):
     """See ``TrainEngine``; how it is built ``TorchBuild``, what it keeps ``TorchState``."""
 
@@ -39,17 +43,52 @@ class TorchEngine(TorchState):
         self._check_outputs(outputs)
         found = zero_outputs(outputs, batch)
         offsets = batch.offsets.tolist()
-        with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
+        # A compiled forward rounds otherwise without gradient than with it, and a ratio of 1 must be exactly 1.
+        as_trained = self._compiles and self.trainable
+        with (
+            torch.set_grad_enabled(as_trained),
+            contextlib.nullcontext() if adapter else self.without_adapter(),
+        ):
             for indices, micro in self._micro_batches(batch):
                 computed = self._outputs(micro, outputs)
                 places = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in indices])
                 for name in outputs:
-                    found[name][places] = computed[name].cpu()
+                    found[name][places] = computed[name].detach().cpu()
         return found
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
         self._need("weights", "gradients")
         self._check_outputs((*loss.outputs, *loss.watched))
+        fresh = not self._grads()  # else a second try would add to what an earlier call left
+        while True:
+            try:
+                return self._accumulate(batch, loss)
+            except torch.OutOfMemoryError as error:
+                if not fresh or not self._halve_budget(batch, error):
+                    raise
+            self.module.zero_grad(set_to_none=True)
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
+
+    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
+        """Half the token budget from here on, where one process is alone and a micro-batch can be smaller."""
+        budget = min(self.config.max_tokens_per_rank, batch.num_tokens)
+        if self.layout.dp_size > 1 or budget <= int(batch.lengths.max()):
+            return False
+        self.set_token_budget(budget // 2)
+        log.warning(
+            "Out of memory with %d tokens in a micro-batch; going on with %d. "
+            "Set %s.max_tokens_per_rank = %d to begin there. (%s)",
+            budget,
+            budget // 2,
+            self.context.role,
+            budget // 2,
+            str(error).partition("\n")[0][:120],
+        )
+        return True
+
+    def _accumulate(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        """One pass over the micro-batches of a mini-batch."""
         objective = self._resolve(loss)
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}

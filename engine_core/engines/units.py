@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from engine_core.engines.attention import is_packed, packed
 from engine_core.engines.weights import near
 from engine_core.errors import PluginError
+
+log = logging.getLogger("engine")
+
+VARIANTS = 64  # graphs of one function: roles, with and without gradient, kinds of layers
 
 
 def decoder_layers(module: nn.Module) -> list[str]:
@@ -22,12 +32,67 @@ def decoder_layers(module: nn.Module) -> list[str]:
 
 
 def checkpoint_units(module: nn.Module, units: Sequence[str]) -> None:
-    """Recompute each unit in the backward pass. Parameter names stay as they are."""
+    """Recompute each unit in the backward pass. Parameter names stay as they are.
+
+    Units are compiled before, so that the compiled forward is what runs again.
+    """
     for name in units:
         unit = module.get_submodule(name)
         unit.forward = functools.partial(
-            checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False
+            checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False, context_fn=_as_before
         )
+
+
+def _as_before() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a forward pass and of its repetition in the backward pass, which runs outside of ``packed``."""
+    return contextlib.nullcontext(), packed() if is_packed() else contextlib.nullcontext()
+
+
+def compile_units(module: nn.Module, units: Sequence[str]) -> None:
+    """Compile each unit for packed forward passes. Parameter names stay as they are."""
+    for name in units:
+        unit = module.get_submodule(name)
+        unit.forward = CompiledForward(unit.forward, name)
+
+
+class CompiledForward:
+    """A function that is compiled while sequences are packed, for any number of tokens.
+
+    A sampler that uses the same module runs the plain one: it would need a graph of its own for each
+    length of its cache. What cannot be compiled runs plain from then on, and the log says so.
+
+    Args:
+        plain: the function.
+        name: of the unit, for the log.
+    """
+
+    def __init__(self, plain: Callable[..., Any], name: str) -> None:
+        self.plain, self.name = plain, name
+        self.compiled: Callable[..., Any] | None = compiled(plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compiled is None or not is_packed():
+            return self.plain(*args, **kwargs)
+        try:
+            return self.compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            log.warning(
+                "%s cannot be compiled and runs as it is, which is slower. compile = false says so at once. (%s: %s)",
+                self.name,
+                type(error).__name__,
+                reason,
+            )
+            self.compiled = None
+            return self.plain(*args, **kwargs)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` by ``torch.compile``, for inputs of any length. Compiled when it is first called."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    return torch.compile(function, dynamic=True)
 
 
 def check_units(units: Sequence[str], module: nn.Module) -> None:
