@@ -68,7 +68,7 @@ hookimpl = pluggy.HookimplMarker("engine")
 def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
     """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
 
-    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's).
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``.
     :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout of
         ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).

@@ -18,7 +18,7 @@ from engine_core.config.models import EngineConfig
 from engine_core.config.rewards import MODELS
 
 # section -> its choices: (key, kind of name, field of the model that takes the options); "reward.model" is the
-# table `model` in each of the array `reward`
+# table `model` in any element of the array `reward`
 CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "": (("trainer", "trainers", "options"),),
     "actor": (("backend", "train_engines", "options"),),
@@ -27,6 +27,8 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "rollout": (("backend", "rollout_engines", "options"),),
     "reward": (("name", "rewards", "options"),),
     "reward.model": (("backend", "train_engines", "options"),),
+    "reward.judge": (("backend", "rollout_engines", "options"),),
+    "reward.verdict": (("backend", "train_engines", "options"),),
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
     "tracking": (("trackers", "trackers", "options"),),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from engine_core.config.dump import leaves
 from engine_core.config.read import key_text
+from engine_core.config.rewards import MODELS
 from engine_core.errors import ConfigError, did_you_mean
 
 Verdict = Literal["allowed", "warned", "refused"]
@@ -23,8 +24,11 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("model.attention", "warned", "it computes the same with other roundings"),
     ("model.trust_remote_code", "warned", ""),
     ("model.*", "refused", "a checkpoint fits the model that wrote it"),
-    ("reward.*.model.max_tokens_per_rank", "allowed", ""),
-    ("reward.*.model.*", "warned", "later steps are judged by another model, or in another way"),
+    ("reward.*.max_tokens_per_rank", "allowed", ""),
+    *(
+        (f"reward.*.{kind}.*", "warned", "later steps are judged by another model, or in another way")
+        for kind in MODELS
+    ),
     ("*.backend", "refused", "each engine writes state of its own"),
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),

@@ -314,7 +314,8 @@ class EngineConfig(Table):
 
     def sampler(self, role: str) -> RolloutConfig:
         """The table of a role that samples."""
-        return self.rollout
+        reward = self.rewarding(role)
+        return self.rollout if reward is None or reward.judge is None else reward.judge.as_sampler()
 
     def role(self, name: str) -> RoleConfig:
         """The table of a train role; a role without one is like the actor."""

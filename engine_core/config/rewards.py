@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from engine_core.config.roles import ModelConfig, RoleConfig
+from engine_core.config.roles import ModelConfig, RoleConfig, RolloutConfig
 from engine_core.config.tables import (
     Fraction,
     NonNegativeFloat,
@@ -15,6 +16,11 @@ from engine_core.config.tables import (
     PositiveInt,
     Table,
 )
+
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+
+PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
+"""What is filled in a judge's question; other braces are text."""
 
 PREFIX = "reward."
 """Before a reward's name: the role of its model."""
@@ -40,6 +46,22 @@ class FrozenModel(Table):
             attention=self.attention or model.attention,
             trust_remote_code=self.trust_remote_code,
         )
+
+
+class Asked(Table):
+    """A language model that is asked about each response."""
+
+    prompt: str
+    """The question to it, in which ``{completion}`` is the response, ``{question}`` the last message of the user, ``{prompt}`` the whole prompt as the actor saw it, and ``{answer}`` or any other name a column of the data."""
+    system: str | None = None
+    """System message before it."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _shows_the_response(cls, prompt: str) -> str:
+        if "completion" not in PLACEHOLDER.findall(prompt):
+            raise ValueError("{completion} is missing: the model would not see the response.")
+        return prompt
 
 
 class FrozenScorer(FrozenModel):
@@ -72,7 +94,81 @@ class RewardModelConfig(FrozenScorer):
     """``end``: read the score where the chat template (plain text: the end of sequence) ends a response, which is added where it lacks that. ``sampled``: at the last sampled token."""
 
 
-MODELS = ("model",)
+class VerdictConfig(Asked, FrozenScorer):
+    """``[reward.verdict]``: a language model is asked about a response, and the reward is what it would answer on average: sum over the verdicts of probability times value. Nothing is generated."""
+
+    verdicts: dict[str, FiniteFloat] = {"Yes": 1.0, "No": 0.0}
+    """Answers and what each is worth. Each is one token of the model, with which its answer would begin."""
+
+    @field_validator("verdicts")
+    @classmethod
+    def _several(cls, verdicts: dict[str, float]) -> dict[str, float]:
+        if len(set(verdicts.values())) < 2:
+            raise ValueError(
+                "verdicts must have two values at least, or every response gets the same reward."
+            )
+        return verdicts
+
+
+class JudgeConfig(Asked, FrozenModel):
+    """``[reward.judge]``: a language model writes about a response, and the reward is read from what it wrote."""
+
+    backend: str = "hf"
+    """Rollout engine that runs it, by name; its options stand in the table of that name."""
+    max_tokens: PositiveInt | None = None
+    """Longest question and answer together; a longer question fails by `on_error`. Default: what the model's config says."""
+    max_response_tokens: PositiveInt = 256
+    """Its answer is cut after this many tokens."""
+    votes: PositiveInt = 1
+    """Answers to each question; the reward is the mean of those that can be read."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+    verdicts: dict[str, FiniteFloat] = {}
+    """Words and what each is worth, case left aside: ``{ right = 1, wrong = 0 }``. Empty: a number is read."""
+    pattern: str | None = None
+    """Regular expression (Python's) of a verdict: its last match counts, of it the first group. Default: a word of `verdicts`, or a number."""
+    scale: tuple[FiniteFloat, FiniteFloat] | None = None
+    """The number's range, mapped to 0..1; a number outside cannot be read. Default: the number itself."""
+    options: Any = Field(default=None, exclude=True)
+    """The backend's own table, filled in by the loader."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}.") from error
+        return pattern
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.votes > 1 and self.temperature == 0:
+            raise ValueError(
+                f"votes = {self.votes} with temperature = 0 gives the same answer each time; set temperature."
+            )
+        if self.scale is not None and (self.verdicts or self.scale[0] >= self.scale[1]):
+            why = (
+                "verdicts have values of their own"
+                if self.verdicts
+                else "expected [low, high] with low below high"
+            )
+            raise ValueError(f"scale = {list(self.scale)}: {why}.")
+        return self
+
+    def as_sampler(self) -> RolloutConfig:
+        """As a ``[rollout]`` table."""
+        table = RolloutConfig(
+            backend=self.backend,
+            group_size=self.votes,
+            temperature=self.temperature,
+            max_response_tokens=self.max_response_tokens,
+        )
+        table.options = self.options
+        return table
+
+
+MODELS = ("model", "judge", "verdict")
 """Tables of which one may stand in a ``[[reward]]``."""
 
 
@@ -101,6 +197,10 @@ class RewardConfig(Table):
     """A step in which more than this share of samples failed ends the run."""
     model: RewardModelConfig | None = None
     """A reward model gives the reward, and no plugin."""
+    judge: JudgeConfig | None = None
+    """A language model writes a verdict, from which the reward is read."""
+    verdict: VerdictConfig | None = None
+    """A language model's probabilities of some verdicts give the reward."""
     options: Any = Field(default=None, exclude=True)
     """The reward's own table, filled in by the loader."""
 

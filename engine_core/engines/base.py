@@ -41,7 +41,7 @@ class WorkerContext:
     """What a worker knows besides its config."""
 
     plugins: PluginSet  # loaded in this process, from the names in the config
-    role: str  # actor, ref, critic, rollout
+    role: str  # actor, ref, critic, rollout, reward_model, judge
     device: torch.device
     rank: int = 0
     world_size: int = 1

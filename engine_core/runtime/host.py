@@ -125,17 +125,21 @@ class EngineHost:
         return engine(config, self.config.model_of(name), context, trainable=role.trainable)
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
-        config = self.config.rollout
+        config, model = self.config.sampler(name), self.config.model_of(name)
+        build = self.plugins.resolve("rollout_engines", config.backend)
+        context = self._context(name, total_steps, role.told)
+        if role.told:  # a reward's, with weights of its own
+            own: RolloutEngine = build(config, model, context)
+            return own
         actor = self.engines.get("actor")
-        context = self._context(name, total_steps)
         alone = self.place.world_size == 1
         self.shared = alone and isinstance(actor, TrainEngine) and self._can_share()
         if self.shared:
             live = {**(context.live or {}), "model": actor.module}  # type: ignore[union-attr]
             context = dataclasses.replace(context, live=live, device=actor.context.device)  # type: ignore[union-attr]
-        engine = self.plugins.resolve("rollout_engines", config.backend)(config, self.config.model, context)
+        engine: RolloutEngine = build(config, model, context)
         if self.shared:
-            engine.share_module(actor)
+            engine.share_module(cast("TrainEngine", actor))
             log.info("The sampler uses the actor's own module: weight sync moves nothing.")
         return engine
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine_core import Trainer, load_config
 from engine_core.assemble import plugins_for
@@ -225,3 +225,78 @@ def test_what_cannot_work_is_refused_before_a_model_is_built(make, world):
         make(tables={"helpful": {"model": {"path": str(world / "model")}}}).load_inputs()
     with pytest.raises(ConfigError, match=r"reward\.twice: 'twice' stands 2 times"):
         load_config(overrides={"reward": [{"name": "twice", "model": {"path": "x"}}] * 2})
+
+
+def test_judges_ask_models_of_their_own_beside_the_actor_and_sleep_when_they_are_not_asked(
+    grpo, world, scorer, tmp_path, monkeypatch
+):
+    """All three kinds in one run; the judges are the random model, the actor is another one."""
+    from engine_plugin_hf_rollout.engine import HFRolloutEngine
+
+    seen = set()
+    generate = HFRolloutEngine.generate
+
+    def watched(self, requests):
+        judge = run.runtime.engines["reward.wrote"]
+        seen.add((self is judge, judge._asleep, bool(run.runtime.engines["reward.read"]._asleep)))
+        return generate(self, requests)
+
+    shutil.copytree(world / "model", tmp_path / "actor")
+    config = json.loads((tmp_path / "actor" / "config.json").read_text())
+    (tmp_path / "actor" / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    shutil.copytree(world / "model", tmp_path / "judge")
+    own = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(world / "model"))
+    own.save_pretrained(tmp_path / "judge")
+    judge = str(tmp_path / "judge")
+    tables = [
+        {"name": "helpful", "model": {"path": str(scorer)}},
+        {
+            "name": "read",
+            "verdict": {
+                "path": judge,
+                "prompt": "{question}{completion} is it {answer}? ",
+                "verdicts": {"1": 1.0, "0": 0.0},
+            },
+        },
+        {
+            "name": "wrote",
+            "on_error": "zero",
+            "max_failure_share": 1.0,
+            "judge": {
+                "path": judge,
+                "prompt": "{completion}",
+                "max_response_tokens": 4,
+                "votes": 2,
+                "temperature": 1.0,
+            },
+        },
+    ]
+    changes = {
+        "reward": tables,
+        "run.steps": 2,
+        "runtime.local.trade_memory": True,
+        "model.path": str(tmp_path / "actor"),
+    }
+    run = Trainer(load_config(overrides=grpo | changes))
+    monkeypatch.setattr(HFRolloutEngine, "generate", watched)
+    run.train()
+    assert seen == {(False, True, True), (True, False, False)}  # the actor's sampler, the judge
+    for line in lines_of(run):
+        assert 0 < line["reward/read"] < 1
+        assert 0 <= line["reward/wrote/unreadable"] <= 1
+        assert 0 < line["reward/read/other_mass"] < 1
+        assert "reward/helpful" in line
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(judge),
+        AutoModelForCausalLM.from_pretrained(judge).eval(),
+    )
+    ids = [tokenizer.convert_tokens_to_ids(digit) for digit in "10"]
+    for rollout in read_rollouts(sorted(run.folder.rollouts_dir.glob("*.parquet"))[0]):
+        answer = rollout.prompt.columns["answer"]
+        asked = tokenizer(f"{rollout.prompt.text}{rollout.text} is it {answer}? ", return_tensors="pt")[
+            "input_ids"
+        ]
+        with torch.no_grad():
+            p = model(input_ids=asked).logits[0, -1].softmax(-1)[ids]
+        assert rollout.rewards["read"] == pytest.approx((p[0] / p.sum()).item(), abs=1e-5)
+    run.close()

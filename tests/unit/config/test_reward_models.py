@@ -91,3 +91,43 @@ def test_a_missing_table_is_named_where_the_name_is_no_reward():
         PluginError, match=r"Unknown reward 'helpful'\..*has a table \[reward\.model\] with its path"
     ):
         load_config(overrides={"reward": [{"name": "helpful"}]})
+
+
+VERDICT = '[[reward]]\nname = "v"\n[reward.verdict]\npath = "lm"\nprompt = "{completion}"\n'
+JUDGE = '[[reward]]\nname = "j"\n[reward.judge]\npath = "lm"\nbackend = "vllm"\nprompt = "{completion}"\n'
+
+
+def test_judges_are_roles_of_their_own_kind(config_of, good):
+    config = config_of(good + VERDICT + JUDGE + "votes = 3\ntemperature = 0.5\n")
+    assert config.role("reward.v").backend == "torch"
+    sampler = config.sampler("reward.j")
+    assert (sampler.backend, sampler.group_size, sampler.temperature) == ("vllm", 3, 0.5)
+    assert config.sampler("rollout") is config.rollout
+    assert config.model_of("reward.j").path == "lm"
+    data = {"reward": [{"name": "j", "judge": {"backend": "vllm"}}]}
+    assert used_names(data)["rollout_engines"] == {"hf", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            VERDICT.replace("{completion}", "Is it right?"),
+            "{completion} is missing: the model would not see the response",
+        ),
+        (VERDICT + "verdicts = { Yes = 1.0 }\n", "verdicts must have two values at least"),
+        (VERDICT + "verdicts = { Yes = nan, No = 0.0 }\n", "reward.v.verdict.verdicts.Yes: got nan"),
+        (JUDGE + "votes = 2\n", "votes = 2 with temperature = 0 gives the same answer each time"),
+        (JUDGE + 'pattern = "("\n', "reward.j.judge.pattern: got '('"),
+        (JUDGE + "scale = [5.0, 1.0]\n", "expected [low, high] with low below high"),
+        (JUDGE + "scale = [0.0, 1.0]\nverdicts = { a = 1.0 }\n", "verdicts have values of their own"),
+        (
+            JUDGE + VERDICT.partition("\n")[2].partition("\n")[2],
+            "[reward.judge] and [reward.verdict] stand in one",
+        ),
+    ],
+)
+def test_judges_that_cannot_be_meant_are_refused(config_of, good, text, expected):
+    with pytest.raises(ConfigError) as error:
+        config_of(good + text)
+    assert expected in str(error.value)

@@ -12,6 +12,11 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from engine_core import load_config
+from engine_core.assemble import plugins_for
+from engine_core.reward_models.roles import model_rewards, reward_roles
+from engine_core.runtime.local import LocalRuntime
+
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -78,3 +83,20 @@ def folder_of(tmp_path):
 
     write.language_model = Qwen3ForCausalLM
     return write
+
+
+@pytest.fixture
+def asking():
+    """``asking("model", path, actor=tokenizer, columns=("messages",), score_at="end")``: what asks the model of a real runtime."""
+    runtimes = []
+
+    def make(kind, path, actor=None, columns=(), **settings):
+        config = load_config(overrides={"reward": [{"name": "r", kind: {"path": path, **settings}}]})
+        runtimes.append(LocalRuntime(config, plugins_for(config), {}))
+        asked = model_rewards(config, plugins_for(config), lambda role: groups[role], actor, columns)
+        groups = runtimes[-1].start(reward_roles(config), 0)
+        return asked["r"]
+
+    yield make
+    for runtime in runtimes:
+        runtime.close()

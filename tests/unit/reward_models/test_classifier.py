@@ -1,34 +1,20 @@
 """Scores of a real engine against transformers' own forward of one sequence after the other."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from engine_core import load_config
-from engine_core.assemble import plugins_for
 from engine_core.errors import DataError
-from engine_core.reward_models.roles import model_rewards, reward_roles
-from engine_core.runtime.local import LocalRuntime
 
 WORDS = ["", "4", "four", "The answer is 4.", "7" * 40, "é 你 \U0001f600"]
 CHAT = [{"role": "user", "content": "2+2?"}]
 
 
 @pytest.fixture
-def scorer():
-    """``scorer(path, actor=tokenizer, columns=("messages",), score_at="end")``: what asks the model of a real runtime."""
-    runtimes = []
-
-    def make(path, actor=None, columns=(), **settings):
-        config = load_config(overrides={"reward": [{"name": "r", "model": {"path": path, **settings}}]})
-        runtimes.append(LocalRuntime(config, plugins_for(config), {}))
-        asked = model_rewards(config, plugins_for(config), lambda role: groups[role], actor, columns)
-        groups = runtimes[-1].start(reward_roles(config), 0)
-        return asked["r"]
-
-    yield make
-    for runtime in runtimes:
-        runtime.close()
+def scorer(asking):
+    return functools.partial(asking, "model")
 
 
 def one_by_one(path, sequences):

@@ -1,0 +1,77 @@
+"""What a judge is asked: a template filled in with one sample, as the tokens of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.rewards import PLACEHOLDER
+from engine_core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine_core.config.rewards import Asked
+
+QUESTION = "question"
+
+
+class Questions:
+    """Fills a template in and renders it for one model.
+
+    Args:
+        table: ``prompt`` and ``system``.
+        tokenizer: the judge's; its chat template is used where it has one.
+        where: the table's name, for messages.
+
+    Raises:
+        DataError: a system message, and no chat template to put it in.
+
+    Attributes:
+        names: columns that the template reads, by the names of a reward's arguments.
+        required: those that the data must have.
+    """
+
+    def __init__(self, table: Asked, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+        self.table, self.tokenizer, self.where = table, tokenizer, where
+        if table.system is not None and not tokenizer.chat_template:
+            raise DataError(
+                f"{where}.system: the judge's tokenizer has no chat template. Write the text into prompt."
+            )
+        named = tuple(dict.fromkeys(PLACEHOLDER.findall(table.prompt)))
+        self.required = tuple(name for name in named if name != QUESTION)
+        asks = QUESTION in named
+        self.names = (*named, "prompt", "messages") if asks else named
+
+    def text(self, sample: Mapping[str, Any]) -> str | None:
+        """The template with the sample's values, each put in once and as it is; None where a value is missing.
+
+        Args:
+            sample: ``names``; what the data has no column for is left out.
+        """
+        values = {name: sample.get(name) for name in self.required}
+        values[QUESTION] = sample.get(QUESTION) or _question(sample)
+        if any(values[name] is None for name in self.required):
+            return None
+        return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), self.table.prompt)
+
+    def token_ids(self, text: str) -> list[int]:
+        """The filled-in template as a prompt that the judge answers."""
+        if not self.tokenizer.chat_template:
+            return list(self.tokenizer(text)["input_ids"])
+        system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
+        messages = [*system, {"role": "user", "content": text}]
+        render: Any = self.tokenizer.apply_chat_template  # in transformers' sandbox
+        rendered = str(render(messages, tokenize=False, add_generation_prompt=True))
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def _question(sample: Mapping[str, Any]) -> Any:
+    """The last message of the user; of plain text all of it."""
+    asked = [m["content"] for m in sample.get("messages") or () if m["role"] == "user"]
+    return asked[-1] if asked else sample.get("prompt")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
