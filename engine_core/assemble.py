@@ -95,9 +95,10 @@ def check_complete(
         )
     if "data" in spec.required and not files_of(config.data.train) and "data" not in live:
         missing.append("data.train: missing. Expected a JSONL, Parquet or CSV file in [data].")
-    if "reward" in spec.required and not config.reward and "rewards" not in live:
+    if "reward" in spec.required and not _rewarded(config, plugins) and "rewards" not in live:
         missing.append(
-            f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name."
+            f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
+            "that sets rewards."
         )
     evaluates = config.eval.every_steps or config.eval.at_start or config.eval.at_end
     if "eval" in reads and evaluates and not files_of(config.data.validation):
@@ -111,6 +112,13 @@ def check_complete(
     if missing:
         files = _source(config).files
         raise ConfigError([f"{files[-1]}: {line}" if files else line for line in missing])
+
+
+def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:
+    """Whether anything gives rewards."""
+    named = config.environment and config.environment.name
+    spec: Any = plugins.find("environments", named) if named else None
+    return bool(config.reward or (spec and spec.rewards))
 
 
 def peft_missing(role: str) -> str | None:

@@ -53,7 +53,7 @@ SHARED = frozenset(
         "eval",
     }
 )
-ROLLOUTS = frozenset({"rollout", "reward", "stage"})
+ROLLOUTS = frozenset({"rollout", "reward", "environment", "stage"})
 
 
 @hookimpl

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig, OptimConfig
     from engine_core.specs import (
         Advantage,
+        Environment,
         Loss,
         Reward,
         RolloutBackend,
@@ -234,6 +235,33 @@ def engine_stages() -> Mapping[str, Stage]:
         class stands for a stage that keeps something from step to step; its ``state`` goes into checkpoints.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_environments() -> Mapping[str, Environment]:
+    """Offer environments, responses of several turns: ``[environment] name = "NAME"``, options in ``[environment.NAME]``.
+
+    An environment is an ``async def`` that receives an episode (the prompt and its row, the tokenizer, the
+    policy), asks the policy, answers it, and gives the rollout.
+
+    :returns: ``Environment`` by name::
+
+            async def guess(episode):
+                turn = await episode.sample()
+                if episode.prompt.columns["answer"] not in turn.text:
+                    episode.append("Wrong. Try again: ")
+                    turn = await episode.sample()
+                return episode.rollout({"solved": float(episode.prompt.columns["answer"] in turn.text)})
+
+
+            @hookimpl
+            def engine_environments():
+                return {"guess": Environment(load=guess, rewards=frozenset({"solved"}))}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.environments``.
 
     Called once in every process that loads plugins, before any model is built. Not collective.
     """

@@ -3,12 +3,13 @@
 Columns: ``step``, ``request_id``, ``prompt_id``, ``group_id``, ``index``, ``prompt``, ``response`` (texts),
 ``prompt_ids``, ``token_ids``, ``loss_mask``, ``rollout_log_probs``, ``policy_versions`` (lists),
 ``finish_reason``, ``reward``, ``rewards`` (map of name to value, null where it did not apply),
-``greedy_reward``, ``valid``, ``columns`` (the row of the data, JSON) and ``extras`` (tensors by name, as a
-safetensors file). Any Parquet reader shows them; ``read_rollouts`` rebuilds what ``write_rollouts`` was given.
+``greedy_reward``, ``valid``, ``failure`` (of an episode), ``messages`` (of an episode: what came after the prompt,
+JSON), ``columns`` (the row of the data, JSON) and ``extras`` (tensors by name, as a safetensors file). Any
+Parquet reader shows them; ``read_rollouts`` rebuilds what ``write_rollouts`` was given.
 
 The key ``engine.rollouts`` of the file's metadata holds JSON: ``format`` (``FORMAT``) and what all rows have
 in common, such as ``tokenizer`` (hash) and ``temperature``. Format 1 had neither the key nor
-``greedy_reward``; it is still read.
+``greedy_reward``, format 2 neither ``failure`` nor ``messages``; both are still read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine_core.tracking import RunFolder
 
-FORMAT = 2
+FORMAT = 3
 ABOUT = b"engine.rollouts"
 """Key of the file's metadata."""
 ROWS_AT_ONCE = 128
@@ -41,6 +42,7 @@ PLAIN = {
     "reward": "float64",
     "greedy_reward": "float64",
     "valid": "bool",
+    "failure": "string",
 }
 """Columns that are fields of a rollout, with their Arrow types."""
 TENSORS = {
@@ -50,7 +52,7 @@ TENSORS = {
     "policy_versions": "int32",
 }
 """Fields with a value a token, with the name of the type in Arrow and in torch."""
-SINCE = {"greedy_reward": 2}
+SINCE = {"greedy_reward": 2, "failure": 3, "messages": 3}
 """Columns that formats before this one lack; they are read as null."""
 
 
@@ -201,6 +203,7 @@ def _schema() -> pa.Schema:
         "prompt_ids": pa.large_list(pa.int64()),
         "columns": pa.string(),
         "response": pa.string(),
+        "messages": pa.string(),
         "rewards": pa.map_(pa.string(), pa.float64()),
         "extras": pa.binary(),
     }
@@ -222,6 +225,7 @@ def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
         "prompt_ids": [prompt.token_ids for prompt in prompts],
         "columns": [json.dumps(prompt.columns, default=str) for prompt in prompts],
         "response": [r.text for r in rollouts],
+        "messages": [json.dumps(r.messages) for r in rollouts],
         "rewards": [list(r.rewards.items()) for r in rollouts],
         "extras": [save(tensors) for tensors in extras],
     }
@@ -243,11 +247,13 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
             for name, kind in TENSORS.items()
         }
         rollout = Rollout(
-            **{name: row[name] for name in PLAIN},
+            **{name: row[name] for name in PLAIN if name != "failure"},
             **tensors,
             prompt=Prompt(row["prompt_id"], row["prompt_ids"], row["prompt"], json.loads(row["columns"])),
             text=row["response"],
             rewards=dict(row["rewards"]),
+            failure=row["failure"] or "",
+            messages=json.loads(row["messages"] or "[]"),
             extras=load(row["extras"]),
         )
         made.append(rollout)

@@ -178,6 +178,25 @@ class Stage(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Environment(Spec):
+    """An environment ``async def f(episode, **options) -> Rollout``; see ``engine_core.environments``.
+
+    Or a class, made once a run with the options as keyword arguments, whose instances have ``async def
+    __call__(self, episode)``; where it has ``close``, that is called at the end of the run.
+
+    Args:
+        rewards: names of the rewards that its episodes set themselves; each joins the weighted sum.
+        needs: columns of the data that it reads; a run whose data lacks one is refused.
+    """
+
+    kind = "environments"
+    noun = "environment"
+    given = ("episode",)
+    rewards: frozenset[str] = frozenset()
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerSpec(Spec):
     """A tracker: ``load`` is a subclass of ``engine_core.tracking.Tracker``."""
 
@@ -218,6 +237,7 @@ TABLE_SPECS: Mapping[str, type[Spec]] = {
         Advantage,
         Loss,
         Stage,
+        Environment,
         TrackerSpec,
         TrainerSpec,
         RuntimeSpec,

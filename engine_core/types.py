@@ -90,7 +90,10 @@ class Rollout:
     greedy_reward: float | None = (
         None  # of the most likely response to its prompt, where that was sampled too
     )
-    valid: bool = True  # False: a reward failed and its policy is to drop; no gradient comes from it
+    valid: bool = True  # False: a reward or the episode failed, to be dropped; no gradient comes from it
+    failure: str = ""  # of its episode: "error", "timeout"; the rollout is what there was until then
+    messages: list[dict[str, str]] = field(default_factory=list)
+    # ^ of an episode: what came after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     extras: dict[str, Tensor] = field(default_factory=dict)
     # ^ per-token tensors the core passes on. One it knows: "support_log_mass" [T_i] float32, the log
     #   of the probability (after temperature) that top-p/top-k kept; log-prob over the whole

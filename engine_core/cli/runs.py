@@ -52,10 +52,27 @@ def _text(rollout: Rollout) -> str:
     values = {name: "-" if value is None else f"{value:g}" for name, value in sorted(rollout.rewards.items())}
     parts = ", ".join(f"{name} {value}" for name, value in values.items())
     dropped = "" if rollout.valid else ", dropped"
+    failed = f", episode failed ({rollout.failure})" if rollout.failure else ""
     return (
-        f"--- {rollout.prompt.id} #{rollout.index}: reward {rollout.reward:g} ({parts}){dropped}\n{rollout.prompt.text}\n"
-        f">>> {rollout.text}  [{rollout.finish_reason}, {rollout.response_length} tokens]"
+        f"--- {rollout.prompt.id} #{rollout.index}: reward {rollout.reward:g} ({parts}){dropped}{failed}\n{rollout.prompt.text}\n"
+        f"{_response(rollout)}  [{rollout.finish_reason}, {rollout.response_length} tokens{_turns(rollout)}]"
     )
+
+
+def _response(rollout: Rollout) -> str:
+    """What the policy said after ``>>>``, what answered it after ``<<<`` and its role."""
+    if not rollout.messages:
+        return f">>> {rollout.text}"
+    lines = []
+    for message in rollout.messages:
+        role, text = message["role"], message["content"]
+        lines.append(f">>> {text}" if role == "assistant" else f"<<< {role}: {text}")
+    return "\n".join(lines)
+
+
+def _turns(rollout: Rollout) -> str:
+    count = sum(message["role"] == "assistant" for message in rollout.messages)
+    return f" in {count} turn{'s' if count > 1 else ''}" if count else ""
 
 
 def _rollout_file(folder: RunFolder, step: int | None) -> Path:
@@ -74,11 +91,13 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
         "index": rollout.index,
         "prompt": rollout.prompt.text,
         "response": rollout.text,
+        "messages": rollout.messages,
         "finish_reason": rollout.finish_reason,
         "response_tokens": rollout.response_length,
         "reward": rollout.reward,
         "rewards": rollout.rewards,
         "valid": rollout.valid,
+        "failure": rollout.failure,
         "columns": rollout.prompt.columns,
     }
 

@@ -29,6 +29,7 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "reward.model": (("backend", "train_engines", "options"),),
     "reward.judge": (("backend", "rollout_engines", "options"),),
     "reward.verdict": (("backend", "train_engines", "options"),),
+    "environment": (("name", "environments", "options"),),
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
     "tracking": (("trackers", "trackers", "options"),),
@@ -40,6 +41,9 @@ LIKE_ACTOR = ("backend", "max_tokens_per_rank")
 
 OPTIONAL_ROLES = ("ref", "critic")
 """Tables of models that a run may have besides the actor; nothing is chosen in one that is absent."""
+
+OPTIONAL = (*OPTIONAL_ROLES, "environment")
+"""Tables in which nothing is chosen where they are absent."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def places(data: dict[str, Any]) -> Iterator[Place]:
     """Every table of ``data`` in which something is chosen; a table that is no table is left out."""
     for section in CHOICES:
         top, _, inner = section.partition(".")
-        node = data if not section else data.get(top, None if section in OPTIONAL_ROLES else {})
+        node = data if not section else data.get(top, None if section in OPTIONAL else {})
         if isinstance(node, list):
             for number, element in enumerate(node):
                 if isinstance(element, dict):

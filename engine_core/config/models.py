@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from engine_core.config.environment import EnvironmentConfig  # noqa: TC001 (pydantic reads it)
 from engine_core.config.rewards import PREFIX, FrozenScorer, RewardConfig
 from engine_core.config.roles import CriticConfig, ModelConfig, RoleConfig, RolloutConfig
 from engine_core.config.tables import (
@@ -273,6 +274,8 @@ class EngineConfig(Table):
     """Critic; default: like `actor`, with an optimizer of its own. Built only when the advantage needs values."""
     rollout: RolloutConfig = RolloutConfig()
     reward: list[RewardConfig] = []
+    environment: EnvironmentConfig | None = None
+    """Several turns a rollout; without the table each prompt gets one response."""
     stage: list[StageConfig] = []
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig = DataConfig()

@@ -222,6 +222,8 @@ class RolloutEngine(abc.ABC):
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         self.config, self.model_config, self.context = config, model_config, context
         self.version = 0  # weight updates seen
+        self.running: dict[str, Request] = {}  # of ``advance``, by id
+        self.dropped: set[str] = set()
 
     @property
     def layout(self) -> Layout:
@@ -250,6 +252,18 @@ class RolloutEngine(abc.ABC):
         from engine_core.engines.driver import generate
 
         return generate(self, requests)
+
+    def advance(self, requests: Sequence[Request] = (), dropped: Sequence[str] = ()) -> list[Rollout]:
+        """One round for requests that come and go one by one: queue these, forget those, go on sampling once.
+
+        Built on ``add``, ``step`` and ``abort``.
+
+        Returns:
+            The rollouts that finished, of this and earlier calls. With nothing left to sample: [].
+        """
+        from engine_core.engines.driver import advance
+
+        return advance(self, requests, dropped)
 
     def pause(self, mode: str = "drain") -> None:
         """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""

@@ -53,6 +53,40 @@ def _collect(engine: RolloutEngine, wanted: Mapping[str, Request], done: dict[st
             )
 
 
+def advance(engine: RolloutEngine, requests: Sequence[Request], dropped: Sequence[str] = ()) -> list[Rollout]:
+    """Queue requests, drop some of earlier calls, and go on sampling once.
+
+    Args:
+        engine: any rollout engine.
+        requests: new ones, with ids that none in ``engine.running`` has.
+        dropped: ids whose rollouts nobody waits for any more.
+
+    Raises:
+        PluginError: as ``generate``, told as soon as it is seen.
+    """
+    running = engine.running
+    if gone := [id for id in dropped if running.pop(id, None) is not None]:
+        engine.dropped |= set(gone)
+        engine.abort(gone)
+    if requests:
+        engine.add(requests)
+        running |= {request.id: request for request in requests}
+    if not running:
+        engine.dropped.clear()
+        return []
+    unfinished = engine.num_unfinished
+    finished = []
+    for rollout in engine.step():
+        if rollout.request_id not in engine.dropped:  # else it was done before it was dropped
+            check_rollout(engine, rollout, running.pop(rollout.request_id, None), seen=False)
+            finished.append(rollout)
+    if not finished and not unfinished:
+        raise _broken(
+            engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
+        )
+    return finished
+
+
 def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:
     """Refuse a rollout that does not answer its request, naming the engine."""
     name = rollout.request_id

@@ -177,6 +177,7 @@ class RewardRunner:
         tokenizer: decodes responses that came without text.
         live: functions to run in the controller, weight 1, named by their ``__name__``.
         models: what asks the model of each reward that has one, by the reward's name.
+        given: rewards that rollouts bring along, set by their environment, and their weights.
 
     Raises:
         EngineError: two rewards of one name, or a reward that does not load. No process is left.
@@ -189,11 +190,12 @@ class RewardRunner:
         tokenizer: Any = None,
         live: Sequence[Callable[..., Any]] = (),
         models: Mapping[str, ModelReward] | None = None,
+        given: Mapping[str, float] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.given = tokenizer, dict(given or {})
         self.scorers = [Scorer(config, _runner(config, plugins, models or {})) for config in configs]
         self.scorers += [_live(function) for function in live]
-        names = [scorer.config.name for scorer in self.scorers]
+        names = [*(scorer.config.name for scorer in self.scorers), *self.given]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(
@@ -275,12 +277,31 @@ class RewardRunner:
                 metrics[f"reward/{config.name}"] = statistics.fmean(known)
             elif outcomes and not any(outcome.failure for outcome in outcomes):
                 scorer.warn_nothing_applies(len(outcomes))
-        weighed = any(scorer.config.weight for scorer in self.scorers)
+        for name, weight in self.given.items():
+            values = [rollout.rewards.get(name) for rollout in rollouts]
+            if known := [value for value in values if value is not None]:
+                metrics[f"reward/{name}"] = statistics.fmean(known)
+            for i, value in enumerate(values):
+                rollouts[i].rewards[name] = value
+                if value is not None and weight != 0:
+                    applied[i] = True
+                    totals[i] += weight * value
+        weighed = any(weight for _, weight, _ in self.terms())
         for i, rollout in enumerate(rollouts):
+            if rollout.failure:  # of its episode: dropped already, or worth nothing
+                totals[i], applied[i] = 0.0, True
+                rollout.rewards = dict.fromkeys(rollout.rewards, 0.0 if rollout.valid else None)
             rollout.reward = totals[i]
             rollout.valid = rollout.valid and not dropped[i] and (applied[i] or not weighed)
         unrewarded = sum(not a and not d for a, d in zip(applied, dropped, strict=True)) if weighed else 0
         return metrics | {"reward/unrewarded": float(unrewarded)}
+
+    def terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
+        """Name, weight and clipping of each reward, those that rollouts bring along included."""
+        for scorer in self.scorers:
+            yield scorer.config.name, scorer.config.weight, scorer.clipped
+        for name, weight in self.given.items():
+            yield name, weight, lambda value: value
 
     def _failures(self, step: int) -> dict[str, float]:
         metrics = {"reward/failures": 0.0, "reward/timeouts": 0.0}

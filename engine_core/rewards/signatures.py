@@ -10,7 +10,8 @@ A function in plural form is called with a part of the step's samples, so that t
 workers. One whose value for a sample depends on the others names ``group_ids``: it is called once
 with all samples, and fails for all of them.
 
-Texts are always strings, also for conversations: the response as decoded, the prompt as rendered.
+Texts are always strings, also for conversations: the response as decoded, the prompt as rendered. What
+came after the prompt, message by message, is ``dialogues``.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
     "response_lengths": lambda r: r.response_length,  # tokens
     "finish_reasons": lambda r: r.finish_reason,
     "group_ids": lambda r: r.group_id,
+    "dialogues": lambda r: r.messages or [{"role": "assistant", "content": r.text}],
 }
 """What the engine offers besides the columns of the data, which may not take these names."""
 
-PLURAL = frozenset({"completions", "prompts", "response_lengths", "finish_reasons", "group_ids"})
+PLURAL = frozenset({"completions", "prompts", "response_lengths", "finish_reasons", "group_ids", "dialogues"})
 SINGULAR = {
     "completion": "completions",
     "solution_str": "completions",  # verl
     "prompt": "prompts",
     "response_length": "response_lengths",
     "finish_reason": "finish_reasons",
+    "dialogue": "dialogues",
 }
 COLUMN_ALIASES = {"ground_truth": "answer"}  # verl; used where the data has no column of that name
 TRL_NAMES = ("prompts", "completions", "completion_ids")  # what **columns receives besides the columns

@@ -10,6 +10,8 @@ import torch
 
 from engine_core.algorithms.requirements import GREEDY
 from engine_core.data import tokenizer_hash
+from engine_core.engines.model_loading import load_hf_config
+from engine_core.environments.runner import EnvironmentRunner
 from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
 from engine_core.rollout_files import write_rollouts
@@ -18,7 +20,7 @@ from engine_core.trainers.stages import Stages
 from engine_core.types import Batch, Request, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from engine_core.trainers.sampled import SampledRun
     from engine_core.types import Prompt, Rollout
@@ -36,8 +38,10 @@ class RolloutSource:
         self.stages = Stages(run.config.stage, run.plugins)  # one that cannot be called is refused here
         columns = run.source.columns()
         models = model_rewards(run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns)
+        self.environment = environment_of(run, columns)
+        given = self.environment.reward_weights if self.environment else {}
         live = run.live.get("rewards") or ()
-        self.rewards = RewardRunner(run.config.reward, run.plugins, run.tokenizer, live, models)
+        self.rewards = RewardRunner(run.config.reward, run.plugins, run.tokenizer, live, models, given)
         try:
             self.rewards.check_columns(columns)
         except BaseException:
@@ -86,9 +90,7 @@ class RolloutSource:
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Name, weight and clipping of each reward that is in the sum."""
-        for scorer in self.rewards.scorers:
-            if scorer.config.weight:
-                yield scorer.config.name, scorer.config.weight, scorer.clipped
+        return (term for term in self.rewards.terms() if term[1])
 
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Pack the rollouts, with the columns that only the run knows.
@@ -125,14 +127,16 @@ class RolloutSource:
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Counts and lengths."""
         lengths = [r.response_length for r in rollouts] or [0]
+        of_turns = self.environment.metrics() if self.environment else {}
         truncated = sum(r.finish_reason == "length" for r in rollouts)
         return {
             "rollouts": float(len(rollouts)),
             "tokens/total": float(sum(len(r.token_ids) for r in rollouts)),
-            "tokens/generated": float(sum(lengths)),
+            "tokens/generated": float(sum(int(r.loss_mask.sum()) for r in rollouts)),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/truncated_share": truncated / len(lengths),
+            **of_turns,
         }
 
     def keep(self, rollouts: list[Rollout], step: int) -> None:
@@ -155,7 +159,7 @@ class RolloutSource:
 
         Returns:
             ``eval/reward_mean``; ``eval/accuracy``: the mean of the first reward of the file;
-            ``eval/NAME`` for each reward; ``eval/response_length``.
+            ``eval/NAME`` for each reward; ``eval/response_length``; ``eval/environment/...`` of an environment.
         """
         config = self.run.config.eval
         prompts = self.run.validation_prompts()
@@ -170,14 +174,20 @@ class RolloutSource:
             "eval/response_length": _mean([float(r.response_length) for r in rollouts]),
             "eval/prompts": float(len(prompts)),
         }
+        if self.environment:
+            metrics |= {f"eval/{name}": value for name, value in self.environment.metrics().items()}
         if self.run.folder and self.run.running:
             about = self.about() | {"temperature": config.temperature, "top_p": 1.0, "top_k": 0}
             write_rollouts(self.run.folder.rollouts_dir / "eval", self.run.step_done, rollouts, about)
         return metrics
 
     def close(self) -> None:
-        """Stop the reward workers."""
-        self.rewards.close()
+        """Stop the environment and the reward workers."""
+        try:
+            if self.environment:
+                self.environment.close()
+        finally:
+            self.rewards.close()
 
     def _sample(
         self,
@@ -203,7 +213,31 @@ class RolloutSource:
                     seed=sampling_seed(self.run.config.run.seed, step, group, index),
                 )
                 requests.append(Request(f"{step}:{group}:{index}", prompt, sampling, group, index))
-        return self.run.groups["rollout"].call("generate", requests=requests).result()
+        sampler = self.run.groups["rollout"]
+        if self.environment:
+            return self.environment.run(sampler, requests)
+        return sampler.call("generate", requests=requests).result()
+
+
+def environment_of(run: SampledRun, columns: Collection[str]) -> EnvironmentRunner | None:
+    """What ``[environment]`` names; one that cannot be used is refused here."""
+    config = run.config.environment
+    if config is None:
+        return None
+    known = {reward.name for reward in run.config.reward}
+    return EnvironmentRunner(config, run.plugins, run.tokenizer, _model_length(run), columns, known)
+
+
+def _model_length(run: SampledRun) -> int:
+    """Tokens that the model can hold; one that does not say sets no limit."""
+    if "model" in run.live:
+        hf_config = getattr(run.live["model"], "config", None)
+    elif run.plugins.overrides("engine_build_model"):
+        hf_config = None
+    else:
+        hf_config = load_hf_config(run.config.model)
+    text = hf_config.get_text_config() if hf_config is not None else None
+    return getattr(text, "max_position_embeddings", None) or 1 << 30
 
 
 def sampling_seed(seed: int, step: int, group: int, index: int) -> int:

@@ -16,6 +16,7 @@ FROZEN = {
     "engine_advantages": [],
     "engine_losses": [],
     "engine_stages": [],
+    "engine_environments": [],
     "engine_trackers": [],
     "engine_trainers": [],
     "engine_runtimes": [],

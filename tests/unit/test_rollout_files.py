@@ -59,11 +59,17 @@ def test_what_is_read_equals_what_was_written(tmp_path):
         rollout(0, extras=extras),
         rollout(1, response=(), text="", finish_reason="length", rewards={}, valid=False),
         rollout(2, response=(3, 3, 3, 3, 3), reward=-1e-9),
+        rollout(
+            3,
+            failure="timeout",
+            valid=False,
+            messages=[{"role": "assistant", "content": "✓"}, {"role": "tool", "content": "4"}],
+        ),
     ]
     file = write_rollouts(tmp_path, 12, written)
     assert file == tmp_path / "step_000012.parquet"
     read = read_rollouts(file)
-    assert len(read) == 3
+    assert len(read) == 4
     for a, b in zip(written, read, strict=True):
         assert_same(a, b)
 
@@ -91,12 +97,13 @@ def test_some_rows_are_read_in_the_order_asked_for(tmp_path, monkeypatch):
 
 def test_what_all_rows_have_in_common_stands_in_the_file(tmp_path):
     file = write_rollouts(tmp_path, 1, [rollout()], {"temperature": 0.7, "tokenizer": "abc"})
-    assert rollout_files.RolloutFile(file).about == {"format": 2, "temperature": 0.7, "tokenizer": "abc"}
+    assert rollout_files.RolloutFile(file).about == {"format": 3, "temperature": 0.7, "tokenizer": "abc"}
 
 
 def test_a_file_of_format_1_is_read_without_what_it_lacks(tmp_path):
     file = write_rollouts(tmp_path, 1, [rollout(greedy_reward=0.5)])
-    old = pq.read_table(file).drop_columns(["greedy_reward"]).replace_schema_metadata(None)
+    lacking = ["greedy_reward", "failure", "messages"]
+    old = pq.read_table(file).drop_columns(lacking).replace_schema_metadata(None)
     pq.write_table(old, file)
     (read,) = read_rollouts(file)
     assert_same(read, rollout())
@@ -106,7 +113,7 @@ def test_a_file_of_format_1_is_read_without_what_it_lacks(tmp_path):
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        (b'{"format": 3}', "is of format 3; this version reads up to 2. Update the engine"),
+        (b'{"format": 4}', "is of format 4; this version reads up to 3. Update the engine"),
         (b'{"format": "x"}', "is not a file of rollouts"),
         (b"[1]", "is not a file of rollouts"),
         (b"\xff", "is not a file of rollouts"),

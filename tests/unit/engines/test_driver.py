@@ -101,3 +101,35 @@ def test_after_a_failure_nothing_is_left_in_the_queue():
     with pytest.raises(PluginError):
         engine.generate(requests(3))
     assert aborted == ["r0", "r1", "r2"]
+
+
+def test_advance_takes_requests_as_they_come_and_gives_rollouts_as_they_end():
+    engine, asked = Echo(), requests(5)
+    assert [r.request_id for r in engine.advance(asked[:3])] == ["r2", "r1"]
+    assert [r.request_id for r in engine.advance(asked[3:])] == ["r4", "r3"]
+    assert [r.request_id for r in engine.advance()] == ["r0"]
+    assert engine.advance() == []
+    assert engine.running == {}
+
+
+def test_advance_forgets_what_is_dropped_even_if_it_was_done():
+    engine, asked = Echo(), requests(4)
+    engine.advance(asked)  # r3 and r2 are done, r0 and r1 wait
+    engine.abort = lambda ids: []  # the engine had them done already
+    assert [r.request_id for r in engine.advance(dropped=["r1", "r3"])] == ["r0"]
+    assert engine.advance() == []
+    assert engine.dropped == set()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rs: [*rs, *rs], "a rollout for 'r1', which was not requested"),
+        (lambda rs: [], "stopped with 2 requests unfinished, such as 'r0'"),
+        (spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask[1:])), "2 loss_mask for 3 tokens"),
+    ],
+)
+def test_advance_checks_what_an_engine_returns(spoil, message):
+    engine = Echo(spoil)
+    with pytest.raises(PluginError, match=message):
+        engine.advance(requests(2)), engine.advance()

@@ -44,12 +44,12 @@ def rollouts():
     return make
 
 
-def _runner(*rewards, live=(), tokenizer=None, **settings):
+def _runner(*rewards, live=(), tokenizer=None, given=None, **settings):
     configs = [r if isinstance(r, RewardConfig) else RewardConfig(name=r, **settings) for r in rewards]
     plugins = PluginSet.load(
         {"rewards": [c.name for c in configs]}, ["bad_rewards.py"], Path(__file__).parent
     )
-    return RewardRunner(configs, plugins, tokenizer, live)
+    return RewardRunner(configs, plugins, tokenizer, live, given=given)
 
 
 @pytest.fixture

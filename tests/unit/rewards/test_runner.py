@@ -276,3 +276,63 @@ def test_a_message_that_ends_with_a_full_stop_does_not_get_a_second_one(runner, 
         runner(live=[judge]).score(rollouts("a", "b"), 1)
     assert "The judge is ill. The weights" in str(error.value)
     assert ".." not in str(error.value)
+
+
+def test_rewards_that_rollouts_bring_join_the_sum_by_weight(runner, rollouts):
+    made = rollouts("a", "bb")
+    made[0].rewards, made[1].rewards = {"solved": 1.0}, {"solved": 0.5, "steps": 4.0}
+    both = runner(live=[length], given={"solved": 10.0, "steps": -0.5, "seen": 0.0})
+    metrics = both.score(made, step=1)
+    assert [r.reward for r in made] == [1 + 10, 2 + 5 - 2]
+    assert made[0].rewards == {"length": 1.0, "solved": 1.0, "steps": None, "seen": None}
+    assert metrics["reward/solved"] == 0.75
+    assert metrics["reward/steps"] == 4.0
+    assert [(name, weight) for name, weight, _ in both.terms()] == [
+        ("length", 1.0), ("solved", 10.0), ("steps", -0.5), ("seen", 0.0)
+    ]  # fmt: skip
+
+
+def test_rewards_that_rollouts_bring_are_enough(runner, rollouts):
+    made = rollouts("a", "bb", "c")
+    made[0].rewards, made[1].rewards = {"solved": 1.0}, {"solved": 0.0}
+    metrics = runner(given={"solved": 1.0}).score(made, step=1)
+    assert [r.valid for r in made] == [True, True, False]
+    assert metrics["reward/unrewarded"] == 1.0
+    assert metrics["reward/mean"] == 0.5
+
+
+def test_a_failed_episode_is_worth_nothing_whatever_its_rewards_say(runner, rollouts):
+    made = rollouts("aaaa", "bb", "c")
+    made[0].failure, made[1].failure, made[1].valid = "error", "timeout", False
+    metrics = runner(live=[length], given={"solved": 1.0}).score(made, step=1)
+    assert [(r.reward, r.valid) for r in made] == [(0.0, True), (0.0, False), (1.0, True)]
+    assert made[0].rewards == {"length": 0.0, "solved": 0.0}
+    assert made[1].rewards == {"length": None, "solved": None}
+    assert metrics["reward/unrewarded"] == 0.0
+    assert metrics["reward/mean"] == 0.5
+
+
+def test_a_reward_that_rollouts_bring_may_not_have_the_name_of_another(runner):
+    with pytest.raises(ConfigError, match="Reward 'length' is given 2 times"):
+        runner(live=[length], given={"length": 1.0})
+
+
+def test_rewards_see_what_was_said_by_whom(runner, rollouts):
+    seen = []
+
+    def look(dialogues):
+        seen.extend(dialogues)
+        return [float(len(dialogue)) for dialogue in dialogues]
+
+    def last(dialogue):
+        return float(dialogue[-1]["content"] == "4")
+
+    made = rollouts("2+2 is 4", "plain")
+    made[0].messages = [
+        {"role": "assistant", "content": "2+2"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    runner(live=[look, last]).score(made, step=1)
+    assert [r.rewards for r in made] == [{"look": 3.0, "last": 1.0}, {"look": 1.0, "last": 0.0}]
+    assert seen[1] == [{"role": "assistant", "content": "plain"}]

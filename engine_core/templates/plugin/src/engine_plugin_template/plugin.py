@@ -49,6 +49,7 @@ def engine_rewards() -> Mapping[str, Reward]:
 #   def engine_advantages():                                 {"name": Advantage(load=function)}
 #   def engine_losses():                                     {"name": Loss(load=function)}
 #   def engine_stages():                                     {"name": Stage(load=function)}
+#   def engine_environments():                               {"name": Environment(load=function)}
 #   def engine_on_event(event, step, data):                  be told what happened
 #
 # A table's name also needs a line in pyproject.toml; after a change there, install again.

@@ -1,0 +1,127 @@
+"""An episode's own methods: messages, JSON tools, limits, and what is refused."""
+
+import pytest
+
+ONE_TURN = """
+async def mine(episode):
+    turn = await episode.sample()
+    {}
+    return episode.rollout()
+"""
+
+
+def one(environment, scripted, requests, play, source, script=None, **settings):
+    runner = environment(ONE_TURN.format(source), max_tokens=2000, max_failure_share=1.0, **settings)
+    return play(runner, scripted(script), requests(1, max_response_tokens=400))[0]
+
+
+TOOLS = """
+    def add(a: int, b: int = 1): return a + b
+    async def greet(name): return f"Hi {name}"
+    turn = turn
+    while await episode.answer_calls(turn, {"add": add, "greet": greet}) and episode.goes_on:
+        turn = await episode.sample()
+"""
+
+
+def test_json_calls_are_answered_through_the_template(environment, scripted, requests, play, tokenizer):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><tool_call>{"name": "greet", "arguments": {"name": "Ann"}}</tool_call>'
+    said = {1: call + "<|im_end|>", 2: "5, Ann<|im_end|>"}
+    rollout = one(environment, scripted, requests, play, TOOLS, lambda r: (said[int(r.id[-1])], "stop"))
+    assert rollout.messages == [
+        {"role": "assistant", "content": call},
+        {"role": "tool", "content": "5"},
+        {"role": "tool", "content": "Hi Ann"},
+        {"role": "assistant", "content": "5, Ann"},
+    ]
+    assert tokenizer.decode(rollout.token_ids) == (
+        f"Q0{call}<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\nHi Ann<|im_end|>\n<|im_start|>assistant\n5, Ann<|im_end|>"
+    )
+    assert tokenizer.decode(rollout.token_ids[rollout.loss_mask]) == said[1] + said[2]
+    assert rollout.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ("{oops", "error: the call is not JSON"),
+        (
+            '{"name": "ad", "arguments": {"a": 1}}',
+            "error: unknown tool 'ad'. Did you mean 'add'? Known: add, greet.",
+        ),
+        ('{"name": "add", "arguments": {"x": 1}}', "error: add: "),
+        ('{"name": "add", "arguments": {"a": "1"}}', "error: TypeError: "),
+    ],
+)
+def test_a_broken_call_is_told_to_the_policy(environment, scripted, requests, play, call, answer):
+    said = {1: f"<tool_call>{call}</tool_call>", 2: "sorry"}
+    rollout = one(environment, scripted, requests, play, TOOLS, lambda r: (said[int(r.id[-1])], "stop"))
+    assert rollout.failure == ""
+    assert rollout.messages[1]["role"] == "tool"
+    assert rollout.messages[1]["content"].startswith(answer)
+    assert rollout.messages[2]["content"] == "sorry"
+
+
+def test_stops_and_lengths_of_a_turn_reach_the_sampler(environment, scripted, requests, play):
+    engine = scripted()
+    source = "await episode.sample(stop=['|'], stop_token_ids=[5], max_tokens=3); await episode.sample(max_tokens=9999)"
+    asked = requests(1, max_response_tokens=7, stop=("#",), temperature=0.5)
+    play(environment(ONE_TURN.format(source)), engine, asked)
+    first, second, third = (request.sampling for request in engine.asked)
+    assert (first.stop, first.stop_token_ids, first.max_response_tokens) == (("#",), (), 7)
+    assert (second.stop, second.stop_token_ids, second.max_response_tokens) == (("|",), (5,), 3)
+    assert third.max_response_tokens == 7
+    assert {s.temperature for s in (first, second, third)} == {0.5}
+
+
+def test_a_policy_that_has_the_last_word_gives_its_reason(environment, scripted, requests, play):
+    for reason in ("stop", "length"):
+        rollout = one(environment, scripted, requests, play, "pass", lambda r, reason=reason: ("a", reason))
+        assert rollout.finish_reason == reason
+
+
+def test_a_turns_text_shows_special_tokens_but_not_the_end(environment, scripted, requests, play):
+    rollout = one(
+        environment, scripted, requests, play, "pass", lambda r: ("a<|im_start|>b<|im_end|>", "stop")
+    )
+    assert rollout.messages[0]["content"] == "a<|im_start|>b"
+    assert rollout.text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("await asyncio.gather(episode.sample(), episode.sample())", "The sequence was changed while"),
+        ("await episode.sample(stop='</calc>')", "stop must be a list of strings, got the text '</calc>'"),
+    ],
+)
+def test_what_cannot_work_is_told(environment, scripted, requests, play, caplog, source, message):
+    rollout = one(environment, scripted, requests, play, source)
+    assert rollout.failure == "error"
+    assert message in caplog.text
+
+
+def test_what_still_runs_of_an_episode_that_is_over_samples_nothing_more(
+    environment, scripted, requests, play
+):
+    engine = scripted()
+    source = """
+    told = []
+
+    async def mine(episode):
+        turn = await episode.sample()
+        asyncio.ensure_future(later(episode))
+        if episode.prompt.columns["number"]:
+            await asyncio.sleep(0.2)  # the run goes on
+        return episode.rollout()
+
+    async def later(episode):
+        try:
+            await asyncio.sleep(0.05)
+            await episode.sample()
+        except RuntimeError as error:
+            told.append(str(error))
+    """
+    runner = environment(source)
+    play(runner, engine, requests(2, group_size=1))
+    assert runner.spec.load.__globals__["told"][0] == "The episode is over; nothing is sampled for '1:0:0:2'."
