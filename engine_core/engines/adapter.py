@@ -20,6 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from engine_core.engines import state
+from engine_core.engines.sharded import whole, write
 from engine_core.engines.weights import (
     BASE,
     OF_ADAPTER,
@@ -56,15 +57,18 @@ class Adapter:
             m for m in self.module.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ]
         trained = {id(p) for p in self.module.parameters() if p.requires_grad}
-        try:
+
+        def switch(on: bool) -> None:
             for layer in layers:
-                layer.enable_adapters(False)
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+                layer.enable_adapters(on)
             for parameter in self.module.parameters():  # the switch of peft also sets what is trained
                 parameter.requires_grad_(id(parameter) in trained)
+
+        try:
+            switch(False)
+            yield
+        finally:
+            switch(True)
 
     def tensors(self) -> dict[str, Tensor]:
         """The adapter's own tensors (not copies), by the names of an adapter file."""
@@ -117,10 +121,18 @@ class Adapter:
             self._base = identity(base_weights(self.module))
         return self._base
 
-    def export(self, folder: Path) -> None:
-        """A folder that ``PeftModel.from_pretrained`` loads."""
+    def export(self, folder: Path, writes: bool = True) -> None:
+        """A folder that ``PeftModel.from_pretrained`` loads.
+
+        Args:
+            folder: where.
+            writes: False on all ranks but one of a sharded module, which all gather together.
+        """
+        tensors = {name: whole(tensor) for name, tensor in self.tensors().items()}
+        if not writes:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        state.save_tensors(folder / FILE, self.tensors())
+        state.save_tensors(folder / FILE, tensors)
         self.config.save_pretrained(str(folder))
 
     @torch.no_grad()
@@ -128,7 +140,7 @@ class Adapter:
         """Bring what was learned into the base."""
         base = base_weights(self.module)
         for name, tensor in self.merged():
-            base[name].copy_(tensor)
+            write(base[name], tensor)
         self._begin_again()
 
     @torch.no_grad()
@@ -168,7 +180,7 @@ def identity(tensors: Mapping[str, Tensor]) -> str:
     """See ``Adapter.base_identity``."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
+        tensor = whole(tensors[name])
         digest.update(f"{name}{list(tensor.shape)}".encode())
         flat = tensor.flatten()
         some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]

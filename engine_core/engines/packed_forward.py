@@ -82,8 +82,7 @@ class PackedForward:
             [T] float32 each ([T, K] where an output is of several tokens a position, see ``gather_outputs``): at
             loss tokens that have a token before them, 0 elsewhere.
         """
-        if not self._tried:
-            self._try()
+        self.settle()
         index = pack.sequence_index
         loss_mask = pack["loss_mask"].clone()
         loss_mask[pack.offsets[:-1][pack.lengths > 0]] = False  # nothing predicts a first token
@@ -106,6 +105,11 @@ class PackedForward:
         zeros = zero_outputs(gathered, pack, self.device)
         found = {name: zeros[name].index_put((targets,), values) for name, values in gathered.items()}
         return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
+
+    def settle(self) -> None:
+        """Find out, before the first use, whether the module is what it seems: one that is not gets the slower path."""
+        if not self._tried:
+            self._try()
 
     def _logits_of(self, rows: Tensor) -> Tensor:
         return rows.float() if self.head is None else self.head(rows)

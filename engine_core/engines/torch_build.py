@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
     from engine_core.engines.adapter import Adapter
     from engine_core.engines.base import WorkerContext
+    from engine_core.specs import Options
 
 
 class TorchBuild(TrainEngine):
@@ -39,11 +40,13 @@ class TorchBuild(TrainEngine):
         num_skipped_steps: optimizer steps skipped for non-finite gradients, in all.
     """
 
+    options_class: type[Options] = TorchOptions
+
     def __init__(
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
     ) -> None:
         super().__init__(config, model_config, context, trainable=trainable)
-        self.options: TorchOptions = TorchOptions() if config.options is None else config.options
+        self.options: Any = self.options_class() if config.options is None else config.options
         self.device = self._choose_device()
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
@@ -52,6 +55,7 @@ class TorchBuild(TrainEngine):
         if context.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        self._prepare()
         built = self._build_model_optimizer(
             model_path=config.path or model_config.path,
             engine_config=self.options,
@@ -61,6 +65,9 @@ class TorchBuild(TrainEngine):
         )
         self._adopt(built)
         self.forward = self._make_forward()
+
+    def _prepare(self) -> None:
+        """What must be there, or be refused, before the model is built: process groups, a layout of ranks."""
 
     def _build_model_optimizer(
         self,
@@ -74,13 +81,15 @@ class TorchBuild(TrainEngine):
         model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
         module = self._steps.engine_build_model(role=role, model_config=model, options=engine_config)
         live = (self.context.live or {}).get("model") if self.config.path is None else None
-        if module is None and role in VALUE_ROLES:
-            module = load_value_model(model, self.device, self._param_dtype, live)
-        elif module is None and live is not None:
-            module = adopt_live(live, model, role, self.device)
-        elif module is None:
-            module = load_model(model, self.device, self._param_dtype)
-        return module
+        return self._load(model, live) if module is None else module
+
+    def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
+        """The model of ``[model]``, or the one given from Python, as this role needs it."""
+        if self.context.role in VALUE_ROLES:
+            return load_value_model(model, self.device, self._param_dtype, live)
+        if live is not None:
+            return adopt_live(live, model, self.context.role, self.device)
+        return load_model(model, self.device, self._param_dtype)
 
     def _adopt(self, built: Any) -> None:
         """Take what ``_build_model_optimizer`` gave: a module to finish, or everything."""
@@ -116,7 +125,7 @@ class TorchBuild(TrainEngine):
             self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head)
         units = self._steps.engine_wrap_policy(role=role, module=module, options=options)
         if units is None:
-            units = decoder_layers(module)
+            units = self._units(module)
         else:
             check_units(units, module)
         sharded = self._steps.engine_shard_model(role=role, module=module, units=units, options=options)
@@ -130,6 +139,10 @@ class TorchBuild(TrainEngine):
         self.optimizer, self.lr_scheduler = built or build_optimizer(
             self.module, optim, self.context.total_steps, role
         )
+
+    def _units(self, module: nn.Module) -> list[str]:
+        """Units where no plugin names any."""
+        return decoder_layers(module)
 
     def _place(self, module: nn.Module) -> nn.Module:
         """A built module in the type and on the device that it is trained in."""

@@ -51,6 +51,8 @@ class TorchEngine(TorchState):
         ):
             for indices, micro in self._micro_batches(batch):
                 computed = self._outputs(micro, outputs)
+                if not indices:
+                    continue
                 places = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in indices])
                 for name in outputs:
                     found[name][places] = computed[name].detach().cpu()
@@ -93,17 +95,26 @@ class TorchEngine(TorchState):
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         count = 0
-        for _, micro in self._micro_batches(batch):
+        for indices, micro in self._micro_batches(batch):
             outputs = self._outputs(micro, loss.outputs, loss.watched)
-            value, watched = objective(outputs, micro)
+            if indices:
+                value, watched = objective(outputs, micro)
+                total += value.detach()
+                merge_metrics(metrics, watched)
+            else:
+                value = torch.stack([output.sum() for output in outputs.values()]).sum()
             self._backward(value)
-            total += value.detach()
-            merge_metrics(metrics, watched)
             count += 1
-        return TrainOutput(total.item(), {name: float(value) for name, value in metrics.items()}, count)
+        return self._over_ranks(
+            TrainOutput(total.item(), {name: float(value) for name, value in metrics.items()}, count)
+        )
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """The plan of a batch, the same for ``infer`` and ``forward_backward``: positions, sequences."""
+        """The plan of a batch, the same for ``infer`` and ``forward_backward``: positions, sequences.
+
+        An engine whose ranks must all run the same number fills up with ``[]`` and any sequences, which
+        add nothing to results, gradients and metrics.
+        """
         together = None if batch.keep_together is None else batch.keep_together.tolist()
         for indices in plan_micro_batches(batch.lengths.tolist(), self.config.max_tokens_per_rank, together):
             yield indices, batch.select(indices).to(self.device)
@@ -126,6 +137,10 @@ class TorchEngine(TorchState):
     def _backward(self, value: Tensor) -> None:
         if value.requires_grad:  # not where the micro-batch has no loss tokens
             value.backward()
+
+    def _over_ranks(self, output: TrainOutput) -> TrainOutput:
+        """Loss and metrics of the whole batch, from those of this rank's share."""
+        return output
 
     def _resolve(self, loss: LossCall) -> Any:
         from engine_core.algorithms.objectives import resolve_loss

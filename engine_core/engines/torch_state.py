@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,9 @@ class TorchState(TorchBuild):
         Of a model with an adapter only that, and what tells its base.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        weights = own_weights(self.module) if self.adapter is None else self.adapter.tensors()
-        state.save_tensors(folder / state.WEIGHTS, weights)
-        scalars: dict[str, Any] = {
-            "random": self._random or state.random_state(self.device),
-            "num_skipped_steps": self.num_skipped_steps,
-            "base": None if self.adapter is None else self.adapter.base_identity(),
-        }
-        if self.optimizer is not None:
-            tensors, scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
-            state.save_tensors(folder / state.OPTIMIZER, tensors)
-        if self.lr_scheduler is not None:
-            scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
+        tensors, scalars = self._state()
+        for name, held in tensors.items():
+            state.save_tensors(folder / f"{name}.safetensors", held)
         state.save_json(folder / state.STATE, scalars)
         done: Future[None] = Future()
         done.set_result(None)
@@ -50,13 +41,37 @@ class TorchState(TorchBuild):
     def load(self, folder: Path) -> None:
         scalars = state.load_json(folder / state.STATE)
         self._check_base(folder, scalars.get("base"))
-        weights = None if self.adapter is None else self.adapter.tensors()
-        take_weights(self.module, state.load_tensors(folder / state.WEIGHTS).items(), own=weights)
+        take_weights(
+            self.module, state.load_tensors(folder / state.WEIGHTS).items(), own=self._saved_weights()
+        )
+        self._take_state(folder, scalars, lambda: state.load_tensors(folder / state.OPTIMIZER))
+
+    def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """What a checkpoint holds: tensors (not copies) by the file's name and their own, and plain values."""
+        tensors = {"weights": self._saved_weights()}
+        scalars: dict[str, Any] = {
+            "random": self._random or state.random_state(self.device),
+            "num_skipped_steps": self.num_skipped_steps,
+            "base": None if self.adapter is None else self.adapter.base_identity(),
+        }
+        if self.optimizer is not None:
+            tensors["optimizer"], scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
+        if self.lr_scheduler is not None:
+            scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
+        return tensors, scalars
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        """The weights that are saved: of a model with an adapter only that."""
+        return own_weights(self.module) if self.adapter is None else self.adapter.tensors()
+
+    def _take_state(
+        self, folder: Path, scalars: dict[str, Any], optimizer_tensors: Callable[[], dict[str, Tensor]]
+    ) -> None:
+        """Everything of a checkpoint but the weights."""
         if self.optimizer is not None:
             if "optimizer" not in scalars:
                 raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
-            tensors = state.load_tensors(folder / state.OPTIMIZER)
-            state.load_optimizer_state(self.optimizer, self.module, tensors, scalars["optimizer"])
+            state.load_optimizer_state(self.optimizer, self.module, optimizer_tensors(), scalars["optimizer"])
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
             saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before

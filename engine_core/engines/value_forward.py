@@ -61,8 +61,7 @@ class ValueForward(PackedForward):
             [T] float32 each: ``values`` at loss tokens that have a token before them, ``scores`` at all
             loss tokens; 0 elsewhere.
         """
-        if not self._tried:
-            self._try()
+        self.settle()
         with self.autocast():
             rows = self._rows(pack.token_ids, pack.lengths.cpu(), pack.sequence_index)
         mask = pack["loss_mask"].clone()

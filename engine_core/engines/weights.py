@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from engine_core.engines.sharded import write
 from engine_core.errors import DataError, nearest
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -99,11 +100,7 @@ def take_weights(
         old = own[name]
         if old.shape != new.shape:
             raise DataError(f"Weight '{name}' has shape {list(new.shape)}; expected {list(old.shape)}.")
-        new = new.to(device=old.device, dtype=old.dtype)
-        if mix == 1.0 or not old.is_floating_point():
-            old.copy_(new)
-        else:
-            old.lerp_(new, mix)
+        write(old, new, mix)
         left.discard(name)
     if left:
         some = ", ".join(sorted(left)[:5])

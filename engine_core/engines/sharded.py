@@ -1,0 +1,77 @@
+"""Tensors that are spread over ranks (``DTensor``), and plain ones as if they were: the whole, and what lies here.
+
+Everything that reads or writes a module's weights goes through these functions, so that it works on a
+sharded module as it does on a plain one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, on every rank. Of a sharded one collective: all its ranks must ask, in one order."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def here(tensor: Tensor) -> Tensor:
+    """The part that lies on this rank: a view, so that writing to it changes the tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def span(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole ``here`` is."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    chunk: Any
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def copies(tensor: Tensor) -> int:
+    """How many of a sharded tensor's ranks hold each of its elements."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return int(torch.tensor([size for size, placed in sizes if placed.is_replicate()]).prod())
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold its part."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate() or ()
+    return not any(at for at, placed in zip(place, tensor.placements, strict=True) if placed.is_replicate())
+
+
+def like(local: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor of ``tensor``'s shape and placement whose part here is ``local``."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@torch.no_grad()
+def write(old: Tensor, new: Tensor, mix: float = 1.0) -> None:
+    """``old <- (1 - mix) * old + mix * new`` in place; ``new`` is whole, or sharded as ``old`` is.
+
+    No collective: each rank writes its part. What is not of floating point is replaced.
+    """
+    part = here(new) if isinstance(new, DTensor) else new[span(old)]
+    target = here(old)
+    part = part.to(device=target.device, dtype=target.dtype)
+    if mix == 1.0 or not target.is_floating_point():
+        target.copy_(part)
+    else:
+        target.lerp_(part, mix)

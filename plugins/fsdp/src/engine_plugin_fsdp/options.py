@@ -1,0 +1,95 @@
+"""The option table ``[actor.fsdp]`` (no torch here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from engine_core.specs import Options
+
+FloatType = Literal["fp32", "bf16", "fp16"]
+
+
+class WrapOptions(Options):
+    """``[actor.fsdp.wrap]``: which submodules are one unit, gathered and freed together.
+
+    A plugin's ``engine_wrap_policy`` goes before it.
+    """
+
+    layer_classes: list[str] = []
+    """Class names of the submodules that are units, ``["Qwen3DecoderLayer"]``; empty: the decoder layers."""
+    layers_per_unit: int = Field(default=1, gt=0)
+    """Neighbouring units that are gathered as one: fewer and larger messages, more memory."""
+
+
+class MixedPrecision(Options):
+    """``[actor.fsdp.mixed_precision]``: types of what is computed and sent; the weights that are kept have `param_dtype` of the table above."""
+
+    param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of gathered weights and of the forward pass; ``auto`` is that of the weights that are kept. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
+    reduce_dtype: FloatType = "fp32"
+    """Type in which gradients are summed over ranks."""
+
+
+class FSDPOptions(Options):
+    """``[actor.fsdp]``: the model spread over ranks with FSDP2."""
+
+    device: str = "auto"
+    """``auto`` takes the accelerator that the runtime gave this rank, else the CPU; or a torch device string."""
+    sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"
+    """``full``: weights, gradients and optimizer are spread over all ranks (ZeRO-3). ``grad_op``: weights stay gathered between forward and backward pass (ZeRO-2): faster, more memory. ``hybrid``: ``full`` inside groups of `shard_group_size` ranks, copies between groups. ``none``: every rank holds everything."""
+    shard_group_size: int = Field(default=0, ge=0)
+    """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
+    wrap: WrapOptions = WrapOptions()
+    """What is gathered at one time."""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights that are kept and trained, and of the optimizer's state."""
+    mixed_precision: MixedPrecision = MixedPrecision()
+    """Types of what is computed and sent."""
+    loss_scale: float = Field(default=65536.0, gt=0)
+    """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
+    gradient_sync: Literal["last", "each"] = "last"
+    """Gradients are summed over ranks after the ``last`` micro-batch (fewer messages; until then each rank holds whole gradients), or after ``each`` (least memory)."""
+    forward_prefetch: int = Field(default=0, ge=0)
+    """Units gathered ahead in the forward pass, besides what the CPU runs ahead by itself."""
+    backward_prefetch: int = Field(default=0, ge=0)
+    """Units gathered ahead in the backward pass; 0: one."""
+    cpu_offload: Literal["none", "optimizer", "params"] = "none"
+    """``optimizer``: its state lies in host memory between steps. ``params``: weights, gradients and optimizer lie there, the step is taken on the CPU, units travel to the device when they are used."""
+    activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
+    """``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). ``selective``: keep every second matrix product and all attention. A number n: every n-th unit."""
+    activation_offload: bool = False
+    """Activations that a unit keeps lie in host memory until its backward pass."""
+    compile: bool = False
+    """``torch.compile`` each unit."""
+    sp: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each micro-batch (Ulysses sequence parallelism): heads are spread over them in attention. Must divide the number of key-value heads and of ranks."""
+    loading: Literal["auto", "broadcast", "every_rank"] = "auto"
+    """How the model folder is read. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
+    weights_bucket_mb: int = Field(default=256, gt=0)
+    """Weights are given away (to a sampler, to a file) in buckets of at most this many MiB of gathered tensors."""
+    log_prob_chunk_tokens: int = Field(default=1024, gt=0)
+    """Response tokens whose logits exist at one time (that many times the vocabulary, in float32)."""
+
+    @property
+    def compute_dtype(self) -> FloatType:
+        """Type of the forward pass."""
+        chosen = self.mixed_precision.param_dtype
+        return self.param_dtype if chosen == "auto" else chosen
+
+    @model_validator(mode="after")
+    def _fits(self) -> FSDPOptions:
+        if self.shard_group_size and self.sharding != "hybrid":
+            raise ValueError(
+                f"shard_group_size {self.shard_group_size} has no effect with sharding '{self.sharding}': "
+                "set sharding = 'hybrid', or leave it out."
+            )
+        if self.param_dtype == "bf16" and self.compute_dtype != "bf16":
+            raise ValueError(
+                f"mixed_precision.param_dtype '{self.compute_dtype}' over param_dtype 'bf16': "
+                "set param_dtype = 'fp32'."
+            )
+        if "loss_scale" in self.model_fields_set and self.compute_dtype != "fp16":
+            raise ValueError("loss_scale has no effect without mixed_precision.param_dtype = 'fp16'.")
+        return self

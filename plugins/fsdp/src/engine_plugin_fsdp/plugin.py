@@ -1,0 +1,20 @@
+"""What this plugin offers (no torch here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_core import hookimpl
+from engine_core.specs import TrainBackend
+from engine_plugin_fsdp.options import FSDPOptions
+
+
+@hookimpl
+def engine_train_engines() -> Mapping[str, TrainBackend]:
+    return {
+        "fsdp": TrainBackend(
+            load="engine_plugin_fsdp.engine:FSDPEngine",
+            config=FSDPOptions,
+            capabilities=frozenset({"generation_module", "lora", "set_lr", "sleep"}),
+        )
+    }

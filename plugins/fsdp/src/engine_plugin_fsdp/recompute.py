@@ -1,0 +1,86 @@
+"""Activations that are not kept: recomputed in the backward pass, or sent to host memory until then."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from engine_core.engines.units import checkpoint_units
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(module: nn.Module, units: Sequence[str], how: str | int) -> list[str]:
+    """Recompute activations as the table says, before units are sharded. Parameter names stay as they are.
+
+    Args:
+        how: ``none``, ``full``, ``selective``, or n for every n-th unit.
+
+    Returns:
+        The units that are.
+    """
+    if how == "none":
+        return []
+    chosen = list(units[::how]) if isinstance(how, int) else list(units)
+    if how == "selective":
+        for name in chosen:
+            _wrap_forward(module.get_submodule(name), _selectively)
+    else:
+        checkpoint_units(module, chosen)
+    return chosen
+
+
+def offload_activations(module: nn.Module, units: Sequence[str], pin: bool) -> None:
+    """Keep what units hold for their backward pass in host memory."""
+
+    def offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+            return forward(*args, **kwargs)
+
+    for name in units:
+        _wrap_forward(module.get_submodule(name), offloaded)
+
+
+def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(_Keep()),
+        **kwargs,
+    )
+
+
+class _Keep:
+    """Keeps attention and every second matrix product, counted apart in the forward and in the second run."""
+
+    def __init__(self) -> None:
+        self.products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if operator in PRODUCTS:
+            self.products[context.is_recompute] += 1
+            if self.products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _wrap_forward(unit: nn.Module, around: Callable[..., Any]) -> None:
+    unit.forward = functools.partial(around, unit.forward)

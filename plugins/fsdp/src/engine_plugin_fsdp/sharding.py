@@ -1,0 +1,147 @@
+"""Which submodules are one unit, and how they are spread over ranks with ``fully_shard`` (FSDP2).
+
+The whole model sits in a ``Root``, whose forward runs whatever the engine computes: decoder, then the
+head on some rows only. What no unit holds (embeddings, last norm, head) is a unit of the root, gathered
+for the whole pass, so that tied weights are one tensor and the head's chunks find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from engine_core.engines.units import decoder_layers
+from engine_core.errors import ConfigError, did_you_mean
+from engine_plugin_fsdp.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from engine_plugin_fsdp.options import FSDPOptions
+    from engine_plugin_fsdp.ranks import Ranks
+
+
+class Root(nn.Module):
+    """Holds the model and runs a function inside of its forward, where the root's weights are gathered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+def units_of(module: nn.Module, options: FSDPOptions, role: str) -> list[str]:
+    """Names of the units: what ``wrap`` names, else the decoder layers.
+
+    Raises:
+        ConfigError: a class that is not in the model.
+    """
+    chosen = options.wrap.layer_classes
+    if not chosen:
+        return decoder_layers(module)
+    classes = {type(part).__name__ for part in module.modules()}
+    for name in chosen:
+        if name not in classes:
+            raise ConfigError(
+                f"{role}.fsdp.wrap.layer_classes: {type(module).__name__} has no module of the class '{name}'."
+                + did_you_mean(name, classes)
+            )
+    found = [name for name, part in module.named_modules() if name and type(part).__name__ in chosen]
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def check(module: nn.Module, units: Sequence[str], role: str) -> None:
+    """Refuse what would be silently wrong when it is sharded.
+
+    Raises:
+        ConfigError: batch norm, or a weight that two units share.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"[{role}.fsdp]: '{name}' is a {type(part).__name__}, whose statistics are of one rank's sequences "
+                "only, so that the result would depend on the number of ranks. Use a norm over features."
+            )
+    holders: dict[int, tuple[str, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+        first, known = holders.setdefault(id(parameter), (unit, name))
+        if first != unit:
+            raise ConfigError(
+                f"{role}.fsdp.wrap: '{known}' and '{name}' are one weight (tied), but they would lie in two units "
+                f"('{first or 'the rest of the model'}' and '{unit or 'the rest of the model'}'). "
+                "Choose units that hold both or none of them."
+            )
+
+
+def shard(module: nn.Module, units: Sequence[str], options: FSDPOptions, ranks: Ranks) -> Root:
+    """Spread a module over the ranks; its parameters become ``DTensor`` in place.
+
+    Args:
+        module: on the CPU, on ``meta`` or on the device; unit by unit goes to the device.
+        units: names of submodules; neighbours are joined as ``wrap.layers_per_unit`` says.
+    """
+    root = Root(module)
+    groups = [module.get_submodule(name) for name in units]
+    size = options.wrap.layers_per_unit
+    settings: dict[str, Any] = {
+        "mesh": ranks.mesh,
+        "mp_policy": policy(options),
+        "offload_policy": offload(options, ranks.device),
+    }
+    keeps = options.sharding in ("grad_op", "none")
+    made = []
+    for start in range(0, len(groups), size):
+        part = groups[start : start + size]
+        fully_shard(part if len(part) > 1 else part[0], **settings, reshard_after_forward=not keeps)
+        made.append(part[0])
+    fully_shard(root, **settings)
+    for holder in sharded_modules(root):
+        holder.set_gradient_divide_factor(
+            1.0
+        )  # a loss is a sum over the whole batch, so gradients are summed
+        holder.set_force_sum_reduction_for_comms(True)
+    _prefetch(made, options)
+    return root
+
+
+def policy(options: FSDPOptions) -> MixedPrecisionPolicy:
+    """Types of gathered weights and of reduced gradients."""
+    kept, computed = DTYPES[options.param_dtype], DTYPES[options.compute_dtype]
+    return MixedPrecisionPolicy(
+        param_dtype=None if kept == computed else computed,
+        reduce_dtype=DTYPES[options.mixed_precision.reduce_dtype],
+    )
+
+
+def offload(options: FSDPOptions, device: torch.device) -> OffloadPolicy:
+    """Where weights lie between uses."""
+    if options.cpu_offload != "params":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """The root and the units."""
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def _prefetch(units: Sequence[Any], options: FSDPOptions) -> None:
+    """Name the next units to gather, where the table asks for more than FSDP does by itself."""
+    for index, unit in enumerate(units):
+        ahead = units[index + 1 : index + 1 + options.forward_prefetch]
+        if ahead:
+            unit.set_modules_to_forward_prefetch(list(ahead))
+        behind = units[max(0, index - options.backward_prefetch) : index]
+        if options.backward_prefetch and behind:
+            unit.set_modules_to_backward_prefetch(list(behind[::-1]))
