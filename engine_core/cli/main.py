@@ -41,11 +41,18 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "report": "engine_core.cli.runs:report",
     "inspect": {"rollouts": "engine_core.cli.runs:rollouts"},
     "prune": "engine_core.cli.runs:prune",
+    "bench": {
+        "train": "engine_core.cli.bench:train",
+        "rollout": "engine_core.cli.bench:rollout",
+        "sync": "engine_core.cli.bench:sync",
+        "step": "engine_core.cli.bench:step",
+    },
     "new": {"plugin": "engine_core.cli.new:plugin", "run": "engine_core.cli.new:run"},
 }
 """Every command, in the order of the help; a table is a command with commands of its own."""
 
 GROUP_HELP = {
+    "bench": "Measure the parts of a run on this machine.",
     "config": "Look at a configuration.",
     "inspect": "Look into a run.",
     "new": "Start a plugin or a run file from a template.",

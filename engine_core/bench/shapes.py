@@ -1,0 +1,111 @@
+"""Models by shape: folders with a config and no weights, and the arithmetic that a token costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_core.errors import ConfigError, did_you_mean
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    return {
+        **_QWEN3,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        **_qwen3(64, 192, 4, 4, True),
+        "vocab_size": 512,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+}
+"""Published sizes of Qwen3, and a tiny one."""
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bf16 operations a second by the vendors' data sheets, by a word in the device's name."""
+
+
+def write_shape(name: str, folder: Path) -> str:
+    """Write the ``config.json`` of a shape into ``folder``; returns the folder as a path for `[model]`.
+
+    Raises:
+        ConfigError: there is no such shape.
+    """
+    if name not in SHAPES:
+        raise ConfigError(
+            f"--shape '{name}' is not known.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1), encoding="utf-8")
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations of a dense decoder, forward and backward together: ``6`` a weight and token.
+
+    ``6 N_body T + 6 V H T_head + 6 L n_q d S T``, where S is the mean length of a sequence that a token
+    is in (a causal token sees half of it, and both products count). Recomputed work does not count.
+    """
+
+    body: int  # weights of the layers, without embeddings and head
+    head: int  # V * H
+    attention: int  # L * n_q * d
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Cost | None:
+        """From a model's config; None where it is no dense decoder of the usual kind."""
+        try:
+            hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+            heads = config["num_attention_heads"]
+            kv = config.get("num_key_value_heads") or heads
+            size = config.get("head_dim") or hidden // heads
+            mlp = 3 * hidden * config["intermediate_size"]
+            vocabulary = config["vocab_size"]
+        except (KeyError, TypeError):
+            return None
+        if config.get("num_experts") or config.get("num_local_experts"):
+            return None
+        attention = hidden * size * (2 * heads + 2 * kv)
+        return cls(layers * (attention + mlp), vocabulary * hidden, layers * heads * size)
+
+    def train(self, lengths: list[int], head_tokens: int) -> float:
+        """Operations of one forward and backward pass over sequences of these lengths."""
+        tokens = sum(lengths)
+        seen = sum(n * n for n in lengths)  # S * T, summed over sequences
+        return 6.0 * (self.body * tokens + self.head * head_tokens + self.attention * seen)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Of one device; None where its data sheet is not known here."""
+    return next((peak for word, peak in PEAK_FLOPS.items() if word in device_name), None)

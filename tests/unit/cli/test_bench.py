@@ -1,0 +1,69 @@
+"""engine bench, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def measured(engine, *words):
+    answer = engine("bench", *words, "--json")
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out)
+
+
+def test_train_counts_every_token_of_the_mini_batch_and_plans_as_a_run_does(engine, sft_run):
+    found = measured(
+        engine, "train", "run.toml", "--shape", "tiny", "--sequences", "6", "--length", "20", "--prompt", "5",
+        "--steps", "2", "--warmup", "1", "--set", "actor.max_tokens_per_rank=40",
+    )  # fmt: skip
+    assert (found["tokens_per_step"], found["micro_batches"]) == (120, 3)
+    assert found["tokens_per_s"] == pytest.approx(120 / found["step_s"])
+    assert (found["backend"], found["model"], found["device"]) == ("torch", "tiny", "cpu")
+    assert "mfu" not in found  # nobody knows the peak of this device
+
+
+def test_rollout_samples_full_groups_of_full_length(engine, rl_run):
+    found = measured(
+        engine, "rollout", "rl.toml", "--prompts", "3", "--prompt", "4", "--response", "5", "--steps", "1"
+    )
+    assert found["group_size"] == 3
+    assert 0 < found["generated_tokens"] <= 3 * 3 * 5
+
+
+def test_sync_says_what_was_moved(engine, rl_run, tiny_model):
+    found = measured(engine, "sync", "rl.toml", "--steps", "2")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
+    assert found["bytes"] == 4 * sum(p.numel() for p in model.parameters())  # float32, tied weights once
+    assert found["step_s"] < 60
+
+
+def test_step_shows_the_phases_and_leaves_nothing(engine, rl_run):
+    before = sorted(path.name for path in rl_run.parent.iterdir())
+    found = measured(engine, "step", "rl.toml", "--steps", "1", "--warmup", "1")
+    assert {"time/step", "time/generate", "time/train"} <= found.keys()
+    assert sorted(path.name for path in rl_run.parent.iterdir()) == before
+
+
+def test_the_table_is_for_people(engine, sft_run):
+    answer = engine(
+        "bench", "train", "run.toml", "--sequences", "2", "--length", "8", "--prompt", "2", "--steps", "1"
+    )
+    assert answer.code == 0
+    assert "tokens_per_s" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "run.toml", "--length", "8", "--prompt", "8"], "--prompt 8 leaves nothing of --length 8"),
+        (["train", "run.toml", "--shape", "tiney"], "Did you mean 'tiny'"),
+        (["rollouts", "run.toml"], "Unknown command 'rollouts'. Did you mean 'rollout'"),
+    ],
+)
+def test_bad_words_are_refused(engine, sft_run, words, message):
+    answer = engine("bench", *words)
+    assert answer.code == 2
+    assert message in answer.err
