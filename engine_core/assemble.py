@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from engine_core.algorithms.requirements import plan_run
 from engine_core.config.choices import places, prepared, used_names
 from engine_core.config.dump import as_data
+from engine_core.config.evaluation import held_out_sets
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.validate import validate
-from engine_core.errors import ConfigError, PluginError
+from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
 from engine_core.specs import RefillOptions, TrainerSpec
@@ -100,11 +101,12 @@ def check_complete(
             f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
             "that sets rewards."
         )
-    evaluates = config.eval.every_steps or config.eval.at_start or config.eval.at_end
-    if "eval" in reads and evaluates and not files_of(config.data.validation):
+    if "eval" in reads and config.eval.during_training and not held_out_sets(config):
         missing.append(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
+    if {"eval", "reward"} <= set(reads):
+        missing += _unjudged(config, plugins, "rewards" in live or config.environment is not None)
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
@@ -147,6 +149,28 @@ def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
             yield missing
 
 
+def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[str]:
+    """Sets whose score or vote is of a reward that the run has not, or that extracts no answers.
+
+    Args:
+        config: with its rewards.
+        plugins: that offer them.
+        more: the program or an environment brings rewards, whose names are not known here.
+    """
+    names = [reward.name for reward in config.reward]
+    votes = [name for name in names if getattr(plugins.find("rewards", name), "answers", False)]
+    for held_out in held_out_sets(config):
+        if held_out.score and held_out.score not in names and not more:
+            key = key_text(held_out.key("score"))
+            yield f"{key}: got '{held_out.score}', which is no [[reward]] of the run.{did_you_mean(held_out.score, names)}"
+        if held_out.majority not in ("off", "text", *votes) and not (more and held_out.majority not in names):
+            known = ", ".join(repr(name) for name in ("off", "text", *votes))
+            yield (
+                f"{key_text(held_out.key('majority'))}: got '{held_out.majority}', expected one of {known}: 'text', or a "
+                "[[reward]] of the run that extracts answers."
+            )
+
+
 def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     """Columns and outputs that the algorithm needs and nothing makes."""
     advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
@@ -173,7 +197,7 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
 
 def check_inputs(config: EngineConfig) -> list[str]:
     """Problems of the folders and files that a config names, as far as they can be seen without torch."""
-    return [*model_problems(config), *data_problems(config.data)]
+    return [*model_problems(config), *data_problems(config.data, config.eval.set)]
 
 
 def _source(config: EngineConfig) -> RawConfig:
@@ -247,10 +271,13 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
         if holder and holder.lora and holder.lora.path:
             holder.lora.path = str(_absolute(raw, f"{role}.lora.path", holder.lora.path))
     config.plugins = [str(raw.folder / name) if name.endswith(".py") else name for name in config.plugins]
-    for field in ("train", "validation"):
-        value = getattr(config.data, field)
-        files = [str(_absolute(raw, f"data.{field}", file)) for file in files_of(value)]
-        setattr(config.data, field, files[0] if isinstance(value, str) and files else files)
+    tables: list[tuple[str, Any]] = [("data.train", config.data), ("data.validation", config.data)]
+    tables += [(key_text(("eval", "set", each.name, "path")), each) for each in config.eval.set]
+    for key, table in tables:
+        field = key.rpartition(".")[2]
+        value = getattr(table, field)
+        files = [str(_absolute(raw, key, file)) for file in files_of(value)]
+        setattr(table, field, files[0] if isinstance(value, str) and files else files)
 
 
 def _absolute(raw: RawConfig, key: str, text: str) -> Path:

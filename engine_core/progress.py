@@ -7,6 +7,7 @@ the live display (see ``engine_core.logs``).
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 import time
@@ -28,6 +29,7 @@ PHASES = {  # name in metrics -> as shown, colour
     "eval": ("eval", "white"),
     "checkpoint": ("save", "red"),
 }
+ACCURACY = re.compile(r"eval/(?:([^/]+)/)?accuracy")
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 40  # steps in the little curve
 
@@ -35,7 +37,6 @@ HISTORY = 40  # steps in the little curve
 FIGURES = (
     ("reward", ("reward/mean",), "{:.3f}"),
     ("loss", ("actor/loss",), "{:.4f}"),
-    ("acc", ("eval/accuracy",), "{:.3f}"),
     ("kl", ("actor/kl",), "{:.2g}"),
     ("mismatch", ("mismatch/mean_abs", "mismatch/kl"), "{:.1e}"),
     ("len", ("response_length/mean",), "{:.1f}"),
@@ -138,7 +139,25 @@ def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         name = next((name for name in names if name in metrics), None)
         if name is not None and not (label == "loss" and "reward/mean" in metrics):
             shown.append((label, form.format(metrics[name])))
+    at = next((i + 1 for i, (label, _) in enumerate(shown) if label in ("reward", "loss")), 0)
+    shown[at:at] = [
+        (f"acc {found[1] or ''}".strip(), with_interval(metrics, name, "{:.3f}"))
+        for name in metrics
+        if (found := ACCURACY.fullmatch(name))
+    ]
     return shown
+
+
+def half_width(metrics: Mapping[str, float], name: str) -> float | None:
+    """Half the 95% interval of a metric; None where it has none."""
+    bounds = [metrics.get(f"{name}_{end}") for end in ("low", "high")]
+    return None if None in bounds else (bounds[1] - bounds[0]) / 2  # type: ignore[operator]
+
+
+def with_interval(metrics: Mapping[str, float], name: str, form: str = "{:.6g}") -> str:
+    """``0.83 ± 0.04``; a metric without an interval as ``form`` says."""
+    half = half_width(metrics, name)
+    return form.format(metrics[name]) if half is None else f"{metrics[name]:.2f} ± {half:.2f}"
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError
+from engine_core.progress import with_interval
 from engine_core.tracking import RunFolder, read_rollouts
 
 if TYPE_CHECKING:
@@ -42,9 +44,12 @@ STYLE: Any = {
 }
 PHASES = ("generate", "reward", "annotate", "train", "sync")
 GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
+HELD_OUT = "Held-out scores, 95% intervals"
+SCORE = re.compile(r"eval/(?:[^/]+/accuracy|(?:[^/]+/)?(?:pass|maj)@\d+)")
 # title -> label of each metric; a panel is drawn where the run has one of them
 PANELS = {
     "Reward": {"reward/mean": "training reward", "eval/accuracy": "held-out accuracy"},
+    HELD_OUT: {},  # pass@k, maj@k and the accuracy of named sets, as the run has them
     "Loss": {"actor/loss": "training", "eval/nll": "held out"},
     "Mismatch of log-probs": {"mismatch/mean_abs": "mean difference", "mismatch/max_abs": "largest"},
     "KL to the reference": {"actor/kl": "to reference"},
@@ -112,6 +117,7 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
     rewarded = any("reward/mean" in line for line in metrics)
     for label, name, form in (
         ("held-out accuracy", "eval/accuracy", "{:.2f}"),
+        *((label, name, "{:.2f}") for name, label in _scores(metrics).items()),
         ("reward", "reward/mean", "{:.3f}"),
         ("loss", "actor/loss", "{:.4f}"),
         ("sampler gap", "mismatch/mean_abs", "{:.1e}"),
@@ -126,13 +132,15 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
         if name.startswith("eval/"):
             part, remark = 1, "before"
         before, after = statistics.fmean(values[:part]), statistics.fmean(values[-part:])
-        tiles.append((label, form.format(after), f"{form.format(before)} {remark}"))
+        measured = [line for line in metrics if line.get(name) is not None]
+        shown = with_interval(measured[-1], name, form) if part == 1 else form.format(after)
+        tiles.append((label, shown, f"{form.format(before)} {remark}"))
     return tiles
 
 
 def _samples(run: RunFolder) -> list[tuple[str, list[dict[str, Any]]]]:
     """Completions to read: of the first and last evaluation, else of the first and last step."""
-    held_out = sorted((run.rollouts_dir / "eval").glob("step_*.parquet"))
+    held_out = sorted((run.rollouts_dir / "eval").rglob("step_*.parquet"), key=lambda file: file.name)
     files = held_out or sorted(run.rollouts_dir.glob("step_*.parquet"))
     shown: list[tuple[str, list[dict[str, Any]]]] = []
     for file in dict.fromkeys([*files[:1], *files[-1:]]):
@@ -164,7 +172,7 @@ def _figure(metrics: Metrics) -> Figure:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = []
-    for title, labels in PANELS.items():
+    for title, labels in {**PANELS, HELD_OUT: _scores(metrics)}.items():
         if present := {name: label for name, label in labels.items() if _points(metrics, name)[0]}:
             panels.append(partial(_draw_lines, metrics, title, present))
     if phases := [phase for phase in PHASES if any(_points(metrics, f"time/{phase}")[1])]:
@@ -182,6 +190,12 @@ def _figure(metrics: Metrics) -> Figure:
     return figure
 
 
+def _scores(metrics: Metrics) -> dict[str, str]:
+    """Metrics of held-out sets that have a panel of their own, with their labels."""
+    names = dict.fromkeys(name for line in metrics for name in line if SCORE.fullmatch(name))
+    return {name: name.removeprefix("eval/").replace("/", " ") for name in names}
+
+
 def _points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of a metric, where it has one."""
     found = [line for line in metrics if line.get(name) is not None]
@@ -195,6 +209,9 @@ def _draw_lines(metrics: Metrics, title: str, labels: Mapping[str, str], axes: A
         steps, values = _points(metrics, name)
         if name.startswith("eval/"):
             axes.plot(steps, values, "o-", color=color, markersize=4.5, linewidth=1.4, label=label)
+            bounds = [_points(metrics, f"{name}_{end}") for end in ("low", "high")]
+            if all(found == steps for found, _ in bounds):
+                axes.fill_between(steps, bounds[0][1], bounds[1][1], color=color, alpha=0.12, linewidth=0)
         else:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             axes.plot(steps, _running_mean(values), color=color, linewidth=1.8, label=label)

@@ -3,13 +3,14 @@
 Columns: ``step``, ``request_id``, ``prompt_id``, ``group_id``, ``index``, ``prompt``, ``response`` (texts),
 ``prompt_ids``, ``token_ids``, ``loss_mask``, ``rollout_log_probs``, ``policy_versions`` (lists),
 ``finish_reason``, ``reward``, ``rewards`` (map of name to value, null where it did not apply),
-``greedy_reward``, ``valid``, ``failure`` (of an episode), ``messages`` (of an episode: what came after the prompt,
-JSON), ``columns`` (the row of the data, JSON) and ``extras`` (tensors by name, as a safetensors file). Any
-Parquet reader shows them; ``read_rollouts`` rebuilds what ``write_rollouts`` was given.
+``answers`` (map of reward to the answer that it read), ``greedy_reward``, ``valid``, ``failure`` (of an
+episode), ``messages`` (of an episode: what came after the prompt, JSON), ``columns`` (the row of the data,
+JSON) and ``extras`` (tensors by name, as a safetensors file). Any Parquet reader shows them;
+``read_rollouts`` rebuilds what ``write_rollouts`` was given.
 
 The key ``engine.rollouts`` of the file's metadata holds JSON: ``format`` (``FORMAT``) and what all rows have
 in common, such as ``tokenizer`` (hash) and ``temperature``. Format 1 had neither the key nor
-``greedy_reward``, format 2 neither ``failure`` nor ``messages``; both are still read.
+``greedy_reward``, format 2 neither ``failure`` nor ``messages`` nor ``answers``; both are still read.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TENSORS = {
     "policy_versions": "int32",
 }
 """Fields with a value a token, with the name of the type in Arrow and in torch."""
-SINCE = {"greedy_reward": 2, "failure": 3, "messages": 3}
+SINCE = {"greedy_reward": 2, "failure": 3, "messages": 3, "answers": 3}
 """Columns that formats before this one lack; they are read as null."""
 
 
@@ -205,6 +206,7 @@ def _schema() -> pa.Schema:
         "response": pa.string(),
         "messages": pa.string(),
         "rewards": pa.map_(pa.string(), pa.float64()),
+        "answers": pa.map_(pa.string(), pa.string()),
         "extras": pa.binary(),
     }
     return pa.schema(list(columns.items()))
@@ -227,6 +229,7 @@ def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
         "response": [r.text for r in rollouts],
         "messages": [json.dumps(r.messages) for r in rollouts],
         "rewards": [list(r.rewards.items()) for r in rollouts],
+        "answers": [list(r.answers.items()) for r in rollouts],
         "extras": [save(tensors) for tensors in extras],
     }
     return pa.table(columns, schema=_schema())
@@ -254,6 +257,7 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
             rewards=dict(row["rewards"]),
             failure=row["failure"] or "",
             messages=json.loads(row["messages"] or "[]"),
+            answers=dict(row["answers"] or ()),
             extras=load(row["extras"]),
         )
         made.append(rollout)

@@ -98,11 +98,14 @@ class Reward(Spec):
     Args:
         factory: ``load`` is no reward but makes one: it is called once in each worker with the
             options, and with ``root`` (folder of the run file) and ``allow_code`` if it names them.
+        answers: the function gives ``{"score": number, "pred": text}``, where equal texts are the same
+            answer: a majority vote (`eval.majority`) can be held on them.
     """
 
     kind = "rewards"
     noun = "reward"
     factory: bool = False
+    answers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

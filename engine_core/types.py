@@ -90,6 +90,7 @@ class Rollout:
     greedy_reward: float | None = (
         None  # of the most likely response to its prompt, where that was sampled too
     )
+    answers: dict[str, str] = field(default_factory=dict)  # by reward name: the answer that it extracted
     valid: bool = True  # False: a reward or the episode failed, to be dropped; no gradient comes from it
     failure: str = ""  # of its episode: "error", "timeout"; the rollout is what there was until then
     messages: list[dict[str, str]] = field(default_factory=list)

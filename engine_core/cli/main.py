@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "doctor": "engine_core.cli.doctor:doctor",
     "generate": "engine_core.cli.models:generate",
     "eval": "engine_core.cli.models:evaluate",
+    "compare": "engine_core.cli.compare:compare",
     "export": "engine_core.cli.models:export",
     "report": "engine_core.cli.runs:report",
     "inspect": {"rollouts": "engine_core.cli.runs:rollouts"},

@@ -51,14 +51,26 @@ def generate(
 
 def evaluate(
     target: Annotated[
-        str, typer.Argument(metavar="FILE|RUN", help="Run file, or a run: its newest checkpoint.")
+        str,
+        typer.Argument(
+            metavar="FILE|RUN|CHECKPOINT",
+            help="Run file, a run (its newest checkpoint), or a checkpoint folder.",
+        ),
     ],
     step: Step = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Write what was sampled there, one file a set: for 'engine compare'."
+        ),
+    ] = None,
     sets: Sets = None,
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Score a model on the validation files, as [eval] says."""
+    """Score a model on the held-out files, as [eval] says: 'data.validation' and each [[eval.set]]."""
+    if out is not None:
+        check_new(out)
     if target.endswith(".toml") or Path(target).is_file():
         if step is not None:
             raise ConfigError(
@@ -66,13 +78,31 @@ def evaluate(
             )
         config, checkpoint = read([target], sets=sets, allow_code=allow_code), None
     else:
-        folder = RunFolder.open(target)
+        run, step = _run_of(target, step)
+        folder = RunFolder.open(run)
         checkpoint = checkpoint_of(folder, step)
         config = read_run(folder, sets)
     with closing(trainer_of(config)) as trainer:
+        if out is not None and not hasattr(trainer, "generate"):
+            raise ConfigError(
+                f"--out: trainer = '{config.trainer}' samples nothing, so there is nothing to write."
+            )
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
-        print_metrics(trainer.evaluate(), as_json)
+        print_metrics(trainer.evaluate(out) if out is not None else trainer.evaluate(), as_json)
+
+
+def _run_of(target: str, step: int | None) -> tuple[str, int | None]:
+    """The run and the step of a target: of ``RUN/checkpoints/step_00000010`` that run and 10."""
+    path = Path(target)
+    number = path.name.removeprefix("step_")
+    if path.parent.name != "checkpoints" or not number.isdigit():
+        return target, step
+    if step not in (None, int(number)):
+        raise ConfigError(
+            f"--step {step}: '{target}' is the checkpoint of step {int(number)}. Leave --step out."
+        )
+    return str(path.parent.parent), int(number)
 
 
 def export(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.progress import half_width, with_interval
 
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
@@ -30,11 +31,13 @@ def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> No
 
 
 def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
-    """Metrics by name."""
+    """Metrics by name; one with a 95% interval as ``0.83 ± 0.04``, in JSON with its bounds."""
     if as_json:
         print_json(dict(metrics))
-    else:
-        print_table([(name, f"{value:.6g}") for name, value in sorted(metrics.items())])
+        return
+    measured = [name for name in metrics if half_width(metrics, name) is not None]
+    bounds = {f"{name}_{end}" for name in measured for end in ("low", "high")}
+    print_table([(name, with_interval(metrics, name)) for name in sorted(metrics) if name not in bounds])
 
 
 def check_new(path: Path) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from engine_core.config.evaluation import evaluation_problems
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
 from engine_core.errors import did_you_mean
@@ -25,6 +26,8 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
     problems = [*_duplicates(config), *_placement(config), *_values(config)]
     if "algorithm" in sections:
         problems += _adaptive(config)
+    if {"eval", "rollout"} <= set(sections):
+        problems += evaluation_problems(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
     for step in [1] if broken else boundaries(config):
         now = config if broken else config_at(config, step)

@@ -29,6 +29,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
         (f"reward.*.{kind}.*", "warned", "later steps are judged by another model, or in another way")
         for kind in MODELS
     ),
+    ("eval.*", "allowed", ""),
     ("*.backend", "refused", "each engine writes state of its own"),
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
@@ -38,7 +39,6 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("run.*", "allowed", ""),
     ("checkpoint.*", "allowed", ""),
     ("tracking.*", "allowed", ""),
-    ("eval.*", "allowed", ""),
     ("runtime.*", "allowed", ""),
     ("placement.*", "allowed", ""),
     ("schedule.*", "allowed", ""),

@@ -9,12 +9,15 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_core.config.models import ColumnsConfig, DataConfig, EngineConfig
 from engine_core.errors import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from engine_core.config.evaluation import EvalSetConfig
 
 SCAN_BYTES = 1_000_000  # about 50 ms a file
 SHOWN = 5  # problems told of one file
@@ -88,9 +91,10 @@ def _neighbour(path: Path) -> str:
     return f" Did you mean '{match}'?" if match else ""
 
 
-def data_problems(data: DataConfig) -> Iterator[str]:
+def data_problems(data: DataConfig, held_out: Sequence[EvalSetConfig] = ()) -> Iterator[str]:
     """Files that are absent, empty, of an unknown kind, or whose rows cannot be used."""
-    for key, value in (("data.train", data.train), ("data.validation", data.validation)):
+    sets = ((f"eval.set.{each.name}.path", each.path) for each in held_out)
+    for key, value in (("data.train", data.train), ("data.validation", data.validation), *sets):
         for file in files_of(value):
             try:
                 yield from _file_problems(key, Path(file), data)

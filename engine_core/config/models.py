@@ -1,6 +1,6 @@
 """The TOML as typed models: one class a table, one docstring a key, one source of defaults.
 
-The tables of models and sampler stand in ``roles``. Unknown keys are refused. A table that belongs to a chosen name (``[actor.torch]`` beside
+The tables of models and sampler stand in ``roles``, those of evaluations in ``evaluation``. Unknown keys are refused. A table that belongs to a chosen name (``[actor.torch]`` beside
 ``backend = "torch"``) is checked against that plugin's own model and lies in ``options``.
 """
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from engine_core.config.environment import EnvironmentConfig  # noqa: TC001 (pydantic reads it)
+from engine_core.config.evaluation import EvalConfig
 from engine_core.config.rewards import PREFIX, FrozenScorer, RewardConfig
 from engine_core.config.roles import CriticConfig, ModelConfig, RoleConfig, RolloutConfig
 from engine_core.config.tables import (
@@ -165,23 +166,6 @@ class DataConfig(Table):
     """Processes that read and tokenise ahead; 0: in the controller."""
     prefetch_factor: PositiveInt = 2
     """Steps that each worker prepares ahead."""
-
-
-class EvalConfig(Table):
-    """``[eval]``: scores on the validation files during training."""
-
-    every_steps: NonNegativeInt = 0
-    """Evaluate after every n steps; 0: never."""
-    at_start: bool = False
-    """Evaluate before the first step."""
-    at_end: bool = False
-    """Evaluate after the last step."""
-    max_prompts: PositiveInt | None = None
-    """Only the first n prompts of the validation files."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
-    samples_per_prompt: PositiveInt = 1
-    """Responses for each prompt."""
 
 
 class RunConfig(Table):

@@ -215,6 +215,8 @@ def _header(path: Path_) -> Path_:
     """A table as the file writes it: ``[reward.format]``, whichever reward it belongs to."""
     if path and path[0] == "schedule":  # its keys are settings of other tables
         return path[:1]
+    if path[:2] == ("eval", "set"):
+        return (*path[:2], *path[3:])
     return (path[0], *path[2:]) if path and path[0] in ("reward", "stage") else path
 
 

@@ -1,6 +1,7 @@
 """From rollouts to rewards: run every ``[[reward]]``, apply its policies, sum by weight.
 
-``rollout.rewards`` holds what the functions gave; ``rollout.reward`` is the sum over the rewards that
+``rollout.rewards`` holds what the functions gave (``rollout.answers`` the answers that they read);
+``rollout.reward`` is the sum over the rewards that
 apply of ``weight * normalize(clip(value))``. A failed sample has None there (0 under ``zero``), and
 under ``drop`` its rollout is no longer ``valid``, unless the reward's weight is 0.
 """
@@ -269,6 +270,8 @@ class RewardRunner:
             divisor = scorer.std.divisor if config.normalize else 1.0
             for i, (outcome, value) in enumerate(zip(outcomes, values, strict=True)):
                 rollouts[i].rewards[config.name] = value
+                if outcome.answer is not None:
+                    rollouts[i].answers[config.name] = outcome.answer
                 dropped[i] |= scorer.policy(outcome) == "drop" and config.weight != 0
                 if value is not None and config.weight != 0:
                     applied[i] = True

@@ -61,6 +61,7 @@ TRL_NAMES = ("prompts", "completions", "completion_ids")  # what **columns recei
 
 ASYNC_GRACE_SECONDS = 0.5  # the event loop tells which sample is late; only if it hangs, the guard acts
 TRACE_CHARACTERS = 3000
+ANSWER_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Outcome:
     message: str = ""
     trace: str = ""
     contract: bool = False  # the function broke its contract for all samples of the call
+    answer: str | None = None  # what the function read as the response's answer
 
 
 class BadResult(Exception):
@@ -242,7 +244,7 @@ def evaluate(
         for position, row in enumerate(rows):
             try:
                 with guard(timeout):
-                    outcome = Outcome(number(reward.name, reward.call(row)))
+                    outcome = outcome_of(reward.name, reward.call(row))
             except (Exception, SystemExit) as exc:
                 outcome = failed(exc)
             yield position, outcome
@@ -269,13 +271,19 @@ def _finish(result: Any) -> Any:
 async def _gather(reward: RewardFunction, rows: Sequence[Mapping[str, Any]], timeout: float) -> list[Outcome]:
     async def one(row: Mapping[str, Any]) -> Outcome:
         try:
-            return Outcome(number(reward.name, await asyncio.wait_for(reward.call(row), timeout)))
+            return outcome_of(reward.name, await asyncio.wait_for(reward.call(row), timeout))
         except TimeoutError:
             return Outcome(failure="timeout", message=f"no answer after {timeout:g} s")
         except Exception as exc:
             return failed(exc)
 
     return list(await asyncio.gather(*(one(row) for row in rows)))
+
+
+def outcome_of(name: str, value: Any) -> Outcome:
+    """What a function gave for one sample: a number, or a dict with ``score`` and perhaps ``pred``, the answer."""
+    said = value.get("pred") if isinstance(value, dict) else None
+    return Outcome(number(name, value), answer=None if said is None else str(said)[:ANSWER_CHARACTERS])
 
 
 def number(name: str, value: Any) -> float | None:
@@ -322,7 +330,7 @@ def numbers_of(name: str, result: Any, count: int) -> list[Outcome]:
 
 def _checked(name: str, value: Any) -> Outcome:
     try:
-        return Outcome(number(name, value))
+        return outcome_of(name, value)
     except BadResult as exc:
         return failed(exc)
 

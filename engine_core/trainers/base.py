@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core import faults, machine
 from engine_core.assemble import check_complete, plugins_for
 from engine_core.checkpoint import Checkpoints
+from engine_core.config.evaluation import HeldOut, held_out_sets
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from engine_core.progress import Progress
     from engine_core.runtime.base import Role, Runtime, WorkerGroup
     from engine_core.trainers.points import ResumePoint
-    from engine_core.types import Batch, LossCall, Prompt, StepOutput, TrainOutput
+    from engine_core.types import Batch, LossCall, StepOutput, TrainOutput
 
 log = logging.getLogger("engine")
 
@@ -111,8 +112,12 @@ class TrainingRun(abc.ABC):
             self.config.data, self.tokenizer, self.config.run.seed, rows=self.live.get("data")
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """Scores on the validation files; ``eval/...`` metrics."""
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """Scores on the held-out files; ``eval/...`` metrics.
+
+        Args:
+            out: folder for what was sampled, one file a set; of trainers that sample.
+        """
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -351,15 +356,11 @@ class TrainingRun(abc.ABC):
         """Tell the observers."""
         self.plugins.emit(event, self.step_now, data)
 
-    def validation_prompts(self) -> list[Prompt]:
-        """The prompts of ``[eval]``."""
-        if not self.config.data.validation:
-            raise ConfigError("[eval] needs data.validation: name the held-out files.")
-        if not hasattr(self, "_validation"):
-            source = PromptSource(self.config.data, self.tokenizer, self.config.run.seed, split="validation")
-            self._validation = source.all(self.config.eval.max_prompts)
-            source.close()
-        return self._validation
+    def held_out(self) -> list[HeldOut]:
+        """The sets to evaluate, as they are in this step."""
+        if sets := held_out_sets(self.config_now):
+            return sets
+        raise ConfigError("[eval] needs data.validation or [[eval.set]]: name the held-out files.")
 
     def count_skipped(self, done: StepOutput, role: str = "actor") -> None:
         """End the run when optimizer steps of a role are skipped in a row: its weights are those before the first."""

@@ -16,6 +16,7 @@ from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
     from engine_core.algorithms.preference_options import KTOOptions
+    from engine_core.config.models import DataConfig
 
 
 class KTOTrainer(PreferenceRun[Judged]):
@@ -40,10 +41,10 @@ class KTOTrainer(PreferenceRun[Judged]):
                 "prompt of another row of the step."
             )
 
-    def source_of(self, split: str, rows: Any = None) -> JudgedSource:
+    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> JudgedSource:
         config, limit = self.config, self.options.max_tokens
         return JudgedSource(
-            config.data, self.tokenizer, limit, "kto", config.run.seed, split=split, rows=rows
+            data or config.data, self.tokenizer, limit, "kto", config.run.seed, split=split, rows=rows
         )
 
     def batch(self, items: Sequence[Judged]) -> Batch:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.algorithms.preference_options import DPOOptions
+    from engine_core.config.evaluation import HeldOut
+    from engine_core.config.models import DataConfig
 
 Item = TypeVar("Item", Pair, Judged)
 
@@ -41,8 +43,8 @@ class PreferenceRun(TrainingRun, Generic[Item]):
         return False
 
     @abc.abstractmethod
-    def source_of(self, split: str, rows: Any = None) -> Any:
-        """Where items come from."""
+    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> Any:
+        """Where items come from; ``data`` stands for ``[data]``."""
 
     @abc.abstractmethod
     def batch(self, items: Sequence[Item]) -> Batch:
@@ -72,19 +74,30 @@ class PreferenceRun(TrainingRun, Generic[Item]):
             metrics = self.learn(batch, self.loss_call())
         return metrics | noted | {"tokens/total": float(batch.num_tokens)}
 
-    def evaluate(self) -> dict[str, float]:
-        """The loss and its metrics on the validation files, as one mini-batch; ``eval/...`` metrics."""
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """The loss and its metrics on each held-out set, as one mini-batch; ``eval/...`` metrics."""
         self.setup()
-        if not hasattr(self, "_items"):
-            source = self.source_of("validation")
-            self._items = source.all(self.config.eval.max_prompts)
+        metrics: dict[str, float] = {}
+        for held_out in self.held_out():
+            found = self._evaluated(self._items(held_out))
+            metrics |= {held_out.prefix + name.removeprefix("actor/"): value for name, value in found.items()}
+        return metrics
+
+    def _items(self, held_out: HeldOut) -> list[Item]:
+        """Those of a set, read once."""
+        kept: dict[str, list[Item]] = self.__dict__.setdefault("_held_out_items", {})
+        if held_out.name not in kept:
+            source = self.source_of("validation", data=held_out.data(self.config))
+            kept[held_out.name] = source.all(held_out.max_prompts)
             source.close()
-        batch, noted = self.annotate(self.batch(self._items), training=False)
+        return kept[held_out.name]
+
+    def _evaluated(self, items: Sequence[Item]) -> dict[str, float]:
+        batch, noted = self.annotate(self.batch(items), training=False)
         call = self.loss_call()
         outputs = self.groups[self.role].call("infer", batch, outputs=call.outputs).result()
         loss, metrics = resolve_loss(call, self.plugins)(outputs, batch)
-        found = {name: float(value) for name, value in metrics.items()} | noted | {"loss": float(loss)}
-        return {f"eval/{name.removeprefix('actor/')}": value for name, value in found.items()}
+        return {name: float(value) for name, value in metrics.items()} | noted | {"loss": float(loss)}
 
     def with_reference(self, batch: Batch) -> Batch:
         """Add ``ref_log_probs`` [T] where the loss compares with a reference."""
@@ -141,9 +154,11 @@ class DPOTrainer(PreferenceRun[Pair]):
     def needs_reference(self) -> bool:
         return self.options.needs_reference
 
-    def source_of(self, split: str, rows: Any = None) -> PairSource:
+    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
         config, limit = self.config, self.options.max_tokens
-        return PairSource(config.data, self.tokenizer, limit, "dpo", config.run.seed, split=split, rows=rows)
+        return PairSource(
+            data or config.data, self.tokenizer, limit, "dpo", config.run.seed, split=split, rows=rows
+        )
 
     def batch(self, items: Sequence[Pair]) -> Batch:
         return pair_batch(items)

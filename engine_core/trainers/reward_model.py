@@ -13,6 +13,7 @@ from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
     from engine_core.algorithms.preference_options import RewardModelOptions
+    from engine_core.config.models import DataConfig
 
 
 class RewardModelTrainer(PreferenceRun[Pair]):
@@ -29,10 +30,10 @@ class RewardModelTrainer(PreferenceRun[Pair]):
     def start(self) -> None:
         self.groups["actor"] = self.groups[self.role]  # `[actor]` configures it, and it is what is exported
 
-    def source_of(self, split: str, rows: Any = None) -> PairSource:
+    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
         config, limit = self.config, self.options.max_tokens
         return PairSource(
-            config.data, self.tokenizer, limit, self.role, config.run.seed, split=split, rows=rows
+            data or config.data, self.tokenizer, limit, self.role, config.run.seed, split=split, rows=rows
         )
 
     def batch(self, items: Sequence[Pair]) -> Batch:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
+from engine_core.trainers.evaluation import Evaluation
 from engine_core.trainers.sampling import RolloutSource
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class SampledRun(TrainingRun):
     def prepare(self) -> None:
         self.sampling = RolloutSource(self)
         self._cleanup.callback(self.sampling.close)
+        self.evaluation = Evaluation(self, self.sampling)
 
     def roles(self, training: bool) -> dict[str, Role]:
         return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}
@@ -71,10 +73,14 @@ class SampledRun(TrainingRun):
         self.sampling.score(rollouts, step=0, training=False)
         return rollouts
 
-    def evaluate(self) -> dict[str, float]:
-        """Sample the validation prompts as ``[eval]`` says and score them; ``eval/...`` metrics."""
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """Sample the held-out prompts as ``[eval]`` says and score them; ``eval/...`` metrics.
+
+        Args:
+            out: folder for the rollouts, one file a set.
+        """
         self.setup()
-        return self.sampling.evaluate()
+        return self.evaluation.measure(out)
 
     def state(self) -> dict[str, Any]:
         return {

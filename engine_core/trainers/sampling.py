@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,13 @@ class RolloutSource:
     def sample(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
         config = self.run.config_now.rollout
-        cut = config.temperature, config.top_p, config.top_k
-        return self._sample(prompts, step, config.group_size, *cut, first_group=first_group)
+        as_told = Sampling(config.temperature, config.top_p, config.top_k, config.max_response_tokens)
+        return self.sample_as(prompts, step, config.group_size, as_told, first_group)
 
     def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """One rollout for each prompt, of the most likely token each time."""
-        return self._sample(prompts, step, 1, 0.0, 1.0, 0, first_group=first_group)
+        greedy = Sampling(0.0, max_response_tokens=self.run.config_now.rollout.max_response_tokens)
+        return self.sample_as(prompts, step, 1, greedy, first_group)
 
     def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
         """Fill in the rewards; metrics of the rewards and of their failures."""
@@ -146,40 +148,13 @@ class RolloutSource:
             write_rollouts(self.run.folder.rollouts_dir, step, rollouts, self.about())
         self.run.emit("rollouts_finished", {"rollouts": rollouts})
 
-    def about(self) -> dict[str, Any]:
-        """What the step's rollouts have in common, for the file that they are written to."""
-        config = self.run.config_now.rollout
+    def about(self, sampling: Sampling | None = None) -> dict[str, Any]:
+        """What rollouts have in common, for the file that they are written to; default: those of the step."""
+        config = sampling or self.run.config_now.rollout
         if not self._tokenizer:
             self._tokenizer = tokenizer_hash(self.run.tokenizer)
         cut = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
         return {"tokenizer": self._tokenizer, **cut}
-
-    def evaluate(self) -> dict[str, float]:
-        """Sample and score the validation prompts.
-
-        Returns:
-            ``eval/reward_mean``; ``eval/accuracy``: the mean of the first reward of the file;
-            ``eval/NAME`` for each reward; ``eval/response_length``; ``eval/environment/...`` of an environment.
-        """
-        config = self.run.config.eval
-        prompts = self.run.validation_prompts()
-        with self.run.runtime.phase("generate"):
-            rollouts = self._sample(prompts, 0, config.samples_per_prompt, config.temperature, 1.0, 0)
-        self.score(rollouts, 0, training=False)
-        names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
-        metrics = {f"eval/{name}": _mean([r.rewards.get(name) for r in rollouts]) for name in names}
-        metrics |= {
-            "eval/reward_mean": _mean([r.reward for r in rollouts]),
-            "eval/accuracy": metrics[f"eval/{names[0]}"] if names else 0.0,
-            "eval/response_length": _mean([float(r.response_length) for r in rollouts]),
-            "eval/prompts": float(len(prompts)),
-        }
-        if self.environment:
-            metrics |= {f"eval/{name}": value for name, value in self.environment.metrics().items()}
-        if self.run.folder and self.run.running:
-            about = self.about() | {"temperature": config.temperature, "top_p": 1.0, "top_k": 0}
-            write_rollouts(self.run.folder.rollouts_dir / "eval", self.run.step_done, rollouts, about)
-        return metrics
 
     def close(self) -> None:
         """Stop the environment and the reward workers."""
@@ -189,30 +164,25 @@ class RolloutSource:
         finally:
             self.rewards.close()
 
-    def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        step: int,
-        group_size: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        first_group: int = 0,
+    def sample_as(
+        self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int = 0
     ) -> list[Rollout]:
+        """``group_size`` rollouts for each prompt, each with a seed of its own.
+
+        Args:
+            prompts: in order; their groups are numbered from ``first_group`` on.
+            step: part of the seeds.
+            group_size: G.
+            sampling: without what the run says of all rollouts (`stop`, `stop_token_ids`).
+        """
         config = self.run.config_now.rollout
+        stop, stop_token_ids = tuple(config.stop), tuple(config.stop_token_ids)
         requests = []
         for group, prompt in enumerate(prompts, first_group):
             for index in range(group_size):
-                sampling = Sampling(
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
-                    max_response_tokens=config.max_response_tokens,
-                    stop=tuple(config.stop),
-                    stop_token_ids=tuple(config.stop_token_ids),
-                    seed=sampling_seed(self.run.config.run.seed, step, group, index),
-                )
-                requests.append(Request(f"{step}:{group}:{index}", prompt, sampling, group, index))
+                seed = sampling_seed(self.run.config.run.seed, step, group, index)
+                one = dataclasses.replace(sampling, stop=stop, stop_token_ids=stop_token_ids, seed=seed)
+                requests.append(Request(f"{step}:{group}:{index}", prompt, one, group, index))
         sampler = self.run.groups["rollout"]
         if self.environment:
             return self.environment.run(sampler, requests)
@@ -244,8 +214,3 @@ def sampling_seed(seed: int, step: int, group: int, index: int) -> int:
     """A seed of its own for every rollout, independent of how requests are batched (63 bits)."""
     text = f"{seed}:{step}:{group}:{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0

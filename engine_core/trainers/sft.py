@@ -14,7 +14,9 @@ from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
+    from engine_core.config.models import DataConfig
     from engine_core.data import Example
 
 
@@ -23,6 +25,9 @@ class SFTTrainer(TrainingRun):
 
     The loss is the mean over all response tokens of the step, whatever the micro-batches.
     """
+
+    def prepare(self) -> None:
+        self._examples: dict[str, list[Example]] = {}  # by held-out set
 
     def roles(self, training: bool) -> dict[str, Role]:
         return {"actor": Role("train", trainable=training)}
@@ -39,16 +44,20 @@ class SFTTrainer(TrainingRun):
             "tokens/learned": float(batch["loss_mask"].sum()),
         }
 
-    def evaluate(self) -> dict[str, float]:
-        """Mean negative log-likelihood of the response tokens of the validation files."""
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """Mean negative log-likelihood of the response tokens of each held-out set."""
         self.setup()
-        if not hasattr(self, "_examples"):
-            source = self._source("validation")
-            self._examples = source.all(self.config.eval.max_prompts)
-            source.close()
-        batch = self.batch(self._examples)
-        log_probs = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
-        return {"eval/nll": float(-(log_probs.double() * batch["token_share"]).sum())}
+        metrics = {}
+        for held_out in self.held_out():
+            if held_out.name not in self._examples:
+                source = self._source("validation", data=held_out.data(self.config))
+                self._examples[held_out.name] = source.all(held_out.max_prompts)
+                source.close()
+            batch = self.batch(self._examples[held_out.name])
+            made = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()
+            nll = -(made["log_probs"].double() * batch["token_share"]).sum()
+            metrics[f"{held_out.prefix}nll"] = float(nll)
+        return metrics
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """Examples one after another, with token-mean weights."""
@@ -59,6 +68,8 @@ class SFTTrainer(TrainingRun):
         )
         return with_weights(packed, "token-mean")
 
-    def _source(self, split: str, rows: Any = None) -> SFTSource:
+    def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
         config = self.config
-        return SFTSource(config.data, self.tokenizer, config.options, config.run.seed, split=split, rows=rows)
+        return SFTSource(
+            data or config.data, self.tokenizer, config.options, config.run.seed, split=split, rows=rows
+        )

@@ -402,13 +402,15 @@ def documented_metrics() -> list[str]:
 
 
 def as_pattern(metric: str) -> str:
-    return re.escape(metric).replace("NAME", "[^/]+").replace(re.escape("..."), ".+")
+    return re.escape(metric).replace("NAME", "[^/]+").replace("@K", r"@\d+").replace(re.escape("..."), ".+")
 
 
 def test_every_metric_is_explained_and_every_explained_metric_exists(library, monkeypatch):
     monkeypatch.chdir(library)
     off_policy = {"data.prompts_per_step": 4, "algorithm.mini_batch_prompts": 2, "algorithm.kl_coef": 0.1}
     off_policy |= {"algorithm.kl_in": "reward", "algorithm.advantage": "gae", "run.steps": 1}
+    off_policy |= {"eval.at_end": True, "eval.samples_per_prompt": 2, "eval.temperature": 1.0, "eval.k": [2]}
+    off_policy |= {"eval.majority": "numeric", "eval.set": [{"name": "more", "path": "data/heldout.jsonl"}]}
     Trainer(load_config("run.toml", off_policy)).train()
     lines = [line for file in library.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
     logged = {metric for line in lines for metric in json.loads(line)}

@@ -8,17 +8,22 @@ from engine_plugin_rewards.python_file import as_conversations
 from engine_plugin_rewards.text import exact_match, make_format, soft_overlong
 
 
+def score(given):
+    return None if given is None else given["score"]
+
+
 def match(completion, answer, **options):
-    return exact_match(completion, answer, **{"after": None, "ignore_case": False, "strip": True} | options)
+    defaults = {"after": None, "ignore_case": False, "strip": True}
+    return score(exact_match(completion, answer, **defaults | options))
 
 
 def number(completion, answer, **options):
     defaults = {"tolerance": 1e-6, "relative_tolerance": 0.0, "boxed": "prefer"}
-    return numeric(completion, answer, **defaults | options)
+    return score(numeric(completion, answer, **defaults | options))
 
 
 def same(completion, answer, **options):
-    return same_mathematics(completion, answer, **{"precision": 6, "strict": True} | options)
+    return score(same_mathematics(completion, answer, **{"precision": 6, "strict": True} | options))
 
 
 @pytest.mark.parametrize(
@@ -194,3 +199,26 @@ def test_conversations_are_lists_of_one_message():
         [[{"role": "user", "content": "q"}]],
         ["x"],
     )
+
+
+NUMERIC = {"tolerance": 1e-3, "relative_tolerance": 0.0, "boxed": "prefer"}
+EXACT = {"after": "Answer:", "ignore_case": True, "strip": True}
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "pred"),
+    [
+        (lambda c: numeric(c, "72", **NUMERIC), "so 72.0", "72"),
+        (lambda c: numeric(c, "72", **NUMERIC), "so 72.0001", "72"),  # within the tolerance: the same answer
+        (lambda c: numeric(c, "72", **NUMERIC), "7,100.50 or so", "7100.5"),
+        (lambda c: numeric(c, "72", **NUMERIC), "who knows", None),
+        (lambda c: numeric(c, "72", **NUMERIC | {"boxed": "only"}), "72", None),
+        (lambda c: exact_match(c, "yes", **EXACT), "Answer: YES ", "yes"),
+        (lambda c: exact_match(c, "yes", **EXACT), "YES", None),
+        (lambda c: same_mathematics(c, "1/2", precision=6, strict=True), r"\boxed{0.5}", "1/2"),
+        (lambda c: same_mathematics(c, "1/2", precision=6, strict=True), r"$\frac{2}{3}$", "2/3"),
+        (lambda c: same_mathematics(c, "1/2", precision=6, strict=True), "", None),
+    ],
+)
+def test_equal_answers_are_one_text_to_vote_for(reward, completion, pred):
+    assert reward(completion)["pred"] == pred

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -74,6 +75,101 @@ def test_eval_scores_with_the_rewards(engine, rl_run):
     metrics = json.loads(answer.out)
     assert metrics["eval/prompts"] == 2
     assert metrics["eval/digits"] == metrics["eval/reward_mean"]
+
+
+SETS = """
+extends = ["rl.toml"]
+[eval]
+temperature = 1.0
+samples_per_prompt = 3
+k = [1, 3]
+majority = "text"
+pass_threshold = 2.0
+at_end = true
+[[eval.set]]
+name = "few"
+path = "few.jsonl"
+max_prompts = 3
+[[eval.set]]
+name = "more"
+path = "rows.jsonl"
+max_prompts = 16
+samples_per_prompt = 4
+[run]
+steps = 1
+"""
+
+
+@pytest.fixture
+def with_sets(engine, rl_run):
+    """A finished run that evaluated three sets."""
+    (rl_run.parent / "few.jsonl").write_text("".join(f'{{"prompt": "{i}*{i}="}}\n' for i in range(5)))
+    (rl_run.parent / "sets.toml").write_text(SETS)
+    answer = engine("train", "sets.toml")
+    assert answer.code == 0, answer.err
+    assert re.search(r"acc \d\.\d\d ± \d\.\d\d  acc few ", answer.err)
+    return rl_run.parent / "runs" / "first"
+
+
+def test_eval_measures_every_set_as_training_does(engine, with_sets):
+    line = json.loads((with_sets / "metrics.jsonl").read_text().splitlines()[-1])
+    checkpoint = with_sets / "checkpoints" / "step_00000001"
+    answer = engine("eval", str(checkpoint), "--json", "--out", "scores")
+    assert answer.code == 0, answer.err
+    metrics = json.loads(answer.out)
+    assert metrics == {name: line[name] for name in metrics}
+    assert (metrics["eval/few/prompts"], metrics["eval/more/prompts"], metrics["eval/prompts"]) == (3, 16, 2)
+    assert "eval/more/mean@4" in metrics
+    assert metrics["eval/few/pass@1"] <= metrics["eval/few/pass@3"]
+    sampled = read_rollouts(with_sets.parents[1] / "scores" / "more.parquet")
+    assert len(sampled) == 16 * 4
+    inside = read_rollouts(with_sets / "rollouts" / "eval" / "more" / "step_000001.parquet")
+    assert [r.text for r in inside] == [r.text for r in sampled]
+    shown = engine("eval", "first").out
+    assert re.search(r"^eval/few/accuracy +\d\.\d\d ± \d\.\d\d$", shown, re.MULTILINE)
+    assert "_low" not in shown
+
+
+def test_two_evaluations_are_compared_prompt_by_prompt(engine, with_sets):
+    assert engine("eval", "first", "--out", "again", "--set", "run.seed=5").code == 0
+    found = json.loads(engine("compare", "first", "again", "--json").out)
+    assert set(found) == {"validation", "few", "more"}
+    more = found["more"]
+    assert more["difference"]["mean"] == pytest.approx(more["first"]["mean"] - more["second"]["mean"])
+    assert more["difference"]["prompts"] == 16
+    same = json.loads(engine("compare", "first", "first", "--json").out)["few"]["difference"]
+    assert (same["mean"], same["low"], same["high"]) == (0, 0, 0)
+    assert list(json.loads(engine("compare", "first", "again/few.parquet", "--json").out)) == ["few"]
+    table = engine("compare", "again/few.parquet", "again/few.parquet").out
+    assert table.splitlines()[0].split() == ["set", "first", "second", "difference", "prompts"]
+    assert table.splitlines()[1].endswith("0.00 ± 0.00  3")
+
+
+REFUSED = [
+    ("compare again/few.parquet again/more.parquet", 4, "have no prompt in common"),
+    ("compare first again --score digit", 4, "no rollout has the reward 'digit'. Did you mean 'digits'?"),
+    ("compare first nowhere", 4, "No run at 'nowhere'"),
+    ("eval run.toml --out new", 2, "--out: trainer = 'sft' samples nothing"),
+    (
+        "eval runs/first/checkpoints/step_00000001 --step 2",
+        2,
+        "is the checkpoint of step 1. Leave --step out",
+    ),
+    ("eval first --set eval.score=digit", 2, "eval.score: got 'digit', which is no [[reward]] of the run"),
+    (
+        "eval first --set eval.set.few.majority=digits",
+        2,
+        "eval.set.few.majority: got 'digits', expected one of",
+    ),
+    ("eval first --set eval.set.few.path=gone.jsonl", 4, "eval.set.few.path: there is no file"),
+]
+
+
+def test_what_cannot_be_evaluated_or_compared_is_refused(engine, with_sets):
+    assert engine("eval", "first", "--out", "again").code == 0
+    for words, code, message in REFUSED:
+        answer = engine(*words.split())
+        assert (answer.code, message in answer.err) == (code, True), f"{words}: {answer.err}"
 
 
 def test_a_step_without_a_checkpoint_lists_those_there_are(engine, trained):

@@ -15,8 +15,13 @@ from math_verify import parse, verify
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the missing time-outs
 
 
-def same_mathematics(completion: str, answer: object, *, precision: int, strict: bool) -> float | None:
+def same_mathematics(
+    completion: str, answer: object, *, precision: int, strict: bool
+) -> dict[str, float | str | None] | None:
     """1 if the response's final expression equals the answer, else 0; None for a row without answer.
+
+    ``pred`` is the expression as text: that of the answer where the two are equal, so that all right
+    responses are one answer however they write it.
 
     Args:
         completion: the response; the last ``\\boxed{}``, formula or number is taken.
@@ -34,7 +39,8 @@ def same_mathematics(completion: str, answer: object, *, precision: int, strict:
         raise ValueError(f"the answer {str(answer)[:60]!r} is no mathematics")
     got = parse(completion, parsing_timeout=None)
     same = bool(got) and verify(expected, got, float_rounding=precision, strict=strict, timeout_seconds=None)
-    return float(same)
+    pred = (expected if same else got)[:1]
+    return {"score": float(same), "pred": str(pred[0]) if pred else None}
 
 
 @functools.lru_cache(maxsize=1024)

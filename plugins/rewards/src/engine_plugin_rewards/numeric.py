@@ -20,8 +20,8 @@ _FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)|\\[dt]?frac\s*\{([^{}]*)\}\s*\{(
 
 def numeric(
     completion: str, answer: object, *, tolerance: float, relative_tolerance: float, boxed: str
-) -> float | None:
-    """1 if both texts end in the same number, else 0; None for a row without answer.
+) -> dict[str, float | str | None] | None:
+    """1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
 
     Numbers may have thousands separators (``1,234.5``), an exponent, or be a ratio (``3/4``,
     ``\\frac{3}{4}``).
@@ -43,14 +43,16 @@ def numeric(
         raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
     inside = last_boxed(completion) if boxed != "ignore" else None
     if boxed == "only" and inside is None:
-        return 0.0
+        return {"score": 0.0, "pred": None}
     got = last_number(inside) if inside is not None else None
     if got is None and boxed != "only":
         got = last_number(completion)
     if got is None:
-        return 0.0
+        return {"score": 0.0, "pred": None}
     allowed = max(Decimal(tolerance), Decimal(relative_tolerance) * abs(expected))
-    return float(abs(got - expected) <= allowed)
+    right = abs(got - expected) <= allowed
+    # 72, 72.0 and what is within the tolerance of the answer are one answer
+    return {"score": float(right), "pred": f"{(expected if right else got).normalize():g}"}
 
 
 def last_number(text: str) -> Decimal | None:

@@ -113,10 +113,12 @@ class PythonOptions(Options):
 def engine_rewards() -> Mapping[str, Reward]:
     here = "engine_plugin_rewards"
     return {
-        "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions),
+        "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions, answers=True),
         "format": Reward(load=f"{here}.text:make_format", config=FormatOptions, factory=True),
         "length": Reward(load=f"{here}.text:soft_overlong", config=LengthOptions),
-        "math": Reward(load=f"{here}.mathematics:same_mathematics", config=MathOptions),
-        "numeric": Reward(load=f"{here}.numeric:numeric", config=NumericOptions),
-        "python": Reward(load=f"{here}.python_file:make_python", config=PythonOptions, factory=True),
+        "math": Reward(load=f"{here}.mathematics:same_mathematics", config=MathOptions, answers=True),
+        "numeric": Reward(load=f"{here}.numeric:numeric", config=NumericOptions, answers=True),
+        "python": Reward(
+            load=f"{here}.python_file:make_python", config=PythonOptions, factory=True, answers=True
+        ),
     }

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 def exact_match(
     completion: str, answer: object, *, after: str | None, ignore_case: bool, strip: bool
-) -> float | None:
-    """1 if the response is the answer, else 0; None for a row without answer.
+) -> dict[str, float | str | None] | None:
+    """1 if the response is the answer, else 0; None for a row without answer. ``pred`` is what is compared.
 
     Args:
         completion: the response.
@@ -23,13 +23,13 @@ def exact_match(
     if after is not None:
         _, found, completion = completion.rpartition(after)
         if not found:
-            return 0.0
+            return {"score": 0.0, "pred": None}
     texts = [completion, str(answer)]
     if strip:
         texts = [text.strip() for text in texts]
     if ignore_case:
         texts = [text.casefold() for text in texts]
-    return float(texts[0] == texts[1])
+    return {"score": float(texts[0] == texts[1]), "pred": texts[0]}
 
 
 def make_format(pattern: str, match: str) -> Callable[[str], float]:

@@ -1,0 +1,173 @@
+"""What an evaluation says of a policy, and how sure it is: pass@k, maj@k, means, intervals over prompts.
+
+n responses were sampled to each prompt. Every number is a mean over prompts of one value a prompt, so
+all intervals are over prompts: the responses of one prompt are not independent, and more of them do
+not make the set larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+LEVEL = 0.95
+"""Of all intervals."""
+RESAMPLES = 2000
+"""Draws of a bootstrap."""
+
+
+def pass_at_k(passed: int, samples: int, k: int) -> float:
+    """Probability that of k of the samples at least one passed: ``1 - C(n - c, k) / C(n, k)``.
+
+    Chen et al., https://arxiv.org/abs/2107.03374, equation 1, as the product
+    ``1 - prod_{i = n - c + 1}^{n} (1 - k / i)``, which needs no large numbers. Unbiased for k responses.
+
+    Args:
+        passed: c, samples that passed.
+        samples: n.
+        k: at most n.
+    """
+    _check_k(k, samples)
+    if samples - passed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(samples - passed + 1, samples + 1))
+
+
+def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
+    """Probability that the answer with most votes among k of the samples is right; mean over all subsets of k.
+
+    Self-consistency (https://arxiv.org/abs/2203.11171), for every k up to n without a draw: the subsets are
+    counted, not enumerated. Answers that are equally often the first share the subset equally; a sample
+    without an answer has no vote, and a subset without a vote is wrong.
+
+    Args:
+        answers: [n] of each sample; None where it gave none. Equal texts are one answer.
+        passed: [n] whether the sample passed; an answer is as right as the mean of its samples.
+        k: at most n.
+    """
+    samples = len(answers)
+    _check_k(k, samples)
+    votes: dict[str, list[bool]] = {}
+    for answer, is_right in zip(answers, passed, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(is_right)
+    counts = [len(rights) for rights in votes.values()]
+    right = [sum(rights) / len(rights) for rights in votes.values()]
+    silent = samples - sum(counts)
+    total = sum(
+        _won_with(most, counts, right, silent, k) for most in range(1, min(k, max(counts, default=0)) + 1)
+    )
+    return total / math.comb(samples, k)
+
+
+def _won_with(most: int, counts: Sequence[int], right: Sequence[float], silent: int, k: int) -> float:
+    """Over the subsets of k in which the first answer has ``most`` votes: the sum of how right it is."""
+    ties = k // most
+    # [votes so far, answers that have `most`]: number of ways, and the sum over them of the winners' rightness
+    ways, sums = np.zeros((2, k + 1, ties + 1))
+    ways[0, 0] = 1.0
+    for count, worth in zip(counts, right, strict=True):
+        new_ways, new_sums = np.zeros_like(ways), np.zeros_like(sums)
+        for taken in range(min(count, most, k) + 1):
+            first, times = int(taken == most), float(math.comb(count, taken))
+            rows, columns = k + 1 - taken, ties + 1 - first
+            new_ways[taken:, first:] += times * ways[:rows, :columns]
+            new_sums[taken:, first:] += times * (sums + first * worth * ways)[:rows, :columns]
+        ways, sums = new_ways, new_sums
+    unvoted = np.array([math.comb(silent, k - used) for used in range(k + 1)], dtype=float)
+    return float((unvoted @ sums)[1:] @ (1.0 / np.arange(1, ties + 1)))
+
+
+def _check_k(k: int, samples: int) -> None:
+    if not 1 <= k <= samples:
+        raise ValueError(f"k is {k}; expected 1 to the number of samples, {samples}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts with its 95% interval; the bounds are NaN where one prompt alone cannot tell."""
+
+    mean: float
+    low: float
+    high: float
+    prompts: int
+
+    @property
+    def half_width(self) -> float:
+        """What stands after the ``±``."""
+        return (self.high - self.low) / 2
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g}" if math.isnan(self.low) else f"{self.mean:.2f} ± {self.half_width:.2f}"
+
+
+def mean_interval(values: Sequence[float]) -> Estimate:
+    """``m ± t s / sqrt(P)``: m and s are mean and standard deviation (P - 1) of one value a prompt.
+
+    t is the 97.5% quantile of Student's distribution with P - 1 degrees of freedom. This is the
+    cluster-robust interval of all responses where each prompt has equally many.
+
+    Args:
+        values: [P], at least one: the mean of a prompt's responses, or a paired difference.
+    """
+    count, mean = len(values), math.fsum(values) / len(values)
+    if count < 2:
+        return Estimate(mean, math.nan, math.nan, count)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    half = student_quantile(count - 1) * deviation / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, count)
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Percentile bootstrap over prompts: P prompts are drawn with replacement, 2000 times; 2.5% and 97.5% of the means.
+
+    For values in 0..1, whose interval must stay there. Where all of them are 0, or all 1, no draw
+    differs, and the bound is the exact one of P equal trials (Clopper-Pearson): ``0.025^(1/P)`` from the
+    other end.
+
+    Args:
+        values: [P], at least one, each in 0..1.
+        seed: of the draws, so that the same values give the same interval.
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    count, mean = len(numbers), float(numbers.mean())
+    tail = (1 - LEVEL) / 2
+    if numbers.min() == numbers.max() and mean in (0.0, 1.0):
+        edge = tail ** (1 / count)
+        low, high = (edge, 1.0) if mean else (0.0, 1.0 - edge)
+        return Estimate(mean, low, high, count)
+    if count < 2:
+        return Estimate(mean, math.nan, math.nan, count)
+    rng = np.random.default_rng(seed)
+    means = [float(numbers[rng.integers(count, size=count)].mean()) for _ in range(RESAMPLES)]
+    return Estimate(mean, float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail)), count)
+
+
+def student_quantile(freedom: int, level: float = LEVEL) -> float:
+    """t with ``P(|T| <= t) = level``: by bisection of the closed form; the normal quantile over 1000 degrees.
+
+    Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    if freedom > 1000:
+        return NormalDist().inv_cdf((1 + level) / 2)
+    low, high = 0.0, 1e4
+    while high - low > 1e-9 * max(low, 1.0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < level else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """P(|T| <= t)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    term = total = math.cos(angle) if freedom % 2 else 1.0
+    for power in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= (power - 1) / power * math.cos(angle) ** 2
+        total += term
+    if freedom % 2 == 0:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
