@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from engine_core.engines.log_probs import zero_outputs
 from engine_core.engines.model_loading import cast_parameters
 from engine_core.engines.sharded import copies, here
+from engine_core.engines.units import compile_units
 from engine_core.engines.value_models import VALUE_ROLES
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
@@ -94,13 +95,12 @@ class FSDPEngine(Keeping):
         options = self.options
         check(module, units, self.context.role)
         self.skeleton = Skeleton(module, self.device)
+        if self._compiles:
+            compile_units(module, units)
         if self.trainable:
             recompute(module, units, options.activation_checkpointing)
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
-        if options.compile:
-            for name in units:
-                module.get_submodule(name).compile()
         self.root = shard(module, units, options, self.ranks)
         return module
 
@@ -121,6 +121,10 @@ class FSDPEngine(Keeping):
             return super().infer(batch, outputs, adapter)
         finally:
             self._reshard()
+
+    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
+        """A second try is for a rank that is alone: the others would not know of it."""
+        return self.ranks.size == 1 and super()._halve_budget(batch, error)
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """As many as the rank that needs most; those beyond this rank's own are two tokens that nothing is learned from."""

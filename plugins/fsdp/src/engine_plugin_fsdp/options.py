@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from engine_core.engines.torch_options import ForwardOptions
 from engine_core.specs import Options
 
 FloatType = Literal["fp32", "bf16", "fp16"]
@@ -32,11 +33,9 @@ class MixedPrecision(Options):
     """Type in which gradients are summed over ranks."""
 
 
-class FSDPOptions(Options):
+class FSDPOptions(ForwardOptions):
     """``[actor.fsdp]``: the model spread over ranks with FSDP2."""
 
-    device: str = "auto"
-    """``auto`` takes the accelerator that the runtime gave this rank, else the CPU; or a torch device string."""
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"
     """``full``: weights, gradients and optimizer are spread over all ranks (ZeRO-3). ``grad_op``: weights stay gathered between forward and backward pass (ZeRO-2): faster, more memory. ``hybrid``: ``full`` inside groups of `shard_group_size` ranks, copies between groups. ``none``: every rank holds everything."""
     shard_group_size: int = Field(default=0, ge=0)
@@ -61,16 +60,14 @@ class FSDPOptions(Options):
     """``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). ``selective``: keep every second matrix product and all attention. A number n: every n-th unit."""
     activation_offload: bool = False
     """Activations that a unit keeps lie in host memory until its backward pass."""
-    compile: bool = False
-    """``torch.compile`` each unit."""
+    compile: bool | Literal["auto"] = False
+    """Compile each unit and the log-probs with torch.compile; ``auto``: on an accelerator."""
     sp: int = Field(default=1, gt=0)
     """Ranks that share the tokens of each micro-batch (Ulysses sequence parallelism): heads are spread over them in attention. Must divide the number of key-value heads and of ranks."""
     loading: Literal["auto", "broadcast", "every_rank"] = "auto"
     """How the model folder is read. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
     weights_bucket_mb: int = Field(default=256, gt=0)
     """Weights are given away (to a sampler, to a file) in buckets of at most this many MiB of gathered tensors."""
-    log_prob_chunk_tokens: int = Field(default=1024, gt=0)
-    """Response tokens whose logits exist at one time (that many times the vocabulary, in float32)."""
 
     @property
     def compute_dtype(self) -> FloatType:

@@ -1,0 +1,198 @@
+"""Cases for several ranks: functions of a bench, run by ``Workers``; see ``test_ranks.py``."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.distributed.tensor import DTensor
+
+from engine_core.testing.contracts import close, identical, refused
+from engine_core.testing.reference import gradient_of, nll_loss, norm_of
+from engine_core.testing.train_bench import MEASURE
+
+OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
+
+
+def memory_is_spread(bench):
+    """Each rank of a shard group holds its share of weights and optimizer state."""
+    engine = bench.engine()
+    bench.step(engine, bench.batch())
+    assert all(isinstance(p, DTensor) for p in engine.module.parameters())
+    every = sum(p.numel() for p in engine.module.parameters())
+    local = sum(p.to_local().numel() for p in engine.module.parameters())
+    moments = sum(
+        v.to_local().numel()
+        for s in engine.optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, DTensor)
+    )
+    shards = engine.ranks.mesh.shape[-1]
+    assert abs(local * shards / every - 1) < 0.05  # 97 rows on 2 ranks are 49 and 48
+    assert moments == 2 * local
+
+
+def nothing_stays_gathered(bench):
+    """After infer and after forward_backward every parameter is a shard again."""
+    engine, batch = bench.engine(), bench.batch()
+    bench.infer(engine, batch)
+    assert all(isinstance(p, DTensor) for p in engine.module.parameters())
+    bench.forward_backward(engine, batch)
+    assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in engine.module.parameters())
+
+
+def a_rank_without_sequences_takes_part(bench):
+    """One sequence for all ranks: gradient, loss and metrics are its own."""
+    batch, module = bench.batch((9,)), bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    engine = bench.engine(optim={**MEASURE})
+    trained = bench.forward_backward(engine, batch)
+    step = engine.optimizer_step()
+    close(torch.tensor(trained.loss), nll_loss(module, batch).detach().float(), 1e-4, "loss")
+    assert list(trained.metrics) == ["actor/nll"]
+    assert abs(step.grad_norm / norm_of(expected) - 1) < 1e-5
+
+
+def gradients_are_reduced_once(bench):
+    """With gradient_sync = last, a batch of many micro-batches sends the gradients of each unit once."""
+    engine = bench.engine(budget=12)
+    batch, sent = bench.batch((9, 8, 9, 7) * 4), []
+    reduce = groups.foreach_reduce
+
+    def counted(*args, **kwargs):
+        sent.append(1)
+        return reduce(*args, **kwargs)
+
+    groups.foreach_reduce = counted
+    try:
+        trained = bench.forward_backward(engine, batch)
+    finally:
+        groups.foreach_reduce = reduce
+    units = len(engine._sharded)
+    each = engine.options.gradient_sync == "each"
+    assert trained.num_micro_batches > 2
+    assert len(sent) == units * (trained.num_micro_batches if each else 1), (len(sent), units)
+
+
+def save_for_another_world(bench):
+    """Two steps, a checkpoint, two more: what the steps after it gave, for a run on other ranks to compare."""
+    folder, batch = Path(bench.settings["shared"]), bench.batch()
+    engine = bench.engine(optim=OPTIM)
+    for _ in range(2):
+        bench.step(engine, batch)
+    engine.save(folder / "state").result()
+    bench.barrier()
+    weights = bench.weights(engine)
+    told = [_told(bench, engine, batch) for _ in range(2)]
+    if bench.place.rank == 0:
+        torch.save(weights, folder / "weights.pt")
+        (folder / "steps.json").write_text(json.dumps(told))
+
+
+def go_on_from_another_world(bench):
+    """The same weights, then the same loss, norm and rate in the next two steps, up to float32."""
+    folder, batch = Path(bench.settings["shared"]), bench.batch()
+    engine = bench.engine(optim=OPTIM, path=bench.model(seed=1))
+    engine.load(folder / "state")
+    identical(bench.weights(engine), torch.load(folder / "weights.pt"), "weights from another world")
+    for number, expected in enumerate(json.loads((folder / "steps.json").read_text())):
+        found = _told(bench, engine, batch)
+        for name, value in expected.items():
+            assert abs(found[name] - value) <= 1e-4 * abs(value), (number, name, found[name], value)
+
+
+def _told(bench, engine, batch):
+    loss = bench.forward_backward(engine, batch).loss
+    step = engine.optimizer_step()
+    return {"loss": loss, "grad_norm": step.grad_norm, "lr": step.lr}
+
+
+def half_a_checkpoint_is_refused(bench):
+    """A file of one rank is missing, then a part of a weight: both are told, and nothing was changed."""
+    engine, folder = bench.engine(), bench.folder / "state"
+    engine.save(folder).result()
+    bench.barrier()
+    before = bench.weights(engine)
+    lost = folder / "weights-00001-of-00002.safetensors"
+    if bench.place.rank == 0:
+        lost.rename(folder / "elsewhere")
+    bench.barrier()
+    with refused("a checkpoint without a rank's file", lost.name):
+        engine.load(folder)
+    identical(bench.weights(engine), before, "weights after a refused load")
+
+
+def saving_goes_on_beside_training(bench):
+    """The files hold the weights of the moment of saving, though a step follows before they are written."""
+    engine, batch = bench.engine(optim=OPTIM), bench.batch()
+    bench.step(engine, batch)
+    before = bench.weights(engine)
+    done = engine.save(bench.folder / "state")
+    bench.step(engine, batch)
+    done.result()
+    bench.barrier()
+    engine.load(bench.folder / "state")
+    identical(bench.weights(engine), before, "weights that were saved")
+
+
+def fp16_scales_and_recovers(bench):
+    """An overflow skips the step on all ranks and halves the scale; then steps go on, with unscaled norms."""
+    batch = bench.batch()
+    module = bench.reference()
+    norm = norm_of(gradient_of(module, nll_loss(module, batch)))
+    engine = bench.engine(optim={"lr": 0.0})
+    first = engine.loss_scale.factor
+    steps = [bench.step(engine, batch) for _ in range(12)]
+    skipped = [step.skipped for step in steps]
+    assert skipped[0], skipped
+    assert not skipped[-1], skipped
+    assert engine.loss_scale.factor == first / 2 ** sum(skipped)
+    assert abs(steps[-1].grad_norm / norm - 1) < 2e-2, (steps[-1].grad_norm, norm)
+
+
+def one_step(bench):
+    """Loss and norm of one step, beside the reference's."""
+    batch = bench.batch()
+    module = bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    found, _, _ = bench.measured(batch)
+    for name, value in expected.items():
+        gap = float((found[name].double() - value.double()).norm())
+        limit = bench.gradient_tolerance * max(float(value.double().norm()), 1e-3 * norm_of(expected))
+        assert gap <= limit, f"{name}: {gap} > {limit}"
+
+
+def critic_learns_as_alone(bench):
+    """A critic's values and the norm of its gradient do not depend on ranks: torch's own engine gives the same."""
+    from engine_core.config import ModelConfig, OptimConfig, RoleConfig
+    from engine_core.engines.base import WorkerContext
+    from engine_core.engines.torch_engine import TorchEngine
+    from engine_core.engines.torch_options import TorchOptions
+    from engine_core.types import LossCall
+
+    batch = bench.batch().with_columns(
+        {"returns": torch.linspace(-1, 1, sum(bench.batch().lengths.tolist()))}
+    )
+    engine = bench.engine(role="critic")
+    plain = TorchEngine(
+        RoleConfig(backend=bench.name, options=TorchOptions(), optim=OptimConfig(lr=1e-2)),
+        ModelConfig(path=bench.model()),
+        WorkerContext(plugins=engine.context.plugins, role="critic", device=bench.device),
+    )
+    values = bench.infer(engine, batch, ("values",))["values"]
+    close(values, plain.infer(batch, ("values",))["values"], 1e-5, "values")
+    call = LossCall("value", {}, outputs=("values",))
+    batch = batch.with_columns({"values": values})
+    ours = bench.forward_backward(engine, batch, call)
+    theirs = plain.forward_backward(batch, call)
+    assert abs(ours.loss - theirs.loss) < 1e-5
+    assert ours.metrics.keys() == theirs.metrics.keys()
+    assert abs(engine.optimizer_step().grad_norm / plain.optimizer_step().grad_norm - 1) < 1e-5
+
+
+def refusals(bench):
+    """What does not fit is refused with its key before a model is built."""
+    for options, words in bench.settings["refused"]:
+        bench.settings["options"] = options
+        with refused(str(options), *words):
+            bench.engine()

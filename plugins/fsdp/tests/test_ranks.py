@@ -1,0 +1,142 @@
+"""Several ranks in real processes: one launch of each number of ranks runs all cases."""
+
+from pathlib import Path
+
+import pytest
+
+from engine_core.testing import TrainEngineSuite
+from engine_core.testing.launcher import Workers
+
+HERE = Path(__file__).parent
+
+
+class FSDP(TrainEngineSuite):
+    backend = "fsdp"
+
+
+GRADIENT = FSDP.contracts["test_the_gradient_is_that_of_the_global_sum"].case
+RESUME = FSDP.contracts["test_a_resumed_run_continues_exactly"].case
+SLEEP = FSDP.contracts["test_an_engine_that_slept_goes_on_as_if_it_had_not"].case
+WEIGHTS = FSDP.contracts["test_named_weights_follow_a_step"].case
+EXPORT = FSDP.contracts["test_export_is_loaded_by_from_pretrained"].case
+POISON = FSDP.contracts["test_a_gradient_that_is_not_finite_skips_the_step"].case
+SAMPLER = FSDP.contracts["test_the_generation_module_gives_the_logits_of_the_policy"].case
+KEPT = (GRADIENT, RESUME, SLEEP, WEIGHTS, POISON)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    groups = {}
+
+    def run(size, case, options=None, **settings):
+        if size not in groups:
+            groups[size] = Workers(size, root=HERE)
+        case = case if ":" in case else f"cases.py:{case}"
+        groups[size].run(FSDP.bench, case, {**FSDP.settings(), "options": options or {}, **settings})
+
+    yield run
+    for group in groups.values():
+        group.close()
+
+
+OPTIONS = {
+    "grad_op": {"sharding": "grad_op"},
+    "none": {"sharding": "none"},
+    "hybrid": {"sharding": "hybrid", "shard_group_size": 1},
+    "each": {"gradient_sync": "each"},
+    "params_offload": {"cpu_offload": "params"},
+    "optimizer_offload": {"cpu_offload": "optimizer"},
+    "full_recompute": {"activation_checkpointing": "full"},
+    "selective_recompute": {"activation_checkpointing": "selective"},
+    "every_second_unit": {"activation_checkpointing": 2, "activation_offload": True},
+    "two_layers_a_unit": {"wrap": {"layers_per_unit": 2}, "forward_prefetch": 1, "backward_prefetch": 2},
+    "inner_units": {"wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]}},
+    "every_rank_reads": {"loading": "every_rank"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_gradient_is_the_same_in_every_configuration(ranks, name):
+    ranks(2, GRADIENT, OPTIONS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.rpartition(":")[2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_configuration_keeps_the_contracts(ranks, name, case):
+    ranks(2, case, OPTIONS[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "none"}, {"sharding": "hybrid", "shard_group_size": 1}])
+def test_memory_is_spread_as_the_table_says(ranks, options):
+    ranks(2, "memory_is_spread", options)
+
+
+@pytest.mark.parametrize("sharding", ["full", "grad_op"])
+def test_nothing_stays_gathered(ranks, sharding):
+    ranks(2, "nothing_stays_gathered", {"sharding": sharding})
+
+
+def test_a_rank_without_sequences_takes_part(ranks):
+    ranks(2, "a_rank_without_sequences_takes_part")
+
+
+@pytest.mark.parametrize("sync", ["last", "each"])
+def test_gradients_are_sent_when_the_table_says(ranks, sync):
+    ranks(2, "gradients_are_reduced_once", {"gradient_sync": sync})
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_a_run_goes_on_under_another_number_of_ranks(ranks, tmp_path, saved, loaded):
+    ranks(saved, "save_for_another_world", shared=str(tmp_path))
+    ranks(loaded, "go_on_from_another_world", shared=str(tmp_path))
+
+
+def test_a_run_goes_on_under_another_sharding(ranks, tmp_path):
+    ranks(2, "save_for_another_world", {"sharding": "none"}, shared=str(tmp_path))
+    ranks(2, "go_on_from_another_world", {"sharding": "full"}, shared=str(tmp_path))
+
+
+def test_a_run_of_the_torch_engine_goes_on(ranks, tmp_path):
+    ranks(1, "save_for_another_world", {}, backend="torch", shared=str(tmp_path))
+    ranks(2, "go_on_from_another_world", shared=str(tmp_path))
+
+
+def test_half_a_checkpoint_is_refused(ranks):
+    ranks(2, "half_a_checkpoint_is_refused")
+
+
+def test_saving_goes_on_beside_training(ranks):
+    ranks(2, "saving_goes_on_beside_training")
+
+
+def test_fp16_skips_an_overflow_and_recovers(ranks):
+    ranks(2, "fp16_scales_and_recovers", {"mixed_precision": {"param_dtype": "fp16"}, "loss_scale": 2.0**24})
+
+
+def test_bf16_gives_the_gradient_within_its_rounding(ranks):
+    # eight bits of mantissa: 2^-8 a product, of which each gradient is a chain of about ten
+    ranks(2, "one_step", {"mixed_precision": {"param_dtype": "bf16"}}, gradient_tolerance=0.08)
+
+
+def test_a_critic_learns_as_in_one_process(ranks):
+    ranks(2, "critic_learns_as_alone")
+
+
+def test_what_does_not_fit_is_refused_by_its_key(ranks):
+    refused = [
+        (
+            {"sharding": "hybrid", "shard_group_size": 3},
+            ["actor.fsdp.shard_group_size is 3", "2 ranks", "1, 2"],
+        ),
+        ({"sp": 3}, ["actor.fsdp.sp is 3", "2 ranks"]),
+        (
+            {"wrap": {"layer_classes": ["Qwen3Decoder"]}},
+            ["layer_classes", "Did you mean 'Qwen3DecoderLayer'"],
+        ),
+        ({"wrap": {"layer_classes": ["Embedding"]}}, ["tied", "lm_head.weight"]),
+    ]
+    ranks(2, "refusals", refused=refused)
