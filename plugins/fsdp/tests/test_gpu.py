@@ -1,0 +1,33 @@
+"""The kit over NCCL, one GPU a rank."""
+
+import pytest
+import torch
+
+from engine_core.testing import TrainEngineSuite
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators"),
+]
+
+
+class TestNCCL(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 2
+    process_group = "cpu:gloo,cuda:nccl"
+    worker_context = "devices.py:one_each"
+    device = "cuda"
+
+
+class TestOffload(TestNCCL):
+    options = {"cpu_offload": "params"}
+
+
+class TestCompiled(TestNCCL):
+    options = {"compile": True}
+
+
+class TestBf16(TestNCCL):
+    options = {"mixed_precision": {"param_dtype": "bf16"}}
+    tolerance = 0.1  # nats, of logits with a standard deviation of about 5 in 8 bits
+    gradient_tolerance = 0.1
