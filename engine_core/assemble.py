@@ -101,11 +101,16 @@ def check_complete(
             f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
             "that sets rewards."
         )
-    if "eval" in reads and config.eval.during_training and not held_out_sets(config):
+    evaluates = "eval" in reads and config.eval.during_training
+    if evaluates and "reward" in spec.for_eval and not config.reward and "rewards" not in live:
+        missing.append(
+            "reward: missing. [eval] asks for scores: name a [[reward]], or set eval.every_steps = 0."
+        )
+    if evaluates and not held_out_sets(config):
         missing.append(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
-    if {"eval", "reward"} <= set(reads):
+    if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
         missing += _unjudged(config, plugins, "rewards" in live or config.environment is not None)
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
@@ -197,7 +202,8 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
 
 def check_inputs(config: EngineConfig) -> list[str]:
     """Problems of the folders and files that a config names, as far as they can be seen without torch."""
-    return [*model_problems(config), *data_problems(config.data, config.eval.set)]
+    trainer: Any = plugins_for(config).spec("trainers", config.trainer)
+    return [*model_problems(config), *data_problems(config.data, config.eval.set, trainer.stored)]
 
 
 def _source(config: EngineConfig) -> RawConfig:
@@ -219,12 +225,21 @@ def _load(raw: RawConfig) -> PluginSet:
 
     first, problems = load(())
     trainers = [spec for spec, _ in first.chosen.values() if isinstance(spec, TrainerSpec)]
-    plugins, more = load((trainers and trainers[0].sections) or None)  # one that names none reads all
+    sections = trainers[0].sections if trainers else frozenset()
+    if trainers and not _asks_for_scores(raw):
+        sections -= trainers[0].for_eval
+    plugins, more = load(sections or None)  # one that names none reads all
     if trainers:
         problems = more
     if problems:  # without a trainer nobody knows what else the run needs: that is judged, not asked for
         raise PluginProblems(problems, plugins)
     return plugins
+
+
+def _asks_for_scores(raw: RawConfig) -> bool:
+    """As ``EvalConfig.during_training``, of a tree that is not checked yet."""
+    table = raw.data.get("eval")
+    return isinstance(table, dict) and any(table.get(key) for key in ("every_steps", "at_start", "at_end"))
 
 
 def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:

@@ -35,7 +35,7 @@ from engine_core.hookspecs import hookimpl
 from engine_core.runtime.options import LocalOptions
 from engine_core.specs import Advantage, Loss, RuntimeSpec, Stage, TrackerSpec, TrainBackend, TrainerSpec
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
-from engine_core.trainers.options import SFTOptions
+from engine_core.trainers.options import OfflineOptions, SFTOptions
 
 SHARED = frozenset(
     {
@@ -165,6 +165,14 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
             load="engine_core.trainer:Trainer",
             sections=SHARED | ROLLOUTS | {"ref", "critic", "algorithm"},
             required=frozenset({"reward", "data"}),
+        ),
+        "offline": TrainerSpec(
+            load="engine_core.offline_trainer:OfflineTrainer",
+            config=OfflineOptions,
+            sections=SHARED | ROLLOUTS | {"ref", "critic", "algorithm", "offline"},
+            required=frozenset({"data"}),
+            for_eval=ROLLOUTS - {"stage"},
+            stored=True,
         ),
         "sft": TrainerSpec(
             load="engine_core.trainers.sft:SFTTrainer",

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from engine_core.config.inputs import files_of, stored_files
+
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.plugins import PluginSet
@@ -114,9 +116,7 @@ def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
 
 def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
     """What the run depends on besides its config: the content of ``env.json``."""
-    train, validation = (
-        [files] if isinstance(files, str) else files for files in (config.data.train, config.data.validation)
-    )
+    named = [*files_of(config.data.train), *files_of(config.data.validation)]
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -128,7 +128,7 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
         "plugins": dict(plugins.versions()) if plugins else {},
         "git": _git_state(),
         "seeds": {"run": config.run.seed, "model": config.model.seed},
-        "data": {name: _fingerprint(Path(name)) for name in (*train, *validation)},
+        "data": {str(file): _fingerprint(file) for name in named for file in stored_files(Path(name))},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 

@@ -215,12 +215,16 @@ class TrainerSpec(Spec):
         sections: top-level TOML tables that it reads (none: all of them); another one that is
             present is named at the start as not read.
         required: those of them that must be present.
+        for_eval: those whose backends are needed only where ``[eval]`` asks for scores.
+        stored: `data.train` names files of rollouts, not rows.
     """
 
     kind = "trainers"
     noun = "trainer"
     sections: frozenset[str] = frozenset()
     required: frozenset[str] = frozenset()
+    for_eval: frozenset[str] = frozenset()
+    stored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,15 +91,47 @@ def _neighbour(path: Path) -> str:
     return f" Did you mean '{match}'?" if match else ""
 
 
-def data_problems(data: DataConfig, held_out: Sequence[EvalSetConfig] = ()) -> Iterator[str]:
-    """Files that are absent, empty, of an unknown kind, or whose rows cannot be used."""
+def stored_files(path: Path) -> list[Path]:
+    """Files of rollouts: the file itself, those of a folder by name, those of a run's steps."""
+    if not path.is_dir():
+        return [path]
+    inner = path / "rollouts"
+    return sorted((inner if inner.is_dir() else path).glob("*.parquet"))
+
+
+def data_problems(
+    data: DataConfig, held_out: Sequence[EvalSetConfig] = (), stored: bool = False
+) -> Iterator[str]:
+    """Files that are absent, empty, of an unknown kind, or whose rows cannot be used.
+
+    Args:
+        data: ``[data]``.
+        held_out: ``[[eval.set]]``.
+        stored: `data.train` names files of rollouts, folders of them, and runs.
+    """
     sets = ((f"eval.set.{each.name}.path", each.path) for each in held_out)
     for key, value in (("data.train", data.train), ("data.validation", data.validation), *sets):
         for file in files_of(value):
             try:
-                yield from _file_problems(key, Path(file), data)
+                if stored and key == "data.train":
+                    yield from _stored_problems(key, Path(file))
+                else:
+                    yield from _file_problems(key, Path(file), data)
             except OSError as error:
                 yield f"{file}: cannot be read: {error.strerror}."
+
+
+def _stored_problems(key: str, path: Path) -> Iterator[str]:
+    files = stored_files(path)
+    if not path.exists():
+        yield f"{key}: there is no file or folder '{path}'.{_neighbour(path)}"
+    elif not files:
+        yield f"{key}: '{path}' holds no Parquet file. Expected rollouts: a file, a folder of them, or a run."
+    for file in files if path.exists() else ():
+        if file.suffix != ".parquet":
+            yield f"{key}: '{file}' has the ending '{file.suffix}'. Expected a Parquet file of rollouts."
+        elif not _is_parquet(file):
+            yield f"{file}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
 
 
 def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:

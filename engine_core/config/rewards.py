@@ -204,6 +204,11 @@ class RewardConfig(Table):
     options: Any = Field(default=None, exclude=True)
     """The reward's own table, filled in by the loader."""
 
+    def clipped(self, value: float) -> float:
+        """``value`` within `clip`."""
+        low, high = self.clip or (value, value)
+        return min(max(value, low), high)
+
     @property
     def role(self) -> str:
         """The role of its model, where it has one."""

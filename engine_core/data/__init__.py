@@ -8,6 +8,7 @@
     prepare.py    the way of one row through these, and what came of it
     preferences.py  the same for pairs of responses, and for responses with a label
     source.py     PromptSource, SFTSource, PairSource, JudgedSource: seeded order, skips, position
+    stored.py     StoredGroups: rollouts of earlier runs, whole groups
     workers.py    the same rows tokenised ahead by other processes
     tokenizer.py  loading a tokenizer and checking that it fits the model
 
@@ -17,16 +18,19 @@ Left out: streaming from a hub (download the files first), mixing by weight, pac
 from engine_core.data.preferences import Judged, Pair
 from engine_core.data.render import Example
 from engine_core.data.source import JudgedSource, PairSource, PromptSource, SFTSource
+from engine_core.data.stored import Fit, StoredGroups
 from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
 
 __all__ = [
     "Example",
+    "Fit",
     "Judged",
     "JudgedSource",
     "Pair",
     "PairSource",
     "PromptSource",
     "SFTSource",
+    "StoredGroups",
     "check_tokenizer",
     "load_tokenizer",
     "tokenizer_hash",

@@ -129,10 +129,6 @@ class Scorer:
         policies = {"error": self.config.on_error, "timeout": self.config.on_timeout}
         return policies.get(outcome.failure, "")
 
-    def clipped(self, value: float) -> float:
-        low, high = self.config.clip or (value, value)
-        return min(max(value, low), high)
-
     def note(self, outcome: Outcome, sample: str, step: int, count: int) -> None:
         """Count a failure; raise where the settings say that the run ends."""
         self.failures[outcome.failure] += 1
@@ -233,7 +229,7 @@ class RewardRunner:
                 rollout.text = self.tokenizer.decode(response, skip_special_tokens=True)
         self._run(rollouts, step)
         metrics = self._sum(rollouts, training)
-        return metrics | self._failures(step) | _statistics(rollouts)
+        return metrics | self._failures(step) | reward_statistics(rollouts)
 
     def _run(self, rollouts: Sequence[Rollout], step: int) -> None:
         """Every runner's ``outcomes`` for these rollouts; workers of all rewards work at once."""
@@ -266,7 +262,7 @@ class RewardRunner:
             values = [scorer.value(outcome) for outcome in outcomes]
             known = [value for value in values if value is not None]
             if config.normalize and training:
-                scorer.std.update([scorer.clipped(value) for value in known])
+                scorer.std.update([scorer.config.clipped(value) for value in known])
             divisor = scorer.std.divisor if config.normalize else 1.0
             for i, (outcome, value) in enumerate(zip(outcomes, values, strict=True)):
                 rollouts[i].rewards[config.name] = value
@@ -275,7 +271,7 @@ class RewardRunner:
                 dropped[i] |= scorer.policy(outcome) == "drop" and config.weight != 0
                 if value is not None and config.weight != 0:
                     applied[i] = True
-                    totals[i] += config.weight * scorer.clipped(value) / divisor
+                    totals[i] += config.weight * scorer.config.clipped(value) / divisor
             if known:
                 metrics[f"reward/{config.name}"] = statistics.fmean(known)
             elif outcomes and not any(outcome.failure for outcome in outcomes):
@@ -302,7 +298,7 @@ class RewardRunner:
     def terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Name, weight and clipping of each reward, those that rollouts bring along included."""
         for scorer in self.scorers:
-            yield scorer.config.name, scorer.config.weight, scorer.clipped
+            yield scorer.config.name, scorer.config.weight, scorer.config.clipped
         for name, weight in self.given.items():
             yield name, weight, lambda value: value
 
@@ -390,7 +386,8 @@ def _live(function: Callable[..., Any]) -> Scorer:
     return Scorer(config, InProcess(RewardFunction(name, function, {}), config.timeout_seconds))
 
 
-def _statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """``reward/mean`` and ``/std`` over valid rollouts, ``/zero_variance_groups``."""
     rewards = [r.reward for r in rollouts if r.valid]
     groups: dict[int, set[float]] = {r.group_id: set() for r in rollouts}
     for rollout in rollouts:

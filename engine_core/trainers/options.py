@@ -7,6 +7,13 @@ from pydantic import Field
 from engine_core.specs import Options
 
 
+class OfflineOptions(Options):
+    """``[offline]``"""
+
+    unequal_groups: bool = False
+    """Accept groups of different sizes, as some stages make them; else they are refused as a sign of a damaged file."""
+
+
 class SFTOptions(Options):
     """``[sft]``"""
 

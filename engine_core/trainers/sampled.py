@@ -28,9 +28,18 @@ class SampledRun(TrainingRun):
     """A run that samples what it learns from; a subclass says in ``step`` what is learned."""
 
     def prepare(self) -> None:
-        self.sampling = RolloutSource(self)
+        self.sampling = self.make_sampling()
         self._cleanup.callback(self.sampling.close)
         self.evaluation = Evaluation(self, self.sampling)
+
+    def make_sampling(self) -> RolloutSource:
+        """Where rollouts come from."""
+        return RolloutSource(self)
+
+    def reward_columns(self) -> set[str]:
+        """Columns of the rows that are scored."""
+        columns: set[str] = self.source.columns()
+        return columns
 
     def roles(self, training: bool) -> dict[str, Role]:
         return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}

@@ -32,22 +32,15 @@ class RolloutSource:
 
     Args:
         run: the trainer that it serves; its worker groups exist when a method is called.
+        scores: False where nothing is scored: no reward is made.
     """
 
-    def __init__(self, run: SampledRun) -> None:
+    def __init__(self, run: SampledRun, scores: bool = True) -> None:
         self.run = run
         self.stages = Stages(run.config.stage, run.plugins)  # one that cannot be called is refused here
-        columns = run.source.columns()
-        models = model_rewards(run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns)
-        self.environment = environment_of(run, columns)
-        given = self.environment.reward_weights if self.environment else {}
-        live = run.live.get("rewards") or ()
-        self.rewards = RewardRunner(run.config.reward, run.plugins, run.tokenizer, live, models, given)
-        try:
-            self.rewards.check_columns(columns)
-        except BaseException:
-            self.rewards.close()
-            raise
+        columns = run.reward_columns() if scores else set()
+        self.environment = environment_of(run, columns) if scores else None
+        self.rewards = self._make_rewards(columns) if scores else RewardRunner([], run.plugins)
         self._tokenizer = ""  # its hash, worked out once
         self.version = 0  # weight updates that the sampler has seen
 
@@ -155,6 +148,20 @@ class RolloutSource:
             self._tokenizer = tokenizer_hash(self.run.tokenizer)
         cut = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
         return {"tokenizer": self._tokenizer, **cut}
+
+    def _make_rewards(self, columns: set[str]) -> RewardRunner:
+        """Every reward of the run, refused where the data lacks a column that it needs."""
+        run = self.run
+        models = model_rewards(run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns)
+        given = self.environment.reward_weights if self.environment else {}
+        live = run.live.get("rewards") or ()
+        rewards = RewardRunner(run.config.reward, run.plugins, run.tokenizer, live, models, given)
+        try:
+            rewards.check_columns(columns)
+        except BaseException:
+            rewards.close()
+            raise
+        return rewards
 
     def close(self) -> None:
         """Stop the environment and the reward workers."""
