@@ -64,6 +64,11 @@ class Redactor:
         return value
 
 
+def names_secret(variable: str) -> bool:
+    """Whether the value of an environment variable of this name is kept out of what a run writes."""
+    return bool(_ENV_NAME.search(variable))
+
+
 def without_secrets(text: str) -> str:
     """``text`` for the screen: without the environment's secrets, and those of any config of this process."""
     return Redactor([*_known, *(v for name, v in os.environ.items() if _ENV_NAME.search(name))])(text)

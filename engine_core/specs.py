@@ -97,7 +97,8 @@ class Reward(Spec):
 
     Args:
         factory: ``load`` is no reward but makes one: it is called once in each worker with the
-            options, and with ``root`` (folder of the run file) and ``allow_code`` if it names them.
+            options, and with ``root`` (folder of the run file), ``allow_code`` and ``timeout`` (seconds
+            that a call may take) if it names them.
         answers: the function gives ``{"score": number, "pred": text}``, where equal texts are the same
             answer: a majority vote (`eval.majority`) can be held on them.
     """

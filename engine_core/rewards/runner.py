@@ -240,18 +240,31 @@ class RewardRunner:
             sample = f"{rollout.prompt.id} ({rollout.request_id})"
             scorers[reward].note(outcome, sample, step, len(rollouts))
 
-        start(self.pools)
+        start(self.pools)  # a signature is told by a worker
         columns = {}
         for scorer in self.scorers:
             scorer.failures, scorer.first_failure = {"error": 0, "timeout": 0}, ""
             assert scorer.runner.signature is not None
             columns[scorer.config.name] = arguments(scorer.config.name, scorer.runner.signature, rollouts)
+        self.ask(columns, len(rollouts), on_failure)
+
+    def ask(
+        self, columns: Mapping[str, Mapping[str, Sequence[Any]]], count: int, on_failure: OnFailure
+    ) -> None:
+        """Fill in the ``outcomes`` of every reward's runner.
+
+        Args:
+            columns: of each reward, the arguments that its signature names, ``count`` values each.
+            count: samples.
+            on_failure: told of each failed sample; what it raises ends the work.
+        """
+        start(self.pools)
         for pool in self.pools:
-            pool.begin(columns[pool.name], len(rollouts))
+            pool.begin(columns[pool.name], count)
         drive(self.pools, on_failure)
         for scorer in self.scorers:
             if not isinstance(scorer.runner, Pool):
-                scorer.runner.run(columns[scorer.config.name], len(rollouts), on_failure)
+                scorer.runner.run(columns[scorer.config.name], count, on_failure)
 
     def _sum(self, rollouts: Sequence[Rollout], training: bool) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -360,8 +373,9 @@ def _runner(
         return ByModel(config.name, models[config.name])
     options = config.options.model_dump(mode="json") if config.options is not None else None
     if config.workers == 0:
-        reward = load_reward(config.name, plugins, options, plugins.root, plugins.allow_code)
-        return InProcess(reward, config.timeout_seconds)
+        timeout = config.timeout_seconds
+        reward = load_reward(config.name, plugins, options, plugins.root, plugins.allow_code, timeout)
+        return InProcess(reward, timeout)
     plugins.spec("rewards", config.name)  # refuses a name that the run did not load
     order = {
         "reward": config.name,

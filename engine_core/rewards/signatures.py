@@ -24,7 +24,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,12 @@ class RewardFunction:
 
 
 def load_reward(
-    name: str, plugins: PluginSet, options: Mapping[str, Any] | None, root: Path, allow_code: bool
+    name: str,
+    plugins: PluginSet,
+    options: Mapping[str, Any] | None,
+    root: Path,
+    allow_code: bool,
+    timeout: float,
 ) -> RewardFunction:
     """A reward of loaded plugins, its options checked; imports the plugin's code.
 
@@ -129,14 +134,15 @@ def load_reward(
         options: its table; None: all defaults.
         root: folder of the run file, which a factory may ask for.
         allow_code: whether files outside of it may be run, which a factory may ask for.
+        timeout: seconds that a call may take, which a factory may ask for.
     """
     spec, function = plugins.spec("rewards", name), plugins.resolve("rewards", name)
     model = spec.config.model_validate(options or {})
     values = {field: getattr(model, field) for field in type(model).model_fields}
     if not getattr(spec, "factory", False):
         return RewardFunction(name, function, values)
-    context = {"root": root, "allow_code": allow_code}
-    taken = inspect.signature(function).parameters
+    context = {"root": root, "allow_code": allow_code, "timeout": timeout}
+    taken = inspect.signature(function).parameters.keys() - values.keys()
     return RewardFunction(name, function(**values, **{k: v for k, v in context.items() if k in taken}), {})
 
 
@@ -310,7 +316,7 @@ def number(name: str, value: Any) -> float | None:
 
 
 def numbers_of(name: str, result: Any, count: int) -> list[Outcome]:
-    """The outcome of each sample of one call in plural form.
+    """The outcome of each sample of one call in plural form; an entry that is an exception is a sample that failed.
 
     Raises:
         BadResult: not a list, tuple, array or tensor of ``count`` entries. Nothing is broadcast.
@@ -329,6 +335,9 @@ def numbers_of(name: str, result: Any, count: int) -> list[Outcome]:
 
 
 def _checked(name: str, value: Any) -> Outcome:
+    if isinstance(value, Exception):
+        late = isinstance(value, TimeoutError)
+        return replace(failed(value), failure="timeout" if late else "error", trace="")  # it was not raised
     try:
         return outcome_of(name, value)
     except BadResult as exc:

@@ -105,7 +105,8 @@ class RewardBench(Bench):
         """The reward itself, with its options."""
         plugins = self.load_plugins()
         options = self.checked_options(plugins).model_dump(mode="json")
-        return load_reward(self.name, plugins, options, Path(self.settings["root"]), allow_code=False)
+        root, timeout = Path(self.settings["root"]), float(self.settings["timeout_seconds"])
+        return load_reward(self.name, plugins, options, root, allow_code=False, timeout=timeout)
 
     def columns(
         self, reward: RewardFunction, samples: Sequence[Sample], groups: Sequence[int]

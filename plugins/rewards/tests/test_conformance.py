@@ -1,3 +1,7 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 from engine_core.testing import RewardSuite
 
 FOUR = {"completion": "2 + 2 = 4", "answer": "4"}
@@ -46,3 +50,34 @@ class TestPython(RewardSuite):
     name = "python"
     options = {"path": "short_answers.py", "allow_local_code": True, "arguments": {"most": 3}}
     examples = [("abc", 1.0), ("abcd", 0.0)]
+
+
+class Lengths(BaseHTTPRequestHandler):
+    """A server whose scores are the lengths of the completions."""
+
+    def do_POST(self):
+        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"scores": [len(text) for text in sent["completions"]]}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+class TestHTTP(RewardSuite):
+    name = "http"
+    examples = [("abc", 3.0), ("", 0.0), ({"completion": "\u00e9", "prompt": "Q"}, 1.0)]
+
+    @classmethod
+    def setup_class(cls):
+        cls.server = ThreadingHTTPServer(("127.0.0.1", 0), Lengths)
+        threading.Thread(target=cls.server.serve_forever, daemon=True).start()
+        cls.options = {"url": f"http://127.0.0.1:{cls.server.server_port}/"}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls):
+        super().teardown_class()
+        cls.server.shutdown()
+        cls.server.server_close()

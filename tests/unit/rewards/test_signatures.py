@@ -251,3 +251,14 @@ def test_changed_options_do_not_reach_the_next_call():
     reward = RewardFunction("r", function, {"seen": []})
     got = list(evaluate(reward, {"completion": ["a", "b"]}, 2, 1.0, lambda _: nullcontext()))
     assert [o.value for _, o in got] == [1.0, 1.0]
+
+
+def test_an_exception_in_a_list_fails_its_sample_alone():
+    found = numbers_of("r", [1.0, ValueError("no such word"), TimeoutError("late"), None], 4)
+    assert [(o.value, o.failure, o.message) for o in found] == [
+        (1.0, "", ""),
+        (None, "error", "ValueError: no such word"),
+        (None, "timeout", "TimeoutError: late"),
+        (None, "", ""),
+    ]
+    assert not any(o.contract or o.trace for o in found)

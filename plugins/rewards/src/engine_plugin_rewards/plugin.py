@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
+from engine_core.redaction import names_secret
 from engine_core.specs import Options, Reward
 
 
@@ -81,6 +83,59 @@ class LengthOptions(Options):
         return self
 
 
+class HTTPOptions(Options):
+    """``[reward.http]``: the scores that a server gives, such as ``engine serve-reward``."""
+
+    url: str
+    """Where samples are posted: ``http://`` or ``https://``, a host, a path."""
+    columns: list[str] = []
+    """What is sent besides prompts and completions: columns of the data such as ``answer``, or arguments of a reward such as ``response_lengths``."""
+    token_env: str | None = None
+    """Environment variable with the server's token, sent as ``Authorization: Bearer``. Its name must say that it is one: a word of it TOKEN, KEY or SECRET."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Samples in one request. A worker has at most 32 at a time."""
+    connections: Annotated[int, Field(ge=1, le=256)] = 4
+    """Requests of one worker at the same time."""
+    try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """Time for one try. All tries together have nine tenths of `timeout_seconds` of the ``[[reward]]``."""
+    retries: Annotated[int, Field(ge=0)] = 4
+    """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""
+    backoff_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.25
+    """Pause before the second try, doubled before each further one, give or take a half; a server's ``Retry-After`` wins."""
+    max_response_kb: Annotated[int, Field(ge=1)] = 1024
+    """A longer response is refused unread."""
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected http://HOST:PORT/PATH or https://HOST/PATH.")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("a name or password in the address would be written down; set token_env.")
+        _ = parts.port  # refuses one that is no number
+        return url
+
+    @field_validator("columns")
+    @classmethod
+    def _names(cls, columns: list[str]) -> list[str]:
+        for name in columns:
+            if not name.isidentifier() or name in ("prompts", "completions", "messages"):
+                raise ValueError(
+                    f"'{name}' cannot be a column here. Prompts, messages and completions are sent anyway."
+                )
+        return columns
+
+    @field_validator("token_env")
+    @classmethod
+    def _kept_secret(cls, variable: str | None) -> str | None:
+        if variable is not None and not names_secret(variable):
+            raise ValueError(
+                f"the value of ${variable} would not be kept out of logs. Name it so that it says what it is: SCORER_TOKEN."
+            )
+        return variable
+
+
 class PythonOptions(Options):
     """``[reward.python]``: a function of yours, from a file beside the run file."""
 
@@ -115,6 +170,7 @@ def engine_rewards() -> Mapping[str, Reward]:
     return {
         "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions, answers=True),
         "format": Reward(load=f"{here}.text:make_format", config=FormatOptions, factory=True),
+        "http": Reward(load=f"{here}.http_scorer:make_http", config=HTTPOptions, factory=True),
         "length": Reward(load=f"{here}.text:soft_overlong", config=LengthOptions),
         "math": Reward(load=f"{here}.mathematics:same_mathematics", config=MathOptions, answers=True),
         "numeric": Reward(load=f"{here}.numeric:numeric", config=NumericOptions, answers=True),
