@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.algorithms.requirements import plan_run
-from engine_core.config.choices import places, prepared, used_names
+from engine_core.algorithms.requirements import GREEDY, plan_run
+from engine_core.config.choices import OPTIONAL_ROLES, places, prepared, used_names
 from engine_core.config.dump import as_data
 from engine_core.config.evaluation import held_out_sets
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
@@ -96,7 +96,10 @@ def check_complete(
         )
     if "data" in spec.required and not files_of(config.data.train) and "data" not in live:
         missing.append("data.train: missing. Expected a JSONL, Parquet or CSV file in [data].")
-    if "reward" in spec.required and not _rewarded(config, plugins) and "rewards" not in live:
+    if "teacher" in spec.required:
+        missing += _teacher_missing(config, f"Trainer '{config.trainer}'")
+    rewarded = _rewarded(config, plugins) or "rewards" in live
+    if "reward" in spec.required and not rewarded and _reads_rewards(config, plugins, reads):
         missing.append(
             f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
             "that sets rewards."
@@ -128,6 +131,21 @@ def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:
     return bool(config.reward or (spec and spec.rewards))
 
 
+def _reads_rewards(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> bool:
+    """Whether what is learned comes from rewards; an estimator may have another source."""
+    if "algorithm" not in reads:
+        return True
+    advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
+    return any(column.startswith("reward") or column == GREEDY for column in advantage.needs)
+
+
+def _teacher_missing(config: EngineConfig, who: str) -> list[str]:
+    """What to say to a run that learns from a teacher and names none."""
+    if config.teacher is not None and config.teacher.path:
+        return []
+    return [f"teacher.path: missing. {who} learns from a teacher: name its folder or hub name in [teacher]."]
+
+
 def peft_missing(role: str) -> str | None:
     """What to say to a role that asks for LoRA where peft is not installed."""
     if importlib.util.find_spec("peft") is not None:
@@ -140,7 +158,7 @@ def peft_missing(role: str) -> str | None:
 
 def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
     """Roles with an adapter that cannot have one here."""
-    for role in (role for role in ("actor", "critic", "ref") if role in reads):
+    for role in (role for role in ("actor", *OPTIONAL_ROLES) if role in reads):
         holder = getattr(config, role)
         if holder is None or holder.lora is None:
             continue
@@ -181,10 +199,11 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
     loss: Any = plugins.spec("losses", config.algorithm.loss)
     try:
-        plan_run(config, advantage, loss)
+        plan = plan_run(config, advantage, loss)
     except ConfigError as error:
         return error.problems
-    return []
+    who = f"algorithm.advantage = '{config.algorithm.advantage}'"
+    return _teacher_missing(config, who) if plan.needs_teacher else []
 
 
 def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
@@ -271,7 +290,7 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
     ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
     """
     holders: list[tuple[str, Any, str]] = [("model", config.model, "tokenizer")]
-    holders += [(role, getattr(config, role), "path") for role in ("model", "actor", "ref", "critic")]
+    holders += [(role, getattr(config, role), "path") for role in ("model", "actor", *OPTIONAL_ROLES)]
     for reward in config.reward:
         for kind, table in reward.models.items():
             at = key_text(("reward", reward.name, kind))
@@ -281,7 +300,7 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
             path = _absolute(raw, f"{at}.{field}", text)
             if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
                 setattr(holder, field, str(path))
-    for role in ("actor", "critic", "ref"):
+    for role in ("actor", *OPTIONAL_ROLES):
         holder = getattr(config, role)
         if holder and holder.lora and holder.lora.path:
             holder.lora.path = str(_absolute(raw, f"{role}.lora.path", holder.lora.path))

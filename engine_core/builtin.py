@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine_core.algorithms.advantage_options import (
+    DistillAdvantageOptions,
     GAEOptions,
     GDPOOptions,
     GPGOptions,
@@ -35,7 +36,7 @@ from engine_core.hookspecs import hookimpl
 from engine_core.runtime.options import LocalOptions
 from engine_core.specs import Advantage, Loss, RuntimeSpec, Stage, TrackerSpec, TrainBackend, TrainerSpec
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
-from engine_core.trainers.options import OfflineOptions, SFTOptions
+from engine_core.trainers.options import DistillOptions, OfflineOptions, SFTOptions
 
 SHARED = frozenset(
     {
@@ -75,6 +76,11 @@ def engine_advantages() -> Mapping[str, Advantage]:
     energies = grouped | {"old_log_probs", "sum_pi_squared"}
     return {
         "batch_mean": Advantage(load=whole + "batch_mean", needs=rewards),
+        "distill": Advantage(
+            load=tokens + "distill",
+            config=DistillAdvantageOptions,
+            needs=frozenset({"old_log_probs", "teacher_log_probs"}),
+        ),
         "dr_grpo": Advantage(load=whole + "dr_grpo"),
         "gae": Advantage(
             load=tokens + "gae",
@@ -163,13 +169,13 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
     return {
         "rl": TrainerSpec(
             load="engine_core.trainer:Trainer",
-            sections=SHARED | ROLLOUTS | {"ref", "critic", "algorithm"},
+            sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm"},
             required=frozenset({"reward", "data"}),
         ),
         "offline": TrainerSpec(
             load="engine_core.offline_trainer:OfflineTrainer",
             config=OfflineOptions,
-            sections=SHARED | ROLLOUTS | {"ref", "critic", "algorithm", "offline"},
+            sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm", "offline"},
             required=frozenset({"data"}),
             for_eval=ROLLOUTS - {"stage"},
             stored=True,
@@ -179,6 +185,12 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
             config=SFTOptions,
             sections=SHARED | {"sft"},
             required=frozenset({"data"}),
+        ),
+        "distill": TrainerSpec(
+            load="engine_core.trainers.distill:DistillTrainer",
+            config=DistillOptions,
+            sections=SHARED | ROLLOUTS | {"distill", "teacher"},
+            required=frozenset({"data", "teacher"}),
         ),
         "dpo": TrainerSpec(
             load="engine_core.trainers.preference:DPOTrainer",

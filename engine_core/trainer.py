@@ -21,6 +21,7 @@ from engine_core.trainers.base import combine
 from engine_core.trainers.critic import CriticUpdate
 from engine_core.trainers.policy import PolicyUpdate, check_columns
 from engine_core.trainers.sampled import SampledRun
+from engine_core.trainers.teacher import check_teacher
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +44,8 @@ class Trainer(SampledRun):
 
     def prepare(self) -> None:
         self.policy = PolicyUpdate(self)
+        if self.policy.plan.needs_teacher:
+            check_teacher(self)
         self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
         self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
         super().prepare()
@@ -53,7 +56,8 @@ class Trainer(SampledRun):
         ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
         ref = ref if self.policy.plan.needs_ref else {}
         actor = Role("train", idle_steps=self.critic.idle_steps)
-        return {"actor": actor, **ref, **self.critic.roles(), "rollout": Role("rollout")}
+        teacher = {"teacher": Role("train", trainable=False)} if self.policy.plan.needs_teacher else {}
+        return {"actor": actor, **ref, **teacher, **self.critic.roles(), "rollout": Role("rollout")}
 
     @property
     def optimizer_steps_per_step(self) -> int:

@@ -14,7 +14,7 @@ needs a rectangle makes one and puts it away again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -299,6 +299,18 @@ class TrainOutput:
     loss: float  # the global loss that was differentiated
     metrics: dict[str, float] = field(default_factory=dict)
     num_micro_batches: int = 0
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[TrainOutput]) -> TrainOutput:
+        """What one call on a whole mini-batch would have returned, from calls on parts of it."""
+        whole = cls(0.0)
+        for part in parts:
+            whole.loss += part.loss
+            whole.num_micro_batches += part.num_micro_batches
+            for name, value in part.metrics.items():
+                before = whole.metrics.get(name, value if name.startswith("max/") else 0.0)
+                whole.metrics[name] = max(before, value) if name.startswith("max/") else before + value
+        return whole
 
 
 @dataclass(slots=True)

@@ -46,6 +46,13 @@ class RewardToGoOptions(Options):
     """Discount of a token."""
 
 
+class DistillAdvantageOptions(Options):
+    """``[algorithm.distill]``"""
+
+    gamma: float = Field(0.0, ge=0, le=1)
+    """Discount of a token: 0 gives each token its own log-ratio alone, over 0 also those that follow it."""
+
+
 class GPGOptions(Options):
     """``[algorithm.gpg]``"""
 

@@ -53,6 +53,26 @@ def gae(
     return {"advantages": advantages.float(), "returns": returns.float()}
 
 
+def distill(batch: Batch, *, gamma: float = 0.0) -> Tensor:
+    """How much likelier the teacher finds each token than the student: on-policy distillation as a policy gradient.
+
+    Formula: ``A_t = d_t + gamma A_{t+1}``, ``d_t = log p_teacher - log p_old``
+    Paper: https://thinkingmachines.ai/blog/on-policy-distillation/, https://arxiv.org/abs/2306.08543
+    Differs: no reward is read: with one, the teacher is ``[ref]`` and its KL is in the reward (``kl_in = "reward"``)
+
+    On policy, the mean of ``-A_t grad log p_t`` with gamma = 0 is the gradient of the reverse KL of each token's
+    distribution to the teacher's, from one sample; with gamma = 1, of that of whole responses.
+
+    Args:
+        batch: ``old_log_probs`` [T], ``teacher_log_probs`` [T], both at the batch's temperature; ``valid`` [B],
+            ``loss_mask`` [T].
+        gamma: discount of a token.
+    """
+    counts = sampled(batch)
+    gap = torch.where(counts, batch["teacher_log_probs"].double() - batch["old_log_probs"].double(), 0.0)
+    return discounted(gap, counts, batch, gamma).float()
+
+
 def reinforce(batch: Batch, *, gamma: float = 1.0) -> Tensor:
     """The rewards that follow a token, without a baseline.
 

@@ -14,6 +14,7 @@ import torch
 
 from engine_core.algorithms import correction as gap
 from engine_core.algorithms.correction import Correction
+from engine_core.algorithms.distillation import distill
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses_value import value as value_loss
@@ -33,7 +34,7 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
 
     Args:
         call: ``policy`` (a policy loss of the table, with KL, entropy and correction), ``value`` (a
-            critic's), ``nll``, or one of ``preference_objectives``.
+            critic's), ``nll``, ``distill``, or one of ``preference_objectives``.
         plugins: the worker's own, which know the policy losses.
     """
     if call.name in OBJECTIVES:
@@ -91,6 +92,8 @@ def policy(
         watched["actor/kl"] = kl.detach()
         if kl_coef:
             total = total + kl_coef * _weighted_sum(weights, kl)
+    if "teacher_log_probs" in batch:
+        watched["actor/teacher_gap"] = (outputs["log_probs"] - batch["teacher_log_probs"]).detach()
     if "entropy" in outputs:
         watched["actor/entropy"] = outputs["entropy"].detach()
         if entropy_coef:
@@ -122,6 +125,7 @@ def value_objective(
 
 
 OBJECTIVES: dict[str, Callable[..., Any]] = {
+    "distill": distill,
     "kto": kto,
     "nll": nll,
     "preference": preference,

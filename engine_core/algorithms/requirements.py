@@ -47,6 +47,7 @@ PRODUCERS = {
     "old_log_probs": ("actor", "log_probs"),
     "sum_pi_squared": ("actor", "sum_pi_squared"),
     "ref_log_probs": ("ref", "log_probs"),
+    "teacher_log_probs": ("teacher", "log_probs"),
     "values": ("critic", "values"),
 }
 """Column -> the role whose ``infer`` makes it, and the output that it is."""
@@ -89,6 +90,11 @@ class Plan:
     def needs_ref(self) -> bool:
         """A reference model must be built."""
         return "ref_log_probs" in self.columns
+
+    @property
+    def needs_teacher(self) -> bool:
+        """A teacher must be built."""
+        return "teacher_log_probs" in self.columns
 
     @property
     def needs_critic(self) -> bool:

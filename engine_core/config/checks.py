@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from engine_core.config.choices import OPTIONAL_ROLES
 from engine_core.config.evaluation import evaluation_problems
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
@@ -47,14 +48,14 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
 
 def _placement(config: EngineConfig) -> Iterator[Problem]:
     placement = config.placement
-    for role in ("actor", "critic", "ref", "rollout"):
+    for role in ("actor", "critic", "ref", "teacher", "rollout"):
         pool = getattr(placement, role)
         if pool is not None and pool not in placement.pools:
             yield Problem(
                 ("placement", role),
                 f"got '{pool}', which is no pool of placement.pools.{did_you_mean(pool, placement.pools)}",
             )
-        elif pool is None and len(placement.pools) > 1 and role not in ("critic", "ref"):
+        elif pool is None and len(placement.pools) > 1 and role not in OPTIONAL_ROLES:
             names = ", ".join(placement.pools)
             yield Problem(
                 ("placement", role), f"missing. With several pools ({names}) each role names its own."

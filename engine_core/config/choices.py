@@ -24,6 +24,7 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "actor": (("backend", "train_engines", "options"),),
     "ref": (("backend", "train_engines", "options"),),
     "critic": (("backend", "train_engines", "options"),),
+    "teacher": (("backend", "train_engines", "options"),),
     "rollout": (("backend", "rollout_engines", "options"),),
     "reward": (("name", "rewards", "options"),),
     "reward.model": (("backend", "train_engines", "options"),),
@@ -37,9 +38,9 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")
-"""Keys that ``[ref]`` and ``[critic]`` take from ``[actor]`` where they have none of their own."""
+"""Keys that ``[ref]``, ``[critic]`` and ``[teacher]`` take from ``[actor]`` where they have none of their own."""
 
-OPTIONAL_ROLES = ("ref", "critic")
+OPTIONAL_ROLES = ("ref", "critic", "teacher")
 """Tables of models that a run may have besides the actor; nothing is chosen in one that is absent."""
 
 OPTIONAL = (*OPTIONAL_ROLES, "environment")
@@ -108,7 +109,7 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 
 
 def prepared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which ``[ref]`` and ``[critic]`` have what they take from ``[actor]`` and ``[schedule]`` is flat."""
+    """A copy in which ``OPTIONAL_ROLES`` have what they take from ``[actor]``, and ``[schedule]`` is flat."""
     tree = copy.deepcopy(dict(data))
     actor = tree.get("actor")
     for role in (tree.get(name) for name in OPTIONAL_ROLES):

@@ -54,7 +54,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
 """The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""
 EXCEPT: Mapping[str, Verdict] = {"runtime.backend": "allowed", "rollout.backend": "warned"}
 UNSET = "unset"
-ROLES = ("actor", "ref", "critic", "reward_model")
+ROLES = ("actor", "ref", "critic", "teacher", "reward_model")
 """Tables of the config that are roles."""
 
 

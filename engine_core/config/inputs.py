@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.choices import OPTIONAL_ROLES
 from engine_core.config.models import ColumnsConfig, DataConfig, EngineConfig
 from engine_core.errors import did_you_mean, nearest
 
@@ -42,11 +43,12 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
         "actor.path": config.actor.path,
         "ref.path": config.ref and config.ref.path,
         "critic.path": config.critic and config.critic.path,
+        "teacher.path": config.teacher and config.teacher.path,
     }
     for key, path in folders.items():
         if path:
             yield from _folder_problem(key, path, ("config.json",), "the folder that save_pretrained wrote")
-    for role in ("actor", "critic", "ref"):
+    for role in ("actor", *OPTIONAL_ROLES):
         holder = getattr(config, role)
         if holder and holder.lora and (adapter := holder.lora.path):
             wanted = "an adapter folder of peft or of `engine export --adapter`"
@@ -54,6 +56,9 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
                 f"{role}.lora.path", adapter, ("adapter_config.json",), wanted, hub=False
             )
     yield from _tokenizer_problem("model", model.path, model.tokenizer)
+    if config.teacher and config.teacher.path and Path(config.teacher.path).is_dir():
+        wanted = "the teacher's tokenizer there, to compare it with the student's"
+        yield from _folder_problem("teacher.path", config.teacher.path, _TOKENIZER_FILES, wanted)
     for reward in config.reward:
         for kind, table in reward.models.items():
             at = f"reward.{reward.name}.{kind}"

@@ -239,6 +239,8 @@ class PlacementConfig(Table):
     """Pool of the critic."""
     ref: str | None = None
     """Pool of the reference model."""
+    teacher: str | None = None
+    """Pool of the teacher."""
     rollout: str | None = None
     """Pool of the sampler."""
 
@@ -256,6 +258,8 @@ class EngineConfig(Table):
     """Reference model; default: like `actor`. Built only when the algorithm needs it."""
     critic: CriticConfig | None = None
     """Critic; default: like `actor`, with an optimizer of its own. Built only when the advantage needs values."""
+    teacher: RoleConfig | None = None
+    """Teacher of a distillation, a model that is not trained; `path` must be set. Built only when something learns from it."""
     rollout: RolloutConfig = RolloutConfig()
     reward: list[RewardConfig] = []
     environment: EnvironmentConfig | None = None
@@ -295,7 +299,12 @@ class EngineConfig(Table):
         return next((reward for reward in self.reward if f"{PREFIX}{reward.name}" == role), None)
 
     def model_of(self, role: str) -> ModelConfig:
-        """What a role's model is built from: `[model]`, but a reward's model is one of its own."""
+        """What a role's model is built from: `[model]`, but a reward's model is one of its own.
+
+        `override` changes the config of the model that is trained, not the teacher's.
+        """
+        if role == "teacher":
+            return self.model.model_copy(update={"override": {}})
         reward = self.rewarding(role)
         return self.model if reward is None else reward.own_model.as_model(self.model)
 
@@ -311,7 +320,7 @@ class EngineConfig(Table):
             return reward.own_model.as_role()
         if name == "critic":
             return self.critic or CriticConfig.like(self.actor)
-        return (self.ref if name == "ref" else None) or self.actor
+        return {"ref": self.ref, "teacher": self.teacher}.get(name) or self.actor
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EngineConfig) and dict(self) == dict(other)  # wherever the values came from

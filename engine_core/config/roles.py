@@ -92,7 +92,7 @@ class LoRAConfig(Table):
 
 
 class RoleConfig(Table):
-    """``[actor]``, ``[ref]``: one model in training or scoring, and the engine that runs it."""
+    """``[actor]``, ``[ref]``, ``[teacher]``: one model in training or scoring, and the engine that runs it."""
 
     backend: str = "torch"
     """Train engine, by name (``engine plugins``); its options stand in the table of that name."""
@@ -101,7 +101,7 @@ class RoleConfig(Table):
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()
-    """The optimizer; not read for `ref`."""
+    """The optimizer; not read for `ref` and `teacher`."""
     lora: LoRAConfig | None = None
     """LoRA: where the table is present, an adapter is trained instead of the model."""
     options: Any = Field(default=None, exclude=True)

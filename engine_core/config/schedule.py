@@ -36,7 +36,8 @@ FIXED_SETTINGS = (
     "critic.optim.lr",
     "critic.max_tokens_per_rank",
 )
-"""Besides every number and switch of ``[algorithm]`` and its option tables."""
+"""Besides every number and switch of ``[algorithm]`` and its option tables, and every number that is no count of
+the trainer's own table (``dpo.beta``): what that table switches or counts is built at the start."""
 
 _WORDS: dict[type | None, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 
@@ -64,6 +65,8 @@ def settings(config: EngineConfig) -> dict[str, type]:
     """Every key that can be scheduled, with its type: bool, int or float."""
     fixed = [key for key in FIXED_SETTINGS if getattr(config, key.partition(".")[0]) is not None]
     kinds = {key: _kind(config, key) for key in (*fixed, *_algorithm_keys(config))}
+    of_trainer = {key: _kind(config, key) for key in _trainer_keys(config)}
+    kinds |= {key: kind for key, kind in of_trainer.items() if kind is float}
     return {key: kind for key, kind in kinds.items() if kind is not None}
 
 
@@ -87,6 +90,10 @@ def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineC
     try:
         return _replaced(config, _path(config, key), value)
     except ValidationError as error:
+        if own := [
+            e["msg"].removeprefix("Value error, ") for e in error.errors() if e["type"] == "value_error"
+        ]:
+            raise ConfigError(f"got {value}: {own[0]}") from None
         expected = " and ".join(e["msg"].removeprefix("Input should be ") for e in error.errors())
         raise ConfigError(f"got {value}, expected a value {expected}.") from None
 
@@ -118,9 +125,16 @@ def _algorithm_keys(config: EngineConfig) -> Iterator[str]:
             yield from (f"algorithm.{bare(name)}.{key}" for key in type(options).model_fields)
 
 
+def _trainer_keys(config: EngineConfig) -> Iterator[str]:
+    if config.options is not None:
+        yield from (f"{bare(config.trainer)}.{key}" for key in type(config.options).model_fields)
+
+
 def _path(config: EngineConfig, key: str) -> Path_:
     """Field names from the config to the setting; the name of an option table becomes its field."""
     *parents, field = key.split(".")
+    if parents == [bare(config.trainer)] and config.options is not None:
+        parents = ["options"]
     if len(parents) == 2 and parents[0] == "algorithm" and parents[1] != "correction":
         options = config.algorithm.advantage_options
         mine = parents[1] == bare(config.algorithm.advantage) and options is not None

@@ -106,6 +106,7 @@ class _Validation:
         if config is not None:
             self.attach(config)
             self.judge_critic(config, sections)
+            self.judge_teacher(config, sections)
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
@@ -198,6 +199,15 @@ class _Validation:
             config.critic = None
         elif "values" in needs and config.critic is None:
             config.critic = CriticConfig.like(config.actor)
+
+    def judge_teacher(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """A run whose algorithm asks no teacher has none."""
+        spec = self.spec_of("advantages", config.algorithm.advantage)
+        if config.teacher is None or not {"teacher", "algorithm"} <= set(sections) or spec is None:
+            return
+        if "teacher_log_probs" not in getattr(spec, "needs", ()):
+            self.unread.append(f"[teacher]: algorithm.advantage = '{config.algorithm.advantage}' asks none")
+            config.teacher = None
 
     def unknown(self, path: Path_, owner: str = "") -> None:
         """An unknown key: the nearest known one, the tables that do have it, who owns this one."""

@@ -19,7 +19,7 @@ from engine_core.data.preferences import Judged, Pair
 from engine_core.data.render import Example
 from engine_core.data.source import JudgedSource, PairSource, PromptSource, SFTSource
 from engine_core.data.stored import Fit, StoredGroups
-from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
+from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash, tokens_differ
 
 __all__ = [
     "Example",
@@ -34,4 +34,5 @@ __all__ = [
     "check_tokenizer",
     "load_tokenizer",
     "tokenizer_hash",
+    "tokens_differ",
 ]

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 ROLES = ("bos", "eos", "pad")
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokenizerBase:
     """The tokenizer of ``[model]``: `tokenizer`, else `path`.
+
+    Args:
+        model: the table.
+        table: its name in messages.
 
     Raises:
         DataError: there is none at that place, or it does not load.
@@ -27,10 +31,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     key = "tokenizer" if model.tokenizer else "path"
     local = Path(name).expanduser()
     if not name:
-        raise DataError("[model] path is not set. Give a model folder or a hub name.")
+        raise DataError(f"[{table}] path is not set. Give a model folder or a hub name.")
     # A hub name is one or two words; anything else is a folder, and is not asked for on the network.
     if not local.exists() and (local.is_absolute() or name[0] in ".~" or name.count("/") > 1):
-        raise DataError(f"[model] {key}: there is no folder '{name}'.")
+        raise DataError(f"[{table}] {key}: there is no folder '{name}'.")
     from transformers import AutoTokenizer
 
     try:
@@ -40,7 +44,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         hint = "" if local.exists() else NO_HUB
-        raise DataError(f"[model] {key}: no tokenizer loads from '{name}': {reason}{hint}") from error
+        raise DataError(f"[{table}] {key}: no tokenizer loads from '{name}': {reason}{hint}") from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:
@@ -82,6 +86,22 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedCon
         )
         raise DataError("\n".join(problems))
     return _remarks(tokenizer, _ids(getattr(config, "eos_token_id", None)))
+
+
+def tokens_differ(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
+    """Where an id means one token here and another there, in words; empty where all ids mean the same.
+
+    Chat templates, and how text is cut into tokens, do not count: ids are compared, not texts.
+    """
+    here, there = ({i: token for token, i in each.get_vocab().items()} for each in (one, other))
+    different = [i for i in sorted(here | there) if here.get(i) != there.get(i)]
+    if different:
+        first = different[0]
+        shown = [repr(tokens[first]) if first in tokens else "no token" for tokens in (here, there)]
+        return f"{len(different)} of {len(here | there)} ids differ: id {first} is {shown[0]} here and {shown[1]} there"
+    if one.eos_token_id != other.eos_token_id:
+        return f"a sequence ends with id {one.eos_token_id} here and with {other.eos_token_id} there"
+    return ""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

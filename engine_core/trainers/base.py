@@ -12,7 +12,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +33,14 @@ from engine_core.trainers.points import seed_random
 from engine_core.trainers.reference import start_groups
 from engine_core.trainers.resuming import Resume
 from engine_core.trainers.saving import Saver
+from engine_core.types import Batch, TrainOutput
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.progress import Progress
     from engine_core.runtime.base import Role, Runtime, WorkerGroup
     from engine_core.trainers.points import ResumePoint
-    from engine_core.types import Batch, LossCall, StepOutput, TrainOutput
+    from engine_core.types import LossCall, StepOutput
 
 log = logging.getLogger("engine")
 
@@ -313,7 +314,7 @@ class TrainingRun(abc.ABC):
 
     def learn(
         self,
-        batch: Batch,
+        batch: Batch | Iterable[Batch],
         loss: LossCall,
         role: str = "actor",
         check: Callable[[Mapping[str, float]], None] | None = None,
@@ -321,7 +322,7 @@ class TrainingRun(abc.ABC):
         """One optimizer step of a role on a batch: forward, backward, check, step.
 
         Args:
-            batch: with ``weights`` [T] and what the loss reads.
+            batch: with ``weights`` [T] and what the loss reads; or its parts, each made when it is its turn.
             loss: by name and plain values.
             role: whose weights are updated.
             check: is given the metrics of the loss; what it raises leaves the weights alone.
@@ -329,7 +330,8 @@ class TrainingRun(abc.ABC):
         Returns:
             The metrics of the loss, and ``ROLE/loss``, ``/grad_norm``, ``/lr``, ``/skipped_steps``, ``/micro_batches``.
         """
-        output = self.forward_backward(batch, loss, role)
+        parts = [batch] if isinstance(batch, Batch) else batch
+        output = TrainOutput.of_parts(self.forward_backward(part, loss, role) for part in parts)
         metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
         if check is not None:
             check(metrics)

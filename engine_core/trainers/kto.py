@@ -31,7 +31,7 @@ class KTOTrainer(PreferenceRun[Judged]):
     @property
     def options(self) -> KTOOptions:
         """``[kto]``"""
-        options: KTOOptions = self.config.options
+        options: KTOOptions = self.config_now.options
         return options
 
     def prepare(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from engine_core.specs import Options
@@ -21,3 +23,22 @@ class SFTOptions(Options):
     """Longest sequence; a longer one follows `data.over_long`."""
     train_on_prompt: bool = False
     """Learn the prompt's tokens too."""
+
+
+class DistillOptions(Options):
+    """``[distill]``"""
+
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """What is made small: KL(student, teacher), KL(teacher, student), or the generalised Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """``jsd``: the teacher's share of the mixture. Near 0 it is about this times the forward KL, near 1 about (1 - this) times the reverse KL."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """K: the teacher's likeliest tokens a position that are compared one by one; all others are compared as one sum. 0: the whole vocabulary. Default: 128, or the whole vocabulary where that is smaller."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Softmax temperature of both distributions that are compared; default: `rollout.temperature`."""
+    data_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the steps that learn from the responses of the data instead of the student's own; with 1 only evaluations sample."""
+    max_tokens: int = Field(4096, gt=0)
+    """Longest sequence of a step from the data; a longer one follows `data.over_long`."""
+    max_values: int = Field(67_108_864, gt=0)
+    """Most log-probs of the teacher that exist at one time (tokens times K; 12 bytes each). A step is done in parts of so many; a longer sequence is a part of its own."""

@@ -149,13 +149,8 @@ class PolicyUpdate:
             TrainingFailed: the gap is over `rollout.max_log_prob_gap`, or the correction masked more than
                 `max_masked_share`. The weights were left alone.
         """
-        gap, bound = fresh_gap(metrics), self.run.config.rollout.max_log_prob_gap
-        if gap > bound:
-            raise TrainingFailed(
-                f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
-                "The weights were left alone. The sampler does not have the trainer's weights, or computes another "
-                "distribution (temperature, top-p, precision)."
-            )
+        gap = fresh_gap(metrics)
+        check_gap(gap, self.run.config.rollout.max_log_prob_gap)
         masked, most = metrics.get("correction/masked_share", 0.0), self._now.correction.max_masked_share
         if masked > most:
             raise TrainingFailed(
@@ -208,6 +203,24 @@ def fresh_gap(metrics: Mapping[str, float]) -> float:
     share = metrics.get("mismatch/fresh_share", 1.0)
     total = metrics.get("mismatch/fresh_abs", metrics["mismatch/mean_abs"])
     return total / share if share > 0 else 0.0
+
+
+def check_gap(gap: float, bound: float) -> None:
+    """Refuse an update of a policy that is not the sampler's.
+
+    Args:
+        gap: mean |rollout log-prob - train log-prob| of the mini-batch.
+        bound: `rollout.max_log_prob_gap`.
+
+    Raises:
+        TrainingFailed: the gap is over it. The weights were left alone.
+    """
+    if gap > bound:
+        raise TrainingFailed(
+            f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
+            "The weights were left alone. The sampler does not have the trainer's weights, or computes another "
+            "distribution (temperature, top-p, precision)."
+        )
 
 
 def check_columns(advantage: str, columns: Mapping[str, Any], num_tokens: int) -> None:

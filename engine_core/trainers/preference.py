@@ -147,7 +147,7 @@ class DPOTrainer(PreferenceRun[Pair]):
     @property
     def options(self) -> DPOOptions:
         """``[dpo]``"""
-        options: DPOOptions = self.config.options
+        options: DPOOptions = self.config_now.options
         return options
 
     @property

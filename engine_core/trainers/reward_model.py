@@ -24,7 +24,7 @@ class RewardModelTrainer(PreferenceRun[Pair]):
     @property
     def options(self) -> RewardModelOptions:
         """``[reward_model]``"""
-        options: RewardModelOptions = self.config.options
+        options: RewardModelOptions = self.config_now.options
         return options
 
     def start(self) -> None:

@@ -91,6 +91,10 @@ class SampledRun(TrainingRun):
         self.setup()
         return self.evaluation.measure(out)
 
+    def measured(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """What a trainer tells of the rollouts of a held-out set, beside their rewards."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         return {
             "rewards": self.sampling.rewards.state(),

@@ -36,7 +36,7 @@ class SFTTrainer(TrainingRun):
         return self._source("train", rows=self.live.get("data"))
 
     def step(self, step: int) -> dict[str, float]:
-        batch = self.batch(self.source.take(self.config_now.data.prompts_per_step))
+        batch = example_batch(self.source.take(self.config_now.data.prompts_per_step))
         with self.phase("train"):
             metrics = self.learn(batch, LossCall("nll"))
         return metrics | {
@@ -53,23 +53,24 @@ class SFTTrainer(TrainingRun):
                 source = self._source("validation", data=held_out.data(self.config))
                 self._examples[held_out.name] = source.all(held_out.max_prompts)
                 source.close()
-            batch = self.batch(self._examples[held_out.name])
+            batch = example_batch(self._examples[held_out.name])
             made = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()
             nll = -(made["log_probs"].double() * batch["token_share"]).sum()
             metrics[f"{held_out.prefix}nll"] = float(nll)
         return metrics
-
-    def batch(self, examples: Sequence[Example]) -> Batch:
-        """Examples one after another, with token-mean weights."""
-        packed = Batch(
-            token_ids=torch.tensor([token for e in examples for token in e.token_ids], dtype=torch.int64),
-            lengths=torch.tensor([len(e.token_ids) for e in examples], dtype=torch.int64),
-            tokens={"loss_mask": torch.tensor([m for e in examples for m in e.loss_mask], dtype=torch.bool)},
-        )
-        return with_weights(packed, "token-mean")
 
     def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
         config = self.config
         return SFTSource(
             data or config.data, self.tokenizer, config.options, config.run.seed, split=split, rows=rows
         )
+
+
+def example_batch(examples: Sequence[Example]) -> Batch:
+    """Examples one after another, with token-mean weights."""
+    packed = Batch(
+        token_ids=torch.tensor([token for e in examples for token in e.token_ids], dtype=torch.int64),
+        lengths=torch.tensor([len(e.token_ids) for e in examples], dtype=torch.int64),
+        tokens={"loss_mask": torch.tensor([m for e in examples for m in e.loss_mask], dtype=torch.bool)},
+    )
+    return with_weights(packed, "token-mean")

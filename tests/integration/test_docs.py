@@ -125,8 +125,9 @@ def library(world, demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(demo[0], folder, dirs_exist_ok=True, symlinks=True)
     shutil.copytree(world / "model", folder / "model")
-    shutil.rmtree(folder / "demo" / "sft")
-    shutil.copytree(world / "model", folder / "demo" / "sft")
+    for model in ("sft", "trained"):  # smaller ones, with the tokenizer of the data below
+        shutil.rmtree(folder / "demo" / model)
+        shutil.copytree(world / "model", folder / "demo" / model)
     shutil.copytree(world / "data", folder / "demo" / "data", dirs_exist_ok=True)
     (folder / "data").mkdir()
     for name, rows in (("train", 16), ("heldout", 4)):

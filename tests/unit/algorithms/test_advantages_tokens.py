@@ -7,6 +7,7 @@ import torch
 
 from engine_core.algorithms.advantages_tokens import (
     discounted,
+    distill,
     gae,
     reinforce,
     reinforce_plus_plus,
@@ -202,3 +203,41 @@ def test_a_recursion_stays_within_its_sequence():
     batch = make_batch(["11", "11"], [0.0, 0.0])
     ones = torch.ones(4, dtype=torch.float64)
     assert discounted(ones, batch["loss_mask"], batch, 0.5).tolist() == [1.5, 1.0, 1.5, 1.0]
+
+
+def test_the_gap_to_the_teacher_is_the_tokens_own_or_with_those_after_it_and_not_of_observations():
+    gaps = {
+        "teacher_log_probs": [0.0, -1.0, -2.0, 9.0, -1.0, 7.0, -3.0],
+        "old_log_probs": [5.0, -2.0, -1.5, 4.0, -3.0, 1.0, -3.5],
+    }
+    batch = make_batch(["01101", "01"], [math.nan, math.nan], **gaps)
+    assert distill(batch).tolist() == [0.0, 1.0, -0.5, 0.0, 2.0, 0.0, 0.5]
+    assert distill(batch, gamma=0.5).tolist() == [
+        0.0,
+        1.0 + 0.5 * (-0.5 + 1.0),
+        -0.5 + 1.0,
+        0.0,
+        2.0,
+        0.0,
+        0.5,
+    ]
+    invalid = make_batch(["01101", "01"], [0.0, 0.0], [False, True], **gaps)
+    assert distill(invalid).tolist() == [0.0] * 6 + [0.5]
+
+
+def test_the_mean_over_all_tokens_that_may_be_sampled_is_the_gradient_of_the_reverse_kl():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+    found, other = student.clone().requires_grad_(), student.clone().requires_grad_()
+    log_probs = found.log_softmax(-1)
+    batch = make_batch(
+        ["1"] * 7,
+        [0.0] * 7,
+        old_log_probs=log_probs.tolist(),
+        teacher_log_probs=teacher.log_softmax(-1).tolist(),
+    )
+    chance = log_probs.detach().exp()
+    (-(chance * distill(batch).double() * log_probs).sum()).backward()
+    p = other.softmax(-1)
+    (p * (p / teacher.softmax(-1)).log()).sum().backward()
+    torch.testing.assert_close(found.grad, other.grad, rtol=0, atol=1e-7)

@@ -4,7 +4,7 @@ import pytest
 from transformers import Qwen3Config
 
 from engine_core.config.roles import ModelConfig
-from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash
+from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash, tokens_differ
 from engine_core.errors import DataError
 
 
@@ -122,3 +122,18 @@ def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch):
         DataError, match=r"no tokenizer loads from 'nobody/nothing': .*give a local folder in"
     ):
         load_tokenizer(ModelConfig(path="nobody/nothing"))
+
+
+def test_tokenizers_differ_where_an_id_means_another_token_and_not_by_template(make_tokenizer):
+    mine = make_tokenizer()
+    assert tokens_differ(mine, make_tokenizer(template="{{ 1 }}")) == ""
+    larger = make_tokenizer()
+    larger.add_tokens(["<new>"])
+    size = len(mine)
+    assert (
+        tokens_differ(mine, larger)
+        == f"1 of {size + 1} ids differ: id {size} is no token here and '<new>' there"
+    )
+    other_end = make_tokenizer()
+    other_end.eos_token = "<|im_start|>"
+    assert tokens_differ(mine, other_end) == "a sequence ends with id 2 here and with 1 there"
