@@ -122,16 +122,22 @@ def check_plugins() -> Iterator[Check]:
 
 
 def check_torch() -> Check:
-    """Version of torch and the device that it would use."""
+    """Version of torch, the device that it would use, and the types that roles compute in there."""
     try:
         import torch
+
+        from engine_core.engines.precision import choose
+        from engine_core.engines.torch_options import TorchOptions
     except (ImportError, OSError) as error:  # OSError: a shared library of it does not load
         advice = "Reinstall it: pip install --force-reinstall torch"
         return Check("problem", "torch", f"does not import: {error}. {advice}")
+    device, where = torch.device("cpu"), f"no accelerator: {torch.get_num_threads()} CPU threads"
     if torch.accelerator.is_available():
-        kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-        return Check("ok", "torch", f"{torch.__version__}, {count} device(s) of type {kind}")
-    return Check("ok", "torch", f"{torch.__version__}, no accelerator: {torch.get_num_threads()} CPU threads")
+        device = torch.accelerator.current_accelerator() or device
+        where = f"{torch.accelerator.device_count()} device(s) of type {device}"
+    trained, frozen = (choose(TorchOptions(), device, "actor.torch", frozen) for frozen in (False, True))
+    types = f"precision auto: {trained}; of weights that are not trained {frozen}"
+    return Check("ok", "torch", f"{torch.__version__}, {where}; {types}")
 
 
 def _judged(name: str, found: str, problem: str | None) -> Check:

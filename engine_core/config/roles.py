@@ -107,6 +107,10 @@ class RoleConfig(Table):
     options: Any = Field(default=None, exclude=True)
     """The backend's own table, filled in by the loader."""
 
+    def take_options(self, actor: RoleConfig) -> None:
+        """Have the backend's table of the actor: the same backend, and none of the role's own."""
+        self.options = actor.options
+
 
 class CriticOptimConfig(OptimConfig):
     """``[critic.optim]``: the optimizer of the critic."""
@@ -129,8 +133,13 @@ class CriticConfig(RoleConfig):
     def like(cls, actor: RoleConfig) -> CriticConfig:
         """What a run without the table uses: the defaults, on the actor's backend."""
         made = cls(backend=actor.backend, max_tokens_per_rank=actor.max_tokens_per_rank)
-        made.options = actor.options
+        made.take_options(actor)
         return made
+
+    def take_options(self, actor: RoleConfig) -> None:
+        super().take_options(actor)
+        if self.lora is None and getattr(self.options, "quantize", None):
+            self.options = self.options.model_copy(update={"quantize": None})  # all its weights are trained
 
 
 class RolloutConfig(Table):

@@ -185,7 +185,7 @@ class _Validation:
         for name in OPTIONAL_ROLES:
             role, actor = getattr(config, name), config.actor
             if role and role.backend == actor.backend and bare(role.backend) not in self.raw.data[name]:
-                role.options = actor.options
+                role.take_options(actor)
 
     def judge_critic(self, config: EngineConfig, sections: Collection[str]) -> None:
         """A run whose algorithm needs values has a critic, by default one like the actor; another has none."""

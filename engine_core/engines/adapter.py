@@ -7,9 +7,8 @@ wrapper sees the model that it knows. Left out: more than one adapter at a time.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,25 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from engine_core.engines import state
-from engine_core.engines.sharded import whole, write
+from engine_core.engines.sharded import whole
 from engine_core.engines.weights import (
     BASE,
     OF_ADAPTER,
     SAVED,
     base_name,
+    base_places,
     base_weights,
+    identity,
     own_weights,
+    places,
     take_weights,
+    weight_at,
 )
 
 NAME = "default"  # what peft calls an only adapter
 PREFIX = "base_model.model."  # of every name in an adapter file
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FACTORS = ("lora_B", "lora_embedding_A")  # with these at 0 the product is 0, and learning goes on
-SAMPLES = 256  # values of each tensor in an identity
 
 
 class Adapter:
@@ -44,11 +46,12 @@ class Adapter:
     Args:
         module: with layers of peft.
         config: peft's ``LoraConfig``, written beside an exported adapter.
+        base: identity of the base's weights, where they were others when they were loaded (quantised since).
     """
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
+    def __init__(self, module: nn.Module, config: Any, base: str | None = None) -> None:
         self.module, self.config = module, config
-        self._base: str | None = None  # identity of the base's weights, once asked for
+        self._base = base  # once asked for
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -80,17 +83,18 @@ class Adapter:
 
         The sum is taken in float32 at least and rounded to the base's type. The module is left alone.
         """
-        own = own_weights(self.module)
-        for name, tensor in own.items():
+        own = places(self.module)
+        for name, place in own.items():
             owner, _, leaf = name.rpartition(BASE)
             if OF_ADAPTER.search(name):
                 continue
             if leaf == "weight" and owner:
                 yield base_name(name), merged_weight(self.module.get_submodule(owner))
             elif SAVED in name:
-                yield base_name(name), own[name.replace(SAVED, f".modules_to_save.{NAME}.")].to(tensor.dtype)
+                learned = weight_at(own[name.replace(SAVED, f".modules_to_save.{NAME}.")])
+                yield base_name(name), learned.to(weight_at(place).dtype)
             else:
-                yield base_name(name), tensor
+                yield base_name(name), weight_at(place)
 
     def take(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
         """Weights of an adapter, or of a whole model.
@@ -109,14 +113,11 @@ class Adapter:
             take_weights(self.module, rest, mix, self.tensors())
             return
         self._fold()
-        take_weights(self.module, rest, mix, base_weights(self.module))
+        take_weights(self.module, rest, mix, base_places(self.module))
         self._begin_again()
 
     def base_identity(self) -> str:
-        """A hash by which the base's weights are known again: names, shapes and some values of each tensor.
-
-        Values are rounded to bfloat16 first, so that a base is the same in every type and on every device.
-        """
+        """A hash by which the base's weights are known again; of a quantised base as they were before."""
         if self._base is None:
             self._base = identity(base_weights(self.module))
         return self._base
@@ -138,9 +139,7 @@ class Adapter:
     @torch.no_grad()
     def _fold(self) -> None:
         """Bring what was learned into the base."""
-        base = base_weights(self.module)
-        for name, tensor in self.merged():
-            write(base[name], tensor)
+        take_weights(self.module, self.merged(), own=base_places(self.module))
         self._begin_again()
 
     @torch.no_grad()
@@ -174,15 +173,3 @@ def file_name(name: str) -> str:
     """A tensor's name in an adapter file, from its name in the module."""
     plain = OF_ADAPTER.sub(lambda found: "" if found[1] == "modules_to_save" else f".{found[1]}", name)
     return PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-
-
-def identity(tensors: Mapping[str, Tensor]) -> str:
-    """See ``Adapter.base_identity``."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = whole(tensors[name])
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        flat = tensor.flatten()
-        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
-        digest.update(some.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()

@@ -49,6 +49,9 @@ class WorkerContext:
     total_steps: int = 0  # optimizer steps of the run, for learning-rate schedules
     live: Mapping[str, Any] | None = None  # objects given from Python: "model", "tokenizer"
     deterministic: bool = False  # `[run] deterministic`: torch's deterministic algorithms only
+    frozen: bool = (
+        False  # a training run never changes its weights: they are neither trained, refreshed nor exported
+    )
 
 
 class TrainEngine(abc.ABC):
@@ -71,6 +74,10 @@ class TrainEngine(abc.ABC):
         self.module: nn.Module
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
+
+    @classmethod
+    def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> Any:
+        """Refuse what this machine cannot do, by key (``ConfigError``). Asked of every role before any is built."""
 
     @property
     def layout(self) -> Layout:

@@ -1,8 +1,8 @@
 """Puts a LoRA adapter into a module, as ``[actor.lora]`` says (https://arxiv.org/abs/2106.09685), through peft.
 
 Everything that a model cannot do with its settings is refused here, before anything changes.
-Left out: dropout (log-probs would differ between two passes), quantised bases, adapters over the fused
-experts of a mixture, initialisations that change the base's own weights (PiSSA, OLoRA).
+Left out: dropout (log-probs would differ between two passes), adapters over the fused experts of a
+mixture, initialisations that change the base's own weights (PiSSA, OLoRA).
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ _ATTACHED: weakref.WeakSet[nn.Module] = (
 
 
 def attach(
-    module: nn.Module, lora: LoRAConfig, role: str, seed: int, base_path: str, whole: Collection[str] = ()
+    module: nn.Module,
+    lora: LoRAConfig,
+    role: str,
+    seed: int,
+    base_path: str,
+    whole: Collection[str] = (),
+    identity: str | None = None,
 ) -> Adapter:
     """Freeze a module and put an adapter into it.
 
@@ -63,6 +69,7 @@ def attach(
         seed: of the adapter's first weights, which are drawn on the CPU; torch's random state is left alone.
         base_path: the base model's folder or name, for an exported adapter.
         whole: ends of names of modules that are trained whole besides `modules_to_save` (a new head).
+        identity: of the base's weights, where it was taken before they were quantised.
 
     Returns:
         The adapter, float32 where the base has a smaller type. Nothing else of the module is trained.
@@ -103,7 +110,7 @@ def attach(
         inject_adapter_in_model(config, module, NAME)
     _widen(module)
     _ATTACHED.add(module)
-    adapter = Adapter(module, config)
+    adapter = Adapter(module, config, identity)
     if lora.path is not None:
         adapter.take(state.load_tensors(Path(lora.path) / "adapter_model.safetensors").items())
     _tell(module, lora, targets)

@@ -6,6 +6,8 @@ The order is written once, here; backends that shard replace the small methods (
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,13 +17,16 @@ from torch import nn
 
 from engine_core.engines.base import TrainEngine
 from engine_core.engines.lora import attach
-from engine_core.engines.model_loading import DTYPES, adopt_live, cast_parameters, load_model
+from engine_core.engines.model_loading import adopt_live, cast_parameters, load_model
 from engine_core.engines.optimizers import build_optimizer, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
+from engine_core.engines.precision import Precision, choose, find_device
+from engine_core.engines.quantization import Change, check_quantized, quantize
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.engines.units import check_units, checkpoint_units, compile_units, decoder_layers
 from engine_core.engines.value_forward import ValueForward
 from engine_core.engines.value_models import HEAD, VALUE_ROLES, load_value_model
+from engine_core.engines.weights import base_weights, identity
 from engine_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from engine_core.engines.adapter import Adapter
     from engine_core.engines.base import WorkerContext
     from engine_core.specs import Options
+
+log = logging.getLogger("engine")
 
 
 class TorchBuild(TrainEngine):
@@ -38,16 +45,32 @@ class TorchBuild(TrainEngine):
         module: the model, in eval mode.
         adapter: of LoRA, in the module; None where the model itself is trained.
         num_skipped_steps: optimizer steps skipped for non-finite gradients, in all.
+        change: what quantising did to the outputs; None where nothing is quantised.
     """
 
     options_class: type[Options] = TorchOptions
+
+    @classmethod
+    def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        options, table = cls._options(config), f"{context.role}.{config.backend}"
+        device = find_device(options.device, context.device, table)
+        choose(options, device, table)
+        frozen = config.lora is not None or not trainable
+        check_quantized(getattr(options, "quantize", None), device, table, frozen)
+
+    @classmethod
+    def _options(cls, config: RoleConfig) -> Any:
+        return cls.options_class() if config.options is None else config.options
 
     def __init__(
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
     ) -> None:
         super().__init__(config, model_config, context, trainable=trainable)
-        self.options: Any = self.options_class() if config.options is None else config.options
+        self.check(config, context, trainable=trainable)
+        self.options = self._options(config)
         self.device = self._choose_device()
+        log.info("%s: %s on %s.", context.role, self.precision, self.device)
+        self.change: Change | None = None
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
         self._asleep: set[str] = set()
@@ -85,11 +108,19 @@ class TorchBuild(TrainEngine):
 
     def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
         """The model of ``[model]``, or the one given from Python, as this role needs it."""
+        device = (
+            torch.device("cpu") if self.quantize else self.device
+        )  # layers go to the device one at a time
         if self.context.role in VALUE_ROLES:
-            return load_value_model(model, self.device, self._param_dtype, live)
+            return load_value_model(model, device, self._param_dtype, live)
         if live is not None:
-            return adopt_live(live, model, self.context.role, self.device)
-        return load_model(model, self.device, self._param_dtype)
+            if self.quantize and self.context.role == "actor":
+                raise ConfigError(
+                    f"{self._table}.quantize: a model given from Python is the caller's, and would lose "
+                    "its own weights. Save it and name the folder (model.path), or leave the key out."
+                )
+            return adopt_live(live, model, self.context.role, device)
+        return load_model(model, device, self._param_dtype)
 
     def _adopt(self, built: Any) -> None:
         """Take what ``_build_model_optimizer`` gave: a module to finish, or everything."""
@@ -97,11 +128,7 @@ class TorchBuild(TrainEngine):
             self._finish(built)
         elif isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module):
             self.module, self.optimizer, self.lr_scheduler = built
-            if self.config.lora is not None:
-                raise ConfigError(
-                    f"[{self.context.role}.lora]: the plugin that builds this model brings its own optimizer, so no "
-                    "adapter can be put in. Take the table out."
-                )
+            self._refuse_changes()
         else:
             raise PluginError(
                 f"{type(self).__name__}._build_model_optimizer returned {type(built).__name__}; "
@@ -115,14 +142,29 @@ class TorchBuild(TrainEngine):
                 f"{type(self).__name__}._build_model_optimizer returned no optimizer for a trained role."
             )
 
+    def _refuse_changes(self) -> None:
+        """A model that comes with its optimizer stays as it is."""
+        role = self.context.role
+        if self.config.lora is not None:
+            raise ConfigError(
+                f"[{role}.lora]: the plugin that builds this model brings its own optimizer, so no "
+                "adapter can be put in. Take the table out."
+            )
+        if self.quantize:
+            raise ConfigError(
+                f"{self._table}.quantize: the plugin that builds this model brings its own optimizer, "
+                "so its layers cannot be replaced. Leave the key out."
+            )
+
     def _finish(self, module: nn.Module) -> None:
         """Adapt, wrap, shard and give an optimizer to a bare module, by the step hooks."""
         role, options = self.context.role, self.options
+        head = (HEAD,) if role in VALUE_ROLES else ()
+        base = identity(base_weights(module)) if self.quantize and self.config.lora else None
         module = self._place(module)
         if self.config.lora is not None:
             path = self.config.path or self.model_config.path
-            head = (HEAD,) if role in VALUE_ROLES else ()
-            self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head)
+            self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head, base)
         units = self._steps.engine_wrap_policy(role=role, module=module, options=options)
         if units is None:
             units = self._units(module)
@@ -145,8 +187,23 @@ class TorchBuild(TrainEngine):
         return decoder_layers(module)
 
     def _place(self, module: nn.Module) -> nn.Module:
-        """A built module in the type and on the device that it is trained in."""
-        return cast_parameters(module, self._param_dtype).to(self.device)
+        """A built module in the type and on the device that it is used in, its frozen layers quantised if asked for."""
+        module = cast_parameters(module, self._param_dtype)
+        if not self.quantize:
+            return module.to(self.device)
+        whole = [HEAD, *(self.config.lora.modules_to_save if self.config.lora else ())]
+        tokenizer = (self.context.live or {}).get("tokenizer")
+        self.change = quantize(
+            module.to("cpu"),
+            self.quantize,
+            self.device,
+            self.precision,
+            self._table,
+            whole,
+            tokenizer,
+        )
+        log.info("%s: %s, %s", self.context.role, self.quantize, self.change)
+        return module
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         """No sharding; compiled units and activation checkpointing where the options ask for them."""
@@ -161,17 +218,32 @@ class TorchBuild(TrainEngine):
         """Step hooks of this role."""
         return self.context.plugins.step(self.context.role, ("train_engines", self.config.backend))
 
+    @property
+    def _table(self) -> str:
+        """Where the options stand, for messages."""
+        return f"{self.context.role}.{self.config.backend}"
+
+    @property
+    def quantize(self) -> str | None:
+        """How the weights that are not trained are kept in few bits; None where they are whole."""
+        return getattr(self.options, "quantize", None)
+
     def _choose_device(self) -> torch.device:
-        return self.context.device if self.options.device == "auto" else torch.device(self.options.device)
+        return find_device(self.options.device, self.context.device, self._table)
+
+    @functools.cached_property
+    def precision(self) -> Precision:
+        """Types of the weights and of the forward pass."""
+        frozen = self.config.lora is not None or self.context.frozen
+        return choose(self.options, self.device, self._table, frozen)
 
     @property
     def _param_dtype(self) -> torch.dtype:
-        return DTYPES[self.options.param_dtype]
+        return self.precision.param
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        chosen = self.options.compute_dtype
-        return DTYPES[self.options.param_dtype if chosen == "auto" else chosen]
+        return self.precision.compute
 
     def _make_forward(self) -> PackedForward:
         """What computes outputs: of a value head, or of a distribution over tokens."""
@@ -190,7 +262,9 @@ class TorchBuild(TrainEngine):
     def _compiles(self) -> bool:
         """Whether forward passes are compiled."""
         chosen = self.options.compile
-        return self.device.type != "cpu" if chosen == "auto" else bool(chosen)
+        if chosen == "auto":
+            return self.device.type != "cpu" and not self.quantize
+        return bool(chosen)
 
     @property
     def lr(self) -> float:

@@ -19,16 +19,18 @@ class ForwardOptions(Options):
     log_prob_recompute: bool = True
     """Compute logits again in the backward pass. Where there is memory for those of a whole micro-batch, in the compute type, ``false`` saves a fortieth to a twentieth of a step."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto`` on an accelerator, not on the CPU. It takes seconds in the first step, then a small model is twice as fast."""
+    """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto`` on an accelerator where nothing is quantised. It takes seconds in the first step, then a small model is twice as fast."""
 
 
 class TorchOptions(ForwardOptions):
     """``[actor.torch]``: one process, no sharding."""
 
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights that are trained and of the optimizer's state."""
+    param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the weights, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
     compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the forward pass: ``auto`` is `param_dtype`; ``bf16`` over fp32 weights is autocast. Log-probs are always float32."""
+    """Type of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32; ``bf16`` over fp32 weights is autocast. Log-probs are always float32."""
+    quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
+    """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter. What it changes is measured and said at the start."""
     activation_checkpointing: bool = False
     """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time."""
 
@@ -37,5 +39,14 @@ class TorchOptions(ForwardOptions):
         if self.param_dtype == "bf16" and self.compute_dtype == "fp32":
             raise ValueError(
                 "compute_dtype 'fp32' over param_dtype 'bf16' has no effect: set param_dtype = 'fp32'."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_compiled_4_bits(self) -> TorchOptions:
+        if self.quantize in ("nf4", "fp4") and self.compile is True:
+            raise ValueError(
+                f"compile = true with quantize = '{self.quantize}': layers of 4 bits cannot be compiled. "
+                "Leave compile out, or use quantize = 'int8'."
             )
         return self

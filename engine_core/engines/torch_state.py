@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_core.engines import state
 from engine_core.engines.torch_build import TorchBuild
-from engine_core.engines.weights import own_weights, take_weights
+from engine_core.engines.weights import own_weights, places, take_weights, weight_at
 from engine_core.errors import DataError, did_you_mean
 
 PARTS = ("weights", "gradients", "optimizer")
@@ -101,7 +101,11 @@ class TorchState(TorchBuild):
         if adapter:
             self._adapted().export(folder)
             return
-        merged = {} if self.adapter is None else {"state_dict": dict(self.adapter.merged())}
+        merged = {}
+        if self.adapter is not None:
+            merged["state_dict"] = dict(self.adapter.merged())
+        elif self.quantize:
+            merged["state_dict"] = {name: weight_at(place) for name, place in places(self.module).items()}
         if hasattr(self.module, "save_pretrained"):
             self.module.save_pretrained(folder, **merged)  # type: ignore[operator]
             return

@@ -2,11 +2,13 @@
 
 The two differ for few models: transformers holds the experts of a mixture in one tensor and writes
 one for each expert, as other programs expect them. A module with a LoRA adapter has its base's
-weights in layers of peft; their names are told apart here, what they mean is in ``adapter.py``.
+weights in layers of peft; their names are told apart here, what they mean is in ``adapter.py``. A quantised
+layer holds pieces; what is published, and what is taken, is its whole weight.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,11 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine_core.engines.sharded import write
+from engine_core.engines.quantized import QuantizedLinear
+from engine_core.engines.sharded import whole, write
 from engine_core.errors import DataError, nearest
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.default(?=\.|$)")  # as peft names what is trained
+SAMPLES = 256  # values of each tensor in an identity
 BASE, SAVED = ".base_layer.", ".original_module."  # and what lies below it
 
 
@@ -44,6 +48,31 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
     return {base_name(name): tensor for name, tensor in own.items() if not OF_ADAPTER.search(name)}
 
 
+def places(module: nn.Module) -> dict[str, Tensor | QuantizedLinear]:
+    """``own_weights`` with each quantised layer in the place of its pieces, by the name of its weight."""
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
+    if not layers:
+        return {**own_weights(module)}
+    found: dict[str, Tensor | QuantizedLinear] = {}
+    for name, tensor in own_weights(module).items():
+        owner, _, leaf = name.rpartition(".")
+        if owner in layers and leaf != "bias":
+            found[f"{owner}.weight"] = layers[owner]
+        else:
+            found[name] = tensor
+    return found
+
+
+def base_places(module: nn.Module) -> dict[str, Tensor | QuantizedLinear]:
+    """``places`` of the model below a LoRA adapter, by the names that they have without it."""
+    return {base_name(name): place for name, place in places(module).items() if not OF_ADAPTER.search(name)}
+
+
+def weight_at(place: Tensor | QuantizedLinear) -> Tensor:
+    """The weight there; of a quantised layer made anew."""
+    return place if isinstance(place, Tensor) else place.weight
+
+
 def base_name(name: str) -> str:
     """The name that a weight of the base has without an adapter over it."""
     return name.replace(BASE, ".").replace(SAVED, ".")
@@ -58,7 +87,7 @@ def published_weights(
         module: the model.
         own: other tensors than its own, by the module's names and in their order; taken as they are needed.
     """
-    own = own_weights(module).items() if own is None else own
+    own = ((name, weight_at(place)) for name, place in places(module).items()) if own is None else own
     if not converts(module):
         yield from own
         return
@@ -79,7 +108,7 @@ def take_weights(
     module: nn.Module,
     stream: Iterable[tuple[str, Tensor]],
     mix: float = 1.0,
-    own: Mapping[str, Tensor] | None = None,
+    own: Mapping[str, Tensor] | Mapping[str, Tensor | QuantizedLinear] | None = None,
 ) -> None:
     """``w <- (1 - mix) * w + mix * new`` for weights under the module's own names.
 
@@ -87,20 +116,23 @@ def take_weights(
         module: the model.
         stream: names and tensors, in any order.
         mix: share of the new.
-        own: the weights that must come, by name; default: all of the module's.
+        own: the weights that must come, by name; default: all of the module's, quantised ones whole.
 
     Raises:
         DataError: a name or shape does not fit, or weights are missing. Those before it were taken.
     """
-    own = own_weights(module) if own is None else own
+    own = places(module) if own is None else own
     left = set(own)
     for name, new in stream:
         if name not in own:
             raise DataError(f"Unknown weight '{name}' for {type(module).__name__}." + near(name, own))
-        old = own[name]
-        if old.shape != new.shape:
-            raise DataError(f"Weight '{name}' has shape {list(new.shape)}; expected {list(old.shape)}.")
-        write(old, new, mix)
+        place = own[name]
+        if place.shape != new.shape:
+            raise DataError(f"Weight '{name}' has shape {list(new.shape)}; expected {list(place.shape)}.")
+        if isinstance(place, QuantizedLinear):
+            place.store(new, mix)
+        else:
+            write(place, new, mix)
         left.discard(name)
     if left:
         some = ", ".join(sorted(left)[:5])
@@ -138,3 +170,18 @@ def near(name: str, known: Iterable[str]) -> str:
     """The nearest name, without the whole list: models have hundreds."""
     match = nearest(name, known)
     return f" Did you mean '{match}'?" if match else ""
+
+
+def identity(tensors: Mapping[str, Tensor]) -> str:
+    """A hash by which weights are known again: names, shapes and some values of each tensor.
+
+    Values are rounded to bfloat16 first, so that it is the same in every type and on every device.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = whole(tensors[name])
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        flat = tensor.flatten()
+        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+        digest.update(some.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -58,8 +58,12 @@ class EngineHost:
         self._stack = ExitStack()
 
     def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
-        """Build these roles; when one fails, those built before it are closed."""
+        """Build these roles, once each was asked for what it cannot do here; when one fails, those before it are closed."""
         torch.manual_seed(self.config.run.seed)
+        for name, role in roles.items():
+            if role.kind == "train":
+                context = self._train_context(name, role, total_steps)
+                self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
         try:
             for name, role in roles.items():
                 build = self._build_train if role.kind == "train" else self._build_rollout
@@ -113,16 +117,23 @@ class EngineHost:
         self._stack.close()
 
     def _build_train(self, name: str, role: Role, total_steps: int) -> TrainEngine:
-        config = self.config.role(name)
-        engine = self.plugins.resolve("train_engines", config.backend)
+        config, engine = self.config.role(name), self._train_class(name)
         if self.place.world_size > 1 and engine.layout is TrainEngine.layout:
             raise ConfigError(
                 f"{name}.backend = '{config.backend}' trains in one process, and the pool of '{name}' has "
                 f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
                 "runtime.torchrun.processes = 1."
             )
-        context = self._context(name, max(total_steps - role.idle_steps, 0), role.told)
+        context = self._train_context(name, role, total_steps)
         return engine(config, self.config.model_of(name), context, trainable=role.trainable)
+
+    def _train_context(self, name: str, role: Role, total_steps: int) -> WorkerContext:
+        context = self._context(name, max(total_steps - role.idle_steps, 0), role.told)
+        return dataclasses.replace(context, frozen=total_steps > 0 and not role.saved)
+
+    def _train_class(self, name: str) -> type[TrainEngine]:
+        found: type[TrainEngine] = self.plugins.resolve("train_engines", self.config.role(name).backend)
+        return found
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
         config, model = self.config.sampler(name), self.config.model_of(name)

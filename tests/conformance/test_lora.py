@@ -1,6 +1,9 @@
+import pytest
+
 from engine_core.testing import TrainEngineSuite
 
 OTHER = "the gradient is the adapter's, not that of the whole model; see tests/unit/engines/test_adapter.py"
+ROUNDED = "weights that come are rounded; see tests/unit/engines/test_quantization.py"
 
 
 class TestLoRA(TrainEngineSuite):
@@ -14,4 +17,16 @@ class TestLoRA(TrainEngineSuite):
         "test_gradients_are_clipped_to_max_grad_norm": OTHER,
         "test_weight_decay_is_on_matrices_only": "the frozen weights do not decay",
         "test_a_resumed_run_continues_exactly": "it resumes over another base, which is refused",
+    }
+
+
+@pytest.mark.slow
+class TestLoRAAboveAQuantizedBase(TestLoRA):
+    reference = "rounded_reference.py:nf4"
+    options = {"quantize": "nf4", "param_dtype": "fp32", "compute_dtype": "fp32"}
+    unsupported = {
+        **TestLoRA.unsupported,
+        "test_named_weights_are_those_of_the_model_folder": "they are those of the folder, rounded",
+        "test_weights_go_from_one_engine_to_another": ROUNDED,
+        "test_weights_are_mixed_in_their_share": ROUNDED,
     }

@@ -3,3 +3,4 @@ from engine_core.testing import TrainEngineSuite
 
 class TestTorch(TrainEngineSuite):
     backend = "torch"
+    options = {"param_dtype": "fp32", "compute_dtype": "fp32"}

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import subprocess
@@ -191,6 +192,34 @@ def test_what_live_objects_stand_for_may_be_missing(run):
     ) as error:
         check_complete(config, {"model", "data", "rewards"})
     assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            '[actor.torch]\nquantize = "int8"\n',
+            r"actor\.torch\.quantize: 'int8' is for weights that are not trained",
+        ),
+        (
+            '[actor.torch]\nquantize = "nf4"\n[actor.lora]\nrank = 2\n',
+            r"actor\.torch\.quantize: 'nf4' needs the package bitsandbytes, which is not installed\. Try: "
+            r"pip install 'engine-core-rl\[quant\]', or use 'int8' or 'fp8', which need no package\.",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_quantised_are_refused_without_torch(run, monkeypatch, text, problem):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)
+    )
+    with pytest.raises(ConfigError, match=problem) as error:
+        check_complete(load_config(run(SFT + text)))
+    assert len(error.value.problems) == 1
+
+
+def test_a_base_below_an_adapter_may_be_quantised(run):
+    check_complete(load_config(run(SFT + '[actor.torch]\nquantize = "int8"\n[actor.lora]\nrank = 2\n')))
 
 
 def test_a_complete_file_is_complete(run):

@@ -100,7 +100,7 @@ def test_schema_is_json_over_all_tables_and_installed_names(engine):
 def test_schema_of_a_table_is_readable(engine):
     text = engine("schema", "actor.torch").out
     assert text.startswith("[actor.torch]\n")
-    assert 'param_dtype = "fp32"  ("fp32" | "bf16")\n    Type of the weights' in text
+    assert 'param_dtype = "auto"  ("auto" | "fp32" | "bf16")\n    Type of the weights' in text
     assert "log_prob_chunk_tokens = 1024  (integer > 0)" in text
 
 

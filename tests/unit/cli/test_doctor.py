@@ -81,3 +81,10 @@ def test_torch_that_does_not_import_is_a_problem_with_advice(monkeypatch):
     check = doctor.check_torch()
     assert check.state == "problem"
     assert "Reinstall it: pip install --force-reinstall torch" in check.found
+
+
+def test_torch_is_shown_with_the_types_that_roles_compute_in():
+    found = doctor.check_torch().found
+    assert "; precision auto: " in found
+    if "no accelerator" in found:
+        assert found.endswith("precision auto: fp32; of weights that are not trained fp32")

@@ -31,6 +31,17 @@ def test_the_table_takes_backend_and_options_from_the_actor_where_it_says_nothin
     assert (other.backend, other.options.param_dtype) == ("torch", "bf16")
 
 
+@pytest.mark.parametrize("table", ["", "[critic]\nwarmup_steps = 3\n"])
+def test_the_actors_base_may_be_quantised_and_the_critic_that_is_trained_whole_is_not(config_of, good, table):
+    quantized = good.replace('param_dtype = "bf16"', 'quantize = "nf4"\nactivation_checkpointing = true')
+    text = quantized + GAE + "[actor.lora]\nrank = 2\n"
+    config = config_of(text + table)
+    assert config.actor.options.quantize == "nf4"
+    assert (config.critic.options.quantize, config.critic.options.activation_checkpointing) == (None, True)
+    adapted = config_of(text + "[critic.lora]\nrank = 2\n").critic
+    assert adapted.options.quantize == "nf4"
+
+
 def test_a_critics_backend_is_a_name_that_the_run_uses():
     data = {"actor": {"backend": "fsdp"}, "critic": {"backend": "torch"}}
     assert used_names(data)["train_engines"] == {"fsdp", "torch"}

@@ -5,6 +5,7 @@ import torch
 
 from engine_core.config import EngineConfig
 from engine_core.engines.base import RolloutEngine, TrainEngine
+from engine_core.errors import ConfigError
 from engine_core.runtime.base import Role
 from engine_core.runtime.host import default_device
 from engine_core.runtime.local import LocalRuntime
@@ -94,6 +95,32 @@ def test_each_role_has_an_engine_and_only_trained_ones_an_optimizer():
     _, groups = started(Plugins())
     assert set(groups) == set(ROLES)
     assert EVENTS == ["build actor trainable=True of 7", "build ref trainable=False of 7", "build rollout"]
+
+
+def test_what_a_role_cannot_do_here_is_refused_before_any_is_built(monkeypatch):
+    def check(config, context, *, trainable=True):
+        EVENTS.append(f"check {context.role} trainable={trainable}")
+        if context.role == "ref":
+            raise ConfigError("ref.torch.param_dtype: ...")
+
+    monkeypatch.setattr(Train, "check", staticmethod(check))
+    with pytest.raises(ConfigError, match=r"^ref\.torch\.param_dtype"):
+        started(Plugins())
+    assert EVENTS == ["check actor trainable=True", "check ref trainable=False"]
+
+
+def test_only_a_training_run_has_roles_whose_weights_never_change():
+    _, groups = started(Plugins())
+    assert {name: group.engine.context.frozen for name, group in groups.items()} == {
+        "actor": False,
+        "ref": True,
+        "rollout": False,
+    }
+    runtime = LocalRuntime(EngineConfig(), Plugins(), {})
+    roles = {"actor": Role("train", trainable=False)}
+    assert not runtime.start(roles, total_steps=0)["actor"].engine.context.frozen  # it may be exported
+    roles = {"actor": Role("train"), "ref": Role("train", trainable=False, refreshed=True)}
+    assert not runtime.start(roles, total_steps=7)["ref"].engine.context.frozen
 
 
 def test_a_critic_is_built_from_its_own_table_and_sleeps_and_wakes_with_the_trainers():

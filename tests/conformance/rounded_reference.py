@@ -1,0 +1,12 @@
+"""Only for the kit: the independent model with the weights that a quantised base has."""
+
+from engine_core.engines.quantization import linear_layers
+from engine_core.engines.quantized import QuantizedLinear
+from engine_core.testing.reference import load_reference
+
+
+def nf4(path):
+    module = load_reference(path)
+    for layer in linear_layers(module, ()).values():
+        layer.weight.data = QuantizedLinear(layer.float(), "nf4").weight.double()
+    return module.double()
