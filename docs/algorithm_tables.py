@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/algorithms.md`` from the docstrings of the functions that they are about.
+"""Writes the tables of ``docs/algorithms.md``, and ``docs/reference/algorithms.md``, from docstrings of the code.
 
     python docs/algorithm_tables.py            write what changed (`make docs` does this first)
     python docs/algorithm_tables.py --check    change nothing; name the tables that are out of date, exit 1
@@ -10,7 +10,9 @@ A function of a table says, in lines of its docstring that stand for themselves:
     Differs: where ours is not the paper's, or not that of others
 
 ``Formula`` must be there; a line may go on in lines that are indented further. Tables stand between
-``<!-- NAME -->`` and ``<!-- end of NAME -->``. A test runs ``--check``.
+``<!-- NAME -->`` and ``<!-- end of NAME -->``. Where one function has several names, its module's docstring
+has a table of them, and lines ``Differs (NAME): ...``. The page of the reference has everything in one
+table. A test runs ``--check``.
 """
 
 from __future__ import annotations
@@ -18,13 +20,26 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from engine_core import builtin
+from engine_core.algorithms import (
+    aggregation,
+    correction,
+    entropy,
+    evaluation,
+    kl,
+    losses_value,
+    objectives,
+    preference,
+)
 
+OVERVIEW = Path(__file__).parent / "reference" / "algorithms.md"
 PAGE = Path(__file__).parent / "algorithms.md"
+LINK = r"https?://(?:arxiv\.org/abs/|doi\.org/)?([^\s,]+)"
 FIELDS = ("Formula", "Paper", "Differs")
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -54,8 +69,87 @@ def fields(function: Callable[..., Any]) -> dict[str, str]:
         raise SystemExit(
             f"{function.__module__}.{function.__qualname__}: no line 'Formula: ...' in its docstring."
         )
-    found["Paper"] = re.sub(r"https?://(?:arxiv\.org/abs/|doi\.org/)?([^\s,]+)", _link, found["Paper"])
+    found["Paper"] = re.sub(LINK, _link, found["Paper"])
     return found
+
+
+def listed(module: ModuleType) -> dict[str, dict[str, str]]:
+    """Name -> ``what it is``, ``Formula``, ``Paper``, ``Differs``, from the table in a module's docstring."""
+    text = inspect.getdoc(module) or ""
+    lines = text.splitlines()
+    rules = [number for number, line in enumerate(lines) if re.fullmatch(r"=+( =+)+", line)]
+    starts = [match.start() for match in re.finditer(r"=+", lines[rules[0]])]
+
+    def cells(line: str) -> list[str]:
+        return [line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+
+    header = cells(lines[rules[0] + 1])
+    rows: list[list[str]] = []
+    for line in lines[rules[1] + 1 : rules[2]]:
+        if line[: starts[1]].strip():
+            rows.append(cells(line))
+        else:  # goes on
+            rows[-1] = [f"{old} {new}".strip() for old, new in zip(rows[-1], cells(line), strict=True)]
+    found = {}
+    for name, *values in rows:
+        said = dict(zip(header[1:], values, strict=True))
+        differs = re.search(rf"^Differs \({re.escape(name)}\): (.*)", text, re.MULTILINE)
+        paper = re.sub(r"arXiv:(\S+)", r"https://arxiv.org/abs/\1", said.get("paper", ""))
+        found[name] = {
+            "what": said.get("what it is", ""),
+            "Formula": said["formula"].replace("``", "`"),
+            "Paper": re.sub(LINK, _link, paper),
+            "Differs": differs[1] if differs else "",
+        }
+    return found
+
+
+def described(functions: Functions) -> dict[str, dict[str, str]]:
+    """The same of functions whose docstrings have the fields."""
+    return {
+        name: {"what": first_sentence(function)} | fields(function) for name, function in functions.items()
+    }
+
+
+def first_sentence(function: Callable[..., Any]) -> str:
+    text = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+    return text.rstrip(".").replace("``", "`")
+
+
+def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
+    """Kind, as the key that names it, and everything of that kind."""
+    for heading, functions in TABLES.values():
+        yield heading.replace("`", ""), described(functions())
+    yield "loss_aggregation", listed(aggregation)
+    yield "kl_estimator", listed(kl)
+    yield "kl_target", described({"kl_target": kl.AdaptiveKL})
+    yield "entropy_target", described({"entropy_target": entropy.AdaptiveEntropy})
+    yield "top_entropy_quantile", described({"top_entropy_quantile": entropy.high_entropy})
+    yield "correction", listed(correction)
+    yield "dpo.loss", listed(preference)
+    # objectives by the trainer that learns by them; those of pairs stand under dpo.loss
+    named = {"nll": "sft", "value": "critic"}
+    trained: dict[str, Callable[..., Any]] = {**objectives.OBJECTIVES, "value": losses_value.value}
+    yield "trainer", described({named.get(n, n): f for n, f in trained.items() if n != "preference"})
+    yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
+
+
+def overview() -> str:
+    """The page of the reference."""
+    rows = [["key", "name", "what it is", "formula", "paper", "where ours differs"], ["---"] * 6]
+    for kind, entries in kinds():
+        for name, said in entries.items():
+            rows.append([f"`{kind}`", f"`{name}`", said["what"], *(said[field] for field in FIELDS)])
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    note = (
+        "<!-- Written by docs/algorithm_tables.py from the code. Change the code, then run `make docs`. -->"
+    )
+    about = (
+        "For readers of papers: every algorithm in one table, with its paper and where ours is not the paper's or not\n"
+        "that of others. [Algorithms](../algorithms.md), [preferences](../preference.md) and [evaluation](../evaluation.md)\n"
+        "say how they are used, and what the letters mean."
+    )
+    return "\n\n".join([note, "# Algorithm reference", about, "\n".join(lines)]) + "\n"
 
 
 def _link(match: re.Match[str]) -> str:
@@ -68,8 +162,7 @@ def table(name: str) -> str:
     rows = [[heading, "what it is", "formula", "paper", "where ours differs"], ["---"] * 5]
     for key, function in functions().items():
         said = fields(function)
-        first = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ").rstrip(".")
-        rows.append([f"`{key}`", first.replace("``", "`"), *(said[field] for field in FIELDS)])
+        rows.append([f"`{key}`", first_sentence(function), *(said[field] for field in FIELDS)])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
@@ -95,7 +188,10 @@ def main() -> int:
             print(
                 f"docs/algorithms.md: the table '{name}' is out of date. Run: python docs/algorithm_tables.py"
             )
-        return 1 if stale() else 0
+        if old := not OVERVIEW.exists() or OVERVIEW.read_text("utf-8") != overview():
+            print("docs/reference/algorithms.md is out of date. Run: python docs/algorithm_tables.py")
+        return 1 if stale() or old else 0
+    OVERVIEW.write_text(overview(), "utf-8")
     PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")
     return 0
 

@@ -1,7 +1,21 @@
 """From token losses to one number, the same on any split into micro-batches and ranks.
 
 The weights are computed once over the global mini-batch and travel as a column; a loss is then the
-plain sum of weight times token loss.
+plain sum of weight times token loss. With m the loss mask, T its sum, B the number of sequences that
+have a loss token and L_i the loss tokens of sequence i, the weight of a token is
+
+======================= ============= =================================================================
+mode                    formula       paper
+======================= ============= =================================================================
+token-mean              ``m / T``     DAPO, arXiv:2503.14476
+token-sum               ``m``
+seq-mean-token-sum      ``m / B``
+seq-mean-token-mean     ``m/(L_i B)`` GRPO, arXiv:2402.03300
+seq-mean-token-sum-norm ``m / (L B)`` Dr.GRPO, arXiv:2503.20783
+======================= ============= =================================================================
+
+Differs (seq-mean-token-sum-norm): L is a constant (verl divides by the padded length unless told otherwise, which changes with padding)
+Differs (token-mean): T is of the whole mini-batch over all ranks, never of a micro-batch
 """
 
 from __future__ import annotations
@@ -17,13 +31,7 @@ if TYPE_CHECKING:
 
 
 def with_weights(batch: Batch, mode: str, length_norm: int = 1) -> Batch:
-    """Add each token's share of the aggregated loss.
-
-    With m the loss mask, T its sum, B the number of sequences that have a loss token and L_i the
-    loss tokens of sequence i: token-mean ``m / T``; token-sum ``m``; seq-mean-token-sum ``m / B``;
-    seq-mean-token-mean ``m / (L_i B)``; seq-mean-token-sum-norm ``m / (L B)`` with a constant L
-    (Dr.GRPO, https://arxiv.org/abs/2503.20783; verl divides by the padded length unless told
-    otherwise, which changes with padding).
+    """Add each token's share of the aggregated loss: see the table above.
 
     Args:
         batch: the whole mini-batch, all ranks.

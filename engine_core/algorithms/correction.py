@@ -3,21 +3,30 @@
 The two are the same weights in two programs (or, off policy, two versions of the weights). With
 ``r = pi / pi_rollout`` at each sampled token, pi the trained policy before this step's updates:
 
-====================  ===================================================================
-truncated weights     ``min(r, cap)``, of a token or of the product over the sequence (TIS,
-                      https://fengyao.notion.site/off-policy-rl)
-mask ``token``        only tokens with ``low <= r <= high``; with token weights: IcePop
-                      (https://arxiv.org/abs/2510.18855)
-mask ``sequence``     only sequences with the product of r inside; with sequence weights: MIS
-mask ``geometric``    only sequences with ``exp(mean log r)`` inside
-rejection             only sequences whose mean of k1, k2 or k3 of r is at most its value at
-                      one ratio
-off-policy mask       no token with a negative advantage in a sequence that pi has left
-====================  ===================================================================
+==================== ===================================================== ================================
+key                  formula                                               paper
+==================== ===================================================== ================================
+level = token        weight ``min(r, cap)``                                TIS, https://fengyao.notion.site/off-policy-rl
+level = sequence     weight ``min(prod_t r_t, cap)``                       TIS, https://fengyao.notion.site/off-policy-rl
+mask = token         only tokens with ``low <= r <= high``                 IcePop, arXiv:2510.18855
+mask = sequence      only sequences with ``low <= prod_t r_t <= high``
+mask = geometric     only sequences with
+                     ``low <= exp(mean_t log r_t) <= high``
+reject = k1          only sequences with
+                     ``abs(mean_t log r_t) <= log reject_ratio``
+reject = k2          only sequences with ``mean_t (log r_t)^2 / 2`` at
+                     most its value at ``reject_ratio``
+reject = k3          only sequences with ``mean_t (r_t - 1 - log r_t)``
+                     at most its value at ``reject_ratio``
+off_policy_threshold no token with ``A < 0`` in a sequence with            OPSM, arXiv:2512.02556
+                     ``mean_t (log pi_rollout - log pi) > threshold``
+==================== ===================================================== ================================
 
-Every bound is on r itself. (verl tests the bounds of its k1 rejection on ``-log r``, so there "0.5 to
-4" keeps 0.25 to 2.) A weight multiplies the loss after the clip and has no gradient; a masked token
-keeps its place in the denominator of the mean, as an update from it would be 0.
+Differs (reject = k1): bounds are on r (verl tests the bounds of its k1 rejection on -log r, so there "0.5 to 4" keeps 0.25 to 2)
+Differs (mask = token): a masked token keeps its place in the denominator of the mean, as an update from it would be 0
+
+With weights of tokens, ``mask = token`` is IcePop; with weights of sequences, ``mask = sequence`` is MIS. A
+weight multiplies the loss after the clip and has no gradient.
 
 Where top-p or top-k cut the distribution, ``rollout_log_probs`` are those over the whole vocabulary
 (``Batch.from_rollouts`` adds ``support_log_mass``), as the trainer's are. Over the replayed support

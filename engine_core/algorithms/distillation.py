@@ -70,7 +70,11 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 def distill(
     outputs: Mapping[str, Tensor], batch: Batch, *, divergence: str, jsd_beta: float = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``sum_t w_t D(student_t, teacher_t)`` over the tokens that have a weight.
+    """Divergence of student and teacher over the teacher's likeliest tokens and the rest together.
+
+    Formula: ``sum_t w_t D(student_t, teacher_t)``, D = ``reverse_kl``, ``forward_kl`` or ``jsd`` of these K + 1 outcomes
+    Paper: https://arxiv.org/abs/2306.13649
+    Differs: the K tokens are not normalised anew: all others count as one outcome
 
     Args:
         outputs: ``log_probs_at`` [T, K] and ``log_rest`` [T] with gradient; ``log_probs`` [T], ``entropy`` [T]

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 class AdaptiveEntropy:
     """A weight of the entropy bonus that keeps the mean entropy from falling under a target.
 
-    Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4: after each step the weight goes up by
-    ``delta`` where the entropy was below the target, else down, never below 0; and it is applied only
-    while the entropy last measured was at most the target.
+    It moves after each step, and is applied only while the entropy last measured was at most the target.
+
+    Formula: ``coef <- max(coef + delta, 0)`` where the entropy was below the target, else ``max(coef - delta, 0)``
+    Paper: https://arxiv.org/abs/2505.22312
 
     Args:
         coef: where it starts.
@@ -38,7 +39,11 @@ class AdaptiveEntropy:
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The tokens with the highest entropy: https://arxiv.org/abs/2506.01939.
+    """The tokens with the highest entropy, which alone are learned from.
+
+    Formula: tokens whose entropy is at least that of the ``share n``-th highest of n
+    Paper: https://arxiv.org/abs/2506.01939
+    Differs: the bound is over the whole mini-batch (a quantile of each micro-batch would depend on the split)
 
     Args:
         entropy: [T] of the whole mini-batch, before its update.

@@ -21,10 +21,10 @@ RESAMPLES = 2000
 
 
 def pass_at_k(passed: int, samples: int, k: int) -> float:
-    """Probability that of k of the samples at least one passed: ``1 - C(n - c, k) / C(n, k)``.
+    """Probability that of k of the samples at least one passed; unbiased for k responses.
 
-    Chen et al., https://arxiv.org/abs/2107.03374, equation 1, as the product
-    ``1 - prod_{i = n - c + 1}^{n} (1 - k / i)``, which needs no large numbers. Unbiased for k responses.
+    Formula: ``1 - C(n - c, k) / C(n, k)``, as ``1 - prod_{i = n - c + 1}^{n} (1 - k / i)``, which needs no large numbers
+    Paper: https://arxiv.org/abs/2107.03374
 
     Args:
         passed: c, samples that passed.
@@ -38,11 +38,13 @@ def pass_at_k(passed: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
-    """Probability that the answer with most votes among k of the samples is right; mean over all subsets of k.
+    """Probability that the answer with most votes among k of the samples is right.
 
-    Self-consistency (https://arxiv.org/abs/2203.11171), for every k up to n without a draw: the subsets are
-    counted, not enumerated. Answers that are equally often the first share the subset equally; a sample
-    without an answer has no vote, and a subset without a vote is wrong.
+    Formula: mean over all subsets of k samples of how right the most frequent answer is
+    Paper: https://arxiv.org/abs/2203.11171
+    Differs: subsets are counted exactly (verl draws them); answers that tie share the subset
+
+    A sample without an answer has no vote, and a subset without a vote is wrong.
 
     Args:
         answers: [n] of each sample; None where it gave none. Equal texts are one answer.

@@ -1,12 +1,24 @@
 """Estimators of KL(policy || reference) from the log-probs of sampled tokens, and its adaptive weight.
 
-http://joschu.net/blog/kl-approx.html, with ``d = log policy - log reference``: k1 ``d`` (unbiased,
-noisy), abs ``|d|`` (no estimate of the KL, a distance), k2 ``d^2 / 2`` (biased, its gradient is the
-right one on policy), k3 ``exp(-d) - 1 + d`` (unbiased, never negative).
+With ``d = log policy - log reference`` (http://joschu.net/blog/kl-approx.html):
+
+========= ======================================= ====================================================
+estimator formula                                 what it is
+========= ======================================= ====================================================
+k1        ``d``                                   Unbiased, noisy, may be negative
+abs       ``|d|``                                 A distance, no estimate of the KL
+k2        ``d^2 / 2``                             Biased; its gradient is the right one on policy
+k3        ``exp(-d) - 1 + d``                     Unbiased, never negative
+k1+       value ``d``, gradient of k2             Unbiased, with the right gradient on policy
+k3+       value ``exp(-d) - 1 + d``, gradient of  Unbiased, never negative, with the right gradient on
+          k2                                      policy
+========= ======================================= ====================================================
+
+Differs (k3): the exponent is held within 20 (verl: 20 of d, then the result within 10)
+Differs (k3+): the exponent is held within 20
 
 As a loss on policy, the gradient of k1 is 0 in expectation and that of k3 is the gradient of the
-forward KL(reference || policy). Hence ``k1+`` and ``k3+``: the value of the estimator, the gradient
-of k2.
+forward KL(reference || policy). Hence ``k1+`` and ``k3+``.
 """
 
 from __future__ import annotations
@@ -53,9 +65,11 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
 class AdaptiveKL:
     """A coefficient that keeps the KL at a target.
 
-    https://arxiv.org/abs/1909.08593, section 2.2: after each step
-    ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)`` with n the rollouts of the step.
-    The target is of the mean KL of a token here; the paper's is of a whole response.
+    It moves after each step, by n, the rollouts of the step (section 2.2 of the paper).
+
+    Formula: ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``
+    Paper: https://arxiv.org/abs/1909.08593
+    Differs: the target is of the mean KL of a token; the paper's is of a whole response
 
     Args:
         coef: where it starts, over 0 (a coefficient of 0 stays 0).

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) -> TokenLoss:
-    """Squared error of the value: ``max((V - G)^2, (V_old + clip(V - V_old, -e, e) - G)^2) / 2``.
+    """Squared error of the value: one that has moved further than ``value_clip`` towards its target is moved no more.
 
-    PPO's clipped value loss, https://arxiv.org/abs/1707.06347 as in the authors' code: a value that
-    has moved further than ``value_clip`` towards its target is moved no more.
+    Formula: ``max((V - G)^2, (V_old + clip(V - V_old, -e, e) - G)^2) / 2``
+    Paper: https://arxiv.org/abs/1707.06347 (the authors' code)
 
     Args:
         outputs: ``values`` [T], with gradient.

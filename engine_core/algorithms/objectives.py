@@ -102,7 +102,10 @@ def policy(
 
 
 def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood ``-sum_t w_t log p_t``: SFT."""
+    """Negative log-likelihood of the responses: SFT.
+
+    Formula: ``-sum_t w_t log p_t``
+    """
     losses = -outputs["log_probs"]
     return _weighted_sum(batch["weights"], losses), _summed(
         {"actor/nll": losses.detach()}, batch["token_share"]

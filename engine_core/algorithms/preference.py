@@ -5,7 +5,7 @@ response's tokens or their mean; for the reverse KL ``s = d``. With c the chosen
 ``D = s_c - s_r``, and e the label smoothing:
 
 ============= ==================================================================== =======================
-loss          per pair                                                             paper
+loss          formula                                                              paper
 ============= ==================================================================== =======================
 sigmoid       ``-log σ(βD)``                                                       DPO, arXiv:2305.18290
 sigmoid_norm  the same over token means                                            arXiv:2405.14734
@@ -26,6 +26,11 @@ orpo          ``-β log σ(log odds_c - log odds_r)`` of mean log-probs         
 simpo         cdpo of mean log-probs with ``βD - γ`` in place of ``βD``            arXiv:2405.14734
 cpo           cdpo of log-probs                                                    arXiv:2401.08417
 ============= ==================================================================== =======================
+
+Differs (bco_pair): TRL's has no running mean any more
+Differs (orpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a trainer of its own)
+Differs (simpo): a loss of the trainer `dpo` (TRL: an option of its CPO trainer)
+Differs (cpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a trainer of its own)
 
 Names and defaults are TRL's. What compares a pair with others (``shift``) comes as a column that was
 made before the update, so that no loss depends on how the mini-batch is split: see

@@ -89,10 +89,12 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KTO: the mean of ``w+ (1 - σ(β(d - z)))`` over desirable, ``w- (1 - σ(β(z - d)))`` over undesirable ones.
+    """KTO: each response is held against z, the KL to the reference.
 
-    https://arxiv.org/abs/2402.01306, equation 8. d is the log-ratio; z, the KL that both are held against,
-    is a column (``mismatch_kl``).
+    Formula: ``w+ (1 - σ(β(d - z)))`` of desirable, ``w- (1 - σ(β(z - d)))`` of undesirable ones, d the log-ratio
+    Paper: https://arxiv.org/abs/2402.01306
+
+    Equation 8 of the paper. z is a column (``mismatch_kl``).
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
@@ -130,10 +132,12 @@ def mismatch_kl(policy: Tensor, reference: Tensor, batch: Batch) -> float:
 def reward_model(
     outputs: Mapping[str, Tensor], batch: Batch, *, center_coef: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry: the mean of ``-log σ(r_c - r_r - margin) + center_coef (r_c + r_r)²``.
+    """Bradley-Terry on scores, with a margin, kept around 0.
 
-    The same as ``log(1 + exp(r_r - r_c + margin))``, which some call logexp. Centering:
-    https://arxiv.org/abs/2312.09244.
+    Formula: ``-log σ(r_c - r_r - margin) + center_coef (r_c + r_r)²``
+    Paper: https://arxiv.org/abs/2312.09244 (centering)
+
+    The same as ``log(1 + exp(r_r - r_c + margin))``, which some call logexp.
 
     Args:
         outputs: ``scores`` [T], with gradient; the score of a sequence is that of its last token.

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.config.models import AlgorithmConfig
+from engine_core import builtin
+from engine_core.algorithms import correction
+from engine_core.algorithms.kl import ESTIMATORS
+from engine_core.algorithms.preference_options import PAIR_LOSSES
+from engine_core.config.models import AlgorithmConfig, CorrectionConfig
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -60,3 +64,38 @@ def test_every_choice_of_a_key_is_on_the_page(key):
     page = (DOCS / "algorithms.md").read_text("utf-8")
     for choice in typing.get_args(AlgorithmConfig.model_fields[key].annotation):
         assert f"`{choice}`" in page or f'"{choice}"' in page, choice
+
+
+def choices(model, key):
+    return typing.get_args(typing.get_type_hints(model)[key])
+
+
+def test_the_reference_has_every_algorithm_by_its_name(tables):
+    named = {}
+    for kind, entries in tables["kinds"]():
+        named.setdefault(kind, set()).update(entries)
+    switches = {
+        f"{key} = {choice}"
+        for key in ("level", "mask", "reject")
+        for choice in choices(CorrectionConfig, key)
+    }
+    off = {f"{key} = off" for key in ("level", "mask", "reject")} | {"level = auto"}
+    assert named["advantage"] == set(builtin.engine_advantages())
+    assert named["loss"] == set(builtin.engine_losses())
+    assert named["[[stage]] name"] == set(builtin.engine_stages())
+    assert named["dpo.loss"] == set(PAIR_LOSSES)
+    assert named["kl_estimator"] == set(ESTIMATORS)
+    assert named["loss_aggregation"] == set(choices(AlgorithmConfig, "loss_aggregation")) - {"auto"}
+    assert named["correction"] >= switches - off
+    assert {"sft", "kto", "reward_model"} <= named["trainer"]
+    # a trainer either learns by an objective of its own, or by one of the tables above
+    assert set(builtin.engine_trainers()) - named["trainer"] <= {"rl", "offline", "dpo"}
+
+
+def test_a_row_that_goes_on_and_a_difference_are_read(tables):
+    rows = tables["listed"](correction)
+    assert rows["reject = k2"]["Formula"] == (
+        "only sequences with `mean_t (log r_t)^2 / 2` at most its value at `reject_ratio`"
+    )
+    assert rows["mask = token"]["Paper"] == "IcePop, [2510.18855](https://arxiv.org/abs/2510.18855)"
+    assert rows["reject = k1"]["Differs"].startswith("bounds are on r (verl tests")
