@@ -34,7 +34,7 @@ Differs (cpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a trainer of 
 
 Names and defaults are TRL's. What compares a pair with others (``shift``) comes as a column that was
 made before the update, so that no loss depends on how the mini-batch is split: see
-``preference_columns``. Left out: WPO's weights and LD-DPO's discount of tails.
+``preference_columns``, also for WPO's weights and LD-DPO's discount of tails, which go with any of them.
 """
 
 from __future__ import annotations

@@ -27,11 +27,61 @@ def response_log_probs(log_probs: Tensor, batch: Batch, normalise: bool = False)
 
 
 def log_ratios(log_probs: Tensor, batch: Batch, normalise: bool = False) -> Tensor:
-    """[B]: ``log p(response) - log p_ref(response)``; without ``ref_log_probs`` the log-prob alone."""
-    own = response_log_probs(log_probs, batch, normalise)
+    """[B]: ``log p(response) - log p_ref(response)``; without ``ref_log_probs`` the log-prob alone.
+
+    With the column ``tail_weights`` each token counts by it.
+    """
+    own = response_log_probs(weighed(log_probs, batch), batch, normalise)
     if "ref_log_probs" not in batch:
         return own
-    return own - response_log_probs(batch["ref_log_probs"], batch, normalise)
+    return own - response_log_probs(weighed(batch["ref_log_probs"], batch), batch, normalise)
+
+
+def weighed(log_probs: Tensor, batch: Batch) -> Tensor:
+    """[T]: log-probs times ``tail_weights``, where the batch has that column."""
+    return log_probs * batch["tail_weights"] if "tail_weights" in batch else log_probs
+
+
+def tail_weights(batch: Batch, alpha: float) -> Tensor:
+    """LD-DPO: 1 for as many tokens of a response as the shorter one of its pair has, ``alpha`` for those after them.
+
+    https://arxiv.org/abs/2409.06411, section 4: the sum over a longer response is larger in size whatever it says,
+    so a part of the gradient is only about length.
+
+    Args:
+        batch: whole pairs.
+        alpha: 1 is plain DPO, 0 leaves what is beyond the shorter response out.
+
+    Returns:
+        [T] float32.
+    """
+    mask, (better, worse) = batch["loss_mask"], sides(batch)
+    lengths = batch.sum_by_sequence(mask.long())
+    shorter = torch.empty_like(lengths)
+    shorter[better] = shorter[worse] = torch.minimum(lengths[better], lengths[worse])
+    before = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])  # loss tokens of earlier sequences
+    number = mask.long().cumsum(0) - batch.to_tokens(before)  # of a loss token within its response, from 1
+    return torch.where(number <= batch.to_tokens(shorter), 1.0, alpha)
+
+
+def policy_weights(log_probs: Tensor, sum_pi_squared: Tensor, batch: Batch) -> Tensor:
+    """WPO: how likely the current policy is to say both responses of a pair, at most 1; without gradient.
+
+    https://arxiv.org/abs/2406.11827, equations 2 and 4: with ``a = mean_t (log p_t - log sum_v p_t(v)^2)``,
+    which is 0 where a token is as likely as one that the policy draws, ``min(1, exp(a_c + a_r))``.
+
+    Args:
+        log_probs: [T].
+        sum_pi_squared: [T].
+        batch: whole pairs.
+
+    Returns:
+        [P], in the order of ``sides``.
+    """
+    mask, (better, worse) = batch["loss_mask"], sides(batch)
+    squares = torch.where(mask, sum_pi_squared, torch.ones_like(sum_pi_squared)).log()
+    aligned = response_log_probs((log_probs - squares).detach(), batch, normalise=True)
+    return (aligned[better] + aligned[worse]).exp().clamp(max=1.0)
 
 
 def sides(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from engine_core.algorithms.preference import f_score, pair_loss
-from engine_core.algorithms.preference_columns import log_ratios, response_log_probs, sides
+from engine_core.algorithms.preference_columns import log_ratios, policy_weights, response_log_probs, sides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,7 @@ def preference(
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
     discopop_tau: float = 0.05,
+    wpo: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean of a pair loss, and ``sft_coef`` times the mean -log p of the chosen tokens.
 
@@ -41,14 +42,15 @@ def preference(
     the two are one for the reverse KL).
 
     Args:
-        outputs: ``log_probs`` [T], with gradient.
+        outputs: ``log_probs`` [T], with gradient; ``sum_pi_squared`` [T] with ``wpo``.
         batch: whole pairs, with ``pair_share``, ``weights``, ``chosen`` and, as the loss needs them,
-            ``ref_log_probs`` [T] and ``shift`` [B].
+            ``ref_log_probs`` [T], ``tail_weights`` [T] and ``shift`` [B].
         loss: see ``preference.pair_loss``, also for the options not named here.
         normalise: log-ratios are means over tokens.
         f_divergence: see ``preference.f_score``.
         f_alpha: of the divergence ``alpha``.
         sft_coef: weight of the likelihood.
+        wpo: each pair's loss (not its likelihood) times ``preference_columns.policy_weights``.
 
     Returns:
         The sum, and rewards ``beta * log-ratio``, their accuracy and margin, and log-probs.
@@ -67,13 +69,17 @@ def preference(
         shift=batch["shift"][better] if "shift" in batch else None,
     )
     share = batch["pair_share"][better]
+    metrics = {}
+    if wpo:
+        likely = policy_weights(outputs["log_probs"], outputs["sum_pi_squared"], batch)
+        losses, metrics["rewards/pair_weight"] = likely * losses, (share * likely).sum()
     total = (share * losses).sum()
     learned, weights = batch["weights"] > 0, batch["weights"]
     nll = -(weights[learned] * outputs["log_probs"][learned]).sum()
     if sft_coef:
         total = total + sft_coef * nll
     logps = response_log_probs(outputs["log_probs"].detach(), batch)
-    metrics = _of_pairs(beta * ratio.detach(), better, worse, share) | {
+    metrics |= _of_pairs(beta * ratio.detach(), better, worse, share) | {
         "logps/chosen": (share * logps[better]).sum(),
         "logps/rejected": (share * logps[worse]).sum(),
         "actor/nll": nll.detach(),
@@ -94,7 +100,8 @@ def kto(
     Formula: ``w+ (1 - σ(β(d - z)))`` of desirable, ``w- (1 - σ(β(z - d)))`` of undesirable ones, d the log-ratio
     Paper: https://arxiv.org/abs/2402.01306
 
-    Equation 8 of the paper. z is a column (``mismatch_kl``).
+    Equation 8 of the paper; with z = 0, equation 7 of APO (https://arxiv.org/abs/2408.06266). z is a column
+    (``mismatch_kl``).
 
     Args:
         outputs: ``log_probs`` [T], with gradient.

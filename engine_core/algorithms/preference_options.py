@@ -102,6 +102,10 @@ class DPOOptions(Options):
     """``simpo``: by how much the chosen reward is to be higher."""
     discopop_tau: Temperature = 0.05
     """``discopop``: temperature of the blend."""
+    wpo: bool = False
+    """Weigh each pair by how likely the current policy is to say its responses (WPO, https://arxiv.org/abs/2406.11827)."""
+    ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    """LD-DPO (https://arxiv.org/abs/2409.06411): weight of the tokens by which a response is longer than the other one of its pair; not for means over tokens. Default: 1."""
     max_tokens: int = Field(4096, gt=0)
     """Longest sequence; a pair with a longer one follows `data.over_long`."""
 
@@ -123,6 +127,10 @@ class DPOOptions(Options):
         if not traits.may_normalise and self.length_normalise not in (None, traits.normalised):
             raise ValueError(
                 f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalise."
+            )
+        if self.ld_alpha is not None and self.normalises:
+            raise ValueError(
+                f"ld_alpha weighs the tail of a sum over tokens, and loss = '{self.loss}' is over means here. Remove it."
             )
         if self.loss == "exo_pair" and self.label_smoothing == 0:
             raise ValueError("loss = 'exo_pair' needs label_smoothing over 0; its paper has 1e-3.")
@@ -152,6 +160,8 @@ class DPOOptions(Options):
 class KTOOptions(Options):
     """``[kto]``"""
 
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """``kto`` holds each response against the KL to the reference, ``apo_zero_unpaired`` against none (https://arxiv.org/abs/2408.06266)."""
     beta: Temperature = 0.1
     """Factor from log-ratios to rewards; larger stays closer to the reference."""
     desirable_weight: Coefficient = 1.0

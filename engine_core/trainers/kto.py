@@ -35,7 +35,7 @@ class KTOTrainer(PreferenceRun[Judged]):
         return options
 
     def prepare(self) -> None:
-        if self.config.data.prompts_per_step < 2:
+        if self.options.loss == "kto" and self.config.data.prompts_per_step < 2:
             raise ConfigError(
                 "data.prompts_per_step: got 1, expected at least 2: trainer 'kto' puts each response after the "
                 "prompt of another row of the step."
@@ -64,10 +64,14 @@ class KTOTrainer(PreferenceRun[Judged]):
         )
 
     def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
-        others = mismatched(batch)
-        kl = mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
+        kl = self.mismatch_kl(batch) if self.options.loss == "kto" else 0.0
         batch = self.with_reference(batch).with_columns(sequences={"kl": torch.full((len(batch),), kl)})
         return batch, {"rewards/kl": kl, "rewards/desirable_share": float(batch["desirable"].double().mean())}
 
+    def mismatch_kl(self, batch: Batch) -> float:
+        """z, of this batch's responses after other prompts."""
+        others = mismatched(batch)
+        return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
+
     def loss_call(self) -> LossCall:
-        return LossCall("kto", self.options.model_dump(exclude={"max_tokens"}))
+        return LossCall("kto", self.options.model_dump(exclude={"max_tokens", "loss"}))

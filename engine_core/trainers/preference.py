@@ -94,8 +94,9 @@ class PreferenceRun(TrainingRun, Generic[Item]):
 
     def _evaluated(self, items: Sequence[Item]) -> dict[str, float]:
         batch, noted = self.annotate(self.batch(items), training=False)
-        call = self.loss_call()
-        outputs = self.groups[self.role].call("infer", batch, outputs=call.outputs).result()
+        call: LossCall = self.loss_call()
+        names = (*call.outputs, *call.watched)
+        outputs = self.groups[self.role].call("infer", batch, outputs=names).result()
         loss, metrics = resolve_loss(call, self.plugins)(outputs, batch)
         return {name: float(value) for name, value in metrics.items()} | noted | {"loss": float(loss)}
 
@@ -165,6 +166,10 @@ class DPOTrainer(PreferenceRun[Pair]):
 
     def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
         batch = self.with_reference(batch)
+        if self.options.ld_alpha is not None:
+            batch = batch.with_columns(
+                tokens={"tail_weights": columns.tail_weights(batch, self.options.ld_alpha)}
+            )
         statistic = self.options.traits.statistic
         if not statistic:
             return batch, {}
@@ -177,7 +182,7 @@ class DPOTrainer(PreferenceRun[Pair]):
             return self._with_mean_reward(batch, self.options.beta * ratio, training)
         reference = torch.zeros(len(better))
         if self.needs_reference:
-            of_reference = batch["ref_log_probs"]
+            of_reference = columns.weighed(batch["ref_log_probs"], batch)
             logps = columns.response_log_probs(of_reference, batch, self.options.normalises)
             reference = logps[better] - logps[worse]
         shift = columns.order_shift(ratio[better] - ratio[worse] + reference, reference)
@@ -196,10 +201,19 @@ class DPOTrainer(PreferenceRun[Pair]):
 
     def loss_call(self) -> LossCall:
         options = self.options
-        names = ("loss", "beta", "f_divergence", "f_alpha", "label_smoothing", "simpo_gamma", "discopop_tau")
+        names = (
+            "loss",
+            "beta",
+            "f_divergence",
+            "f_alpha",
+            "label_smoothing",
+            "simpo_gamma",
+            "discopop_tau",
+            "wpo",
+        )
         parameters = {name: getattr(options, name) for name in names}
         parameters |= {"normalise": options.normalises, "sft_coef": options.nll_weight}
-        return LossCall("preference", parameters)
+        return LossCall("preference", parameters, watched=("sum_pi_squared",) if options.wpo else ())
 
     def state(self) -> dict[str, Any]:
         return {"mean_reward": self.mean_reward, "pairs_seen": self.pairs_seen}

@@ -146,7 +146,12 @@ CASES = [
     ("dpo", {"dpo.loss": loss, "dpo.sft_coef": 0.3})
     for loss in ("sigmoid", "aot", "aot_unpaired", "bco_pair", "orpo")
 ]
-CASES += [("kto", {}), ("reward_model", {"reward_model.center_coef": 0.01})]
+CASES += [("dpo", {"dpo.wpo": True}), ("dpo", {"dpo.ld_alpha": 0.5, "dpo.loss": "aot"})]
+CASES += [
+    ("kto", {}),
+    ("kto", {"kto.loss": "apo_zero_unpaired"}),
+    ("reward_model", {"reward_model.center_coef": 0.01}),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -201,6 +206,25 @@ def test_an_exported_reward_model_scores_as_in_training(made, tmp_path):
 def test_kto_needs_a_second_row_for_its_kl(made):
     with pytest.raises(ConfigError, match=r"data\.prompts_per_step: got 1, expected at least 2"):
         made("kto", {"data.prompts_per_step": 1}).setup()
+
+
+def test_kto_without_its_kl_takes_one_row_and_makes_no_further_pass(made):
+    metrics = made(
+        "kto", {"data.prompts_per_step": 1, "kto.loss": "apo_zero_unpaired", "run.steps": 1}
+    ).train()
+    assert metrics["rewards/kl"] == 0.0
+    assert metrics["actor/loss"] == pytest.approx(0.5)  # the policy is the reference
+
+
+@pytest.mark.parametrize("options", [{"dpo.wpo": True}, {"dpo.ld_alpha": 0.0}])
+def test_weights_of_pairs_and_of_tails_train_and_are_evaluated(made, options):
+    metrics = made("dpo", {**options, "run.steps": 2, "eval.at_end": True}).train()
+    assert all(torch.tensor(value).isfinite() for value in metrics.values())
+    if "dpo.wpo" in options:
+        assert 0 < metrics["rewards/pair_weight"] <= 1
+        assert 0 < metrics["eval/rewards/pair_weight"] <= 1
+    else:
+        assert metrics["rewards/margin"] != 0
 
 
 def test_a_loss_that_compares_pairs_counts_their_mean_across_a_run(made):

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import random
 
 import pytest
@@ -8,8 +9,10 @@ from engine_core.algorithms.preference_columns import (
     log_ratios,
     mismatched,
     order_shift,
+    policy_weights,
     rank_matched,
     sides,
+    tail_weights,
     with_shares,
 )
 from engine_core.types import Batch
@@ -97,3 +100,40 @@ def test_each_prompt_gets_the_response_before_it():
     assert made.token_ids.tolist() == [10, 32, 33, 20, 11, 12, 30, 31, 21]
     assert made.lengths.tolist() == [3, 3, 3]
     assert made["loss_mask"].tolist() == [False, True, True, False, True, True, False, False, True]
+
+
+def test_tokens_by_which_a_response_is_longer_count_less():
+    batch = pairs(((3, 1), (1, 2), (2, 2)))
+    weights = [w[mask].tolist() for w, mask in by_sequence(batch, tail_weights(batch, 0.25))]
+    assert weights == [[1.0, 0.25, 0.25], [1.0], [1.0], [1.0, 0.25], [1.0, 1.0], [1.0, 1.0]]
+    assert tail_weights(batch, 1.0).tolist() == [1.0] * batch.num_tokens
+
+
+def by_sequence(batch, values):
+    lengths = batch.lengths.tolist()
+    return list(zip(values.split(lengths), batch["loss_mask"].split(lengths), strict=True))
+
+
+def test_the_weights_of_tails_are_those_of_policy_and_reference():
+    log_probs = torch.tensor([7.0, -0.5, -0.25, 7, -4.0], dtype=torch.float64)
+    batch = pairs(((2, 1),)).with_columns(tokens={"ref_log_probs": torch.tensor([9.0, -1, -1, 9, -3])})
+    batch = batch.with_columns(tokens={"tail_weights": tail_weights(batch, 0.5)})
+    assert log_ratios(log_probs, batch).tolist() == [0.5 + 0.5 * 0.75, -1.0]
+    assert log_ratios(batch["ref_log_probs"], batch).tolist() == [0.0, 0.0]  # at the reference a reward is 0
+
+
+def test_observations_within_a_response_are_no_tokens_of_it():
+    batch = pairs(((3, 2),))
+    batch.tokens["loss_mask"][2] = False  # the second token of the chosen response
+    assert tail_weights(batch, 0.5)[batch["loss_mask"]].tolist() == [1.0] * 4
+
+
+def test_a_pair_weighs_as_much_as_the_policy_is_likely_to_say_it():
+    batch = pairs(((2, 1), (1, 1)))
+    p = torch.tensor([0.0, 0.5, 0.2, 0, 0.1, 0, 0.9, 0, 0.8], dtype=torch.float64)
+    squares = torch.tensor([0.0, 0.4, 0.3, 0, 0.5, 0, 0.5, 0, 0.4], dtype=torch.float64)
+    log_probs = p.log().requires_grad_()
+    found = policy_weights(log_probs, squares, batch)
+    expected = math.sqrt((0.5 / 0.4) * (0.2 / 0.3)) * (0.1 / 0.5)
+    assert found.tolist() == [pytest.approx(expected), 1.0]  # 0.9 / 0.5 x 0.8 / 0.4 is over 1
+    assert not found.requires_grad

@@ -195,3 +195,48 @@ def test_objectives_are_found_by_name():
     batch = pairs()
     found, _ = resolve_loss(call, None)({"log_probs": batch["log_probs"]}, batch)
     assert found.item() == pytest.approx(run(preference, batch, loss="hinge", beta=0.4)[0])
+
+
+def test_wpo_weighs_the_loss_of_each_pair_without_gradient_and_leaves_the_likelihood():
+    batch = pairs()
+    squares = torch.linspace(0.2, 0.9, batch.num_tokens, dtype=torch.float64)
+
+    def objective(outputs, batch, **options):
+        return preference({**outputs, "sum_pi_squared": squares}, batch, loss="sigmoid", beta=0.7, **options)
+
+    found, metrics, gradient = run(objective, batch, wpo=True, sft_coef=0.3)
+    logps, squared = by_sequence(batch, "log_probs"), []
+    for a, b in itertools.pairwise(batch.offsets.tolist()):
+        squared.append(squares[a + 1 : b].tolist())
+    aligned = [
+        sum(lp - math.log(s) for lp, s in zip(ours, theirs, strict=True)) / len(ours)
+        for ours, theirs in zip(logps, squared, strict=True)
+    ]
+    weights = [min(1.0, math.exp(aligned[i] + aligned[i + 1])) for i in (0, 2, 4)]
+    assert metrics["rewards/pair_weight"] == pytest.approx(sum(weights) / 3)
+    plain, expected = torch.zeros_like(gradient), 0.0
+    for number, weight in enumerate(weights):  # each pair alone, whose share is then 1
+        alone = with_shares(batch.select([2 * number, 2 * number + 1]))
+        loss, _, part = run(preference, alone, loss="sigmoid", beta=0.7)
+        start, end = batch.offsets[2 * number], batch.offsets[2 * number + 2]
+        plain[start:end], expected = weight * part / 3, expected + weight * loss / 3
+    likelihood = run(preference, batch, loss="sigmoid", beta=0.7, sft_coef=0.3)
+    without = run(preference, batch, loss="sigmoid", beta=0.7)
+    assert found == pytest.approx(expected + likelihood[0] - without[0])
+    torch.testing.assert_close(gradient, plain + likelihood[2] - without[2])
+
+
+def test_without_a_kl_kto_is_apo_zero_of_single_responses():
+    kinds = torch.tensor([True, False, True])
+    batch = sequences(
+        [2, 1, 3],
+        desirable=kinds,
+        kl=torch.zeros(3, dtype=torch.float64),
+        share=torch.full((3,), 1 / 3, dtype=torch.float64),
+        kind_share=torch.tensor([0.5, 1.0, 0.5], dtype=torch.float64),
+    )
+    found, _, _ = run(kto, batch, beta=0.7)
+    ours, theirs = by_sequence(batch, "log_probs"), by_sequence(batch, "ref_log_probs")
+    d = [sum(a) - sum(b) for a, b in zip(ours, theirs, strict=True)]
+    expected = [1 - sigma(0.7 * d[0]), sigma(0.7 * d[1]), 1 - sigma(0.7 * d[2])]
+    assert found == pytest.approx(sum(expected) / 3)

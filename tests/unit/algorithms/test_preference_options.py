@@ -28,6 +28,11 @@ def test_every_loss_of_the_table_can_be_chosen():
             {"loss": "simpo", "length_normalise": False},
             r"loss = 'simpo' is over means of tokens by definition\.",
         ),
+        (
+            {"loss": "ipo", "ld_alpha": 0.5},
+            r"ld_alpha weighs the tail of a sum .* loss = 'ipo' is over means here",
+        ),
+        ({"length_normalise": True, "ld_alpha": 0.5}, r"ld_alpha weighs the tail of a sum"),
         ({"loss": "exo_pair"}, r"loss = 'exo_pair' needs label_smoothing over 0"),
     ],
 )
