@@ -180,11 +180,11 @@ def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
 
 def _quantize_problems(config: EngineConfig, reads: Collection[str]) -> Iterator[str]:
     """Roles whose weights cannot be quantised as their tables ask."""
-    for role in (role for role in ("actor", "critic", "ref") if role in reads):
+    for role in (role for role in ("actor", "critic", "ref", "teacher") if role in reads):
         holder = getattr(config, role)
         method = getattr(holder and holder.options, "quantize", None)
         if method:
-            frozen = role == "ref" or holder.lora is not None
+            frozen = role in ("ref", "teacher") or holder.lora is not None
             if problem := quantize_problem(method, f"{role}.{holder.backend}", frozen):
                 yield problem
 

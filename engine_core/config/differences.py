@@ -34,6 +34,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
     ("ref.*.quantize", "warned", "later steps are held against a reference that is rounded in another way"),
+    ("teacher.*.quantize", "warned", "later steps follow a teacher that is rounded in another way"),
     ("*.quantize", "refused", "an adapter fits the rounded weights that it was trained above"),
     ("*.param_dtype", "warned", "the weights are rounded to it, later steps keep what it holds"),
     ("*.compute_dtype", "warned", "it computes the same with other roundings"),

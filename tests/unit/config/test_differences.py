@@ -46,6 +46,7 @@ def test_the_table_of_a_role_that_the_run_did_not_have_contradicts_nothing():
         ("model.attention", "warned"),
         ("actor.torch.param_dtype", "warned"),
         ("ref.torch.quantize", "warned"),
+        ("teacher.torch.quantize", "warned"),
         ("actor.torch.quantize", "refused"),
         ("model.path", "refused"),
         ("model.override.num_hidden_layers", "refused"),
