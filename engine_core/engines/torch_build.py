@@ -108,9 +108,7 @@ class TorchBuild(TrainEngine):
 
     def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
         """The model of ``[model]``, or the one given from Python, as this role needs it."""
-        device = (
-            torch.device("cpu") if self.quantize else self.device
-        )  # layers go to the device one at a time
+        device = self._load_device
         if self.context.role in VALUE_ROLES:
             return load_value_model(model, device, self._param_dtype, live)
         if live is not None:
@@ -121,6 +119,11 @@ class TorchBuild(TrainEngine):
                 )
             return adopt_live(live, model, self.context.role, device)
         return load_model(model, device, self._param_dtype)
+
+    @property
+    def _load_device(self) -> torch.device:
+        """Where a model lies when it was read; layers to be quantised go to the device one at a time."""
+        return torch.device("cpu") if self.quantize else self.device
 
     def _adopt(self, built: Any) -> None:
         """Take what ``_build_model_optimizer`` gave: a module to finish, or everything."""

@@ -196,3 +196,44 @@ def refusals(bench):
         bench.settings["options"] = options
         with refused(str(options), *words):
             bench.engine()
+
+
+def only_the_first_rank_reads(bench):
+    """The others have no file of the model open, and the same weights; an adapter, too, is that of the first."""
+    from engine_plugin_fsdp import engine as module
+
+    read = []
+    load = module.Keeping._load
+
+    def counted(self, *arguments):
+        read.append(1)
+        return load(self, *arguments)
+
+    module.Keeping._load = counted
+    try:
+        for path in (bench.model(tied=True), bench.model(tied=False)):
+            engine = bench.engine(path=path)
+            expected = {name: value.float() for name, value in bench.reference(path).state_dict().items()}
+            for name, value in bench.weights(engine).items():
+                assert torch.equal(value, expected[name]), name
+    finally:
+        module.Keeping._load = load
+    assert len(read) == (2 if bench.place.rank == 0 else 0)
+
+
+def a_folder_that_does_not_load_fails_everywhere(bench):
+    """The first rank's error reaches all ranks; none waits for it."""
+    from engine_core.errors import EngineError
+
+    path = Path(bench.model(seed=3))
+    if bench.place.rank == 0:
+        (path / "model.safetensors").write_bytes(b"no weights")
+    bench.barrier()
+    try:
+        bench.engine(path=str(path))
+    except EngineError:
+        return
+    except Exception as error:
+        assert bench.place.rank == 0, error
+        return
+    raise AssertionError("A broken folder was loaded.")

@@ -140,3 +140,11 @@ def test_what_does_not_fit_is_refused_by_its_key(ranks):
         ({"wrap": {"layer_classes": ["Embedding"]}}, ["tied", "lm_head.weight"]),
     ]
     ranks(2, "refusals", refused=refused)
+
+
+def test_only_the_first_rank_reads_the_model(ranks):
+    ranks(2, "only_the_first_rank_reads")
+
+
+def test_a_model_that_does_not_load_fails_on_every_rank(ranks):
+    ranks(2, "a_folder_that_does_not_load_fails_everywhere")

@@ -23,10 +23,13 @@ from engine_core.engines.model_loading import cast_parameters
 from engine_core.engines.sharded import copies, here
 from engine_core.engines.units import compile_units
 from engine_core.engines.value_models import VALUE_ROLES
+from engine_core.engines.weights import own_weights
+from engine_core.errors import DataError
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
 from engine_plugin_fsdp.dtypes import DTYPES, check_dtype
 from engine_plugin_fsdp.keeping import Keeping
+from engine_plugin_fsdp.loading import allocate, blank_model, broadcast
 from engine_plugin_fsdp.loss_scale import LossScale
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks
@@ -35,6 +38,7 @@ from engine_plugin_fsdp.sharding import Root, check, shard, sharded_modules, uni
 from engine_plugin_fsdp.skeleton import Skeleton
 
 if TYPE_CHECKING:
+    from engine_core.config import ModelConfig
     from engine_core.engines.base import Layout
     from engine_core.engines.packed_forward import PackedForward
     from engine_core.types import StepOutput
@@ -71,6 +75,7 @@ class FSDPEngine(Keeping):
         self.ranks = Ranks(self.options, self.context, self.device)
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None
+        self._first_reads = False
         fp16 = self.options.compute_dtype == "fp16" and self.trainable
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
@@ -82,6 +87,27 @@ class FSDPEngine(Keeping):
     def _compute_dtype(self) -> torch.dtype:
         """FSDP casts gathered weights, so there is no autocast beside it."""
         return DTYPES[self.options.param_dtype]
+
+    @property
+    def _load_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
+        """Read by the first rank alone; one that is given from Python, or built by a plugin, is on every rank."""
+        self._first_reads = live is None and self.ranks.size > 1 and self.options.loading != "every_rank"
+        if not self._first_reads:
+            return super()._load(model, live)
+        module, error = None, None
+        try:
+            if self.ranks.rank == 0:
+                module = super()._load(model, live)
+            else:
+                module = blank_model(model, self.context.role, self._param_dtype)
+        except Exception as problem:
+            error = problem
+        self.ranks.share(error, f"Building the model of '{model.path}'", DataError)
+        assert module is not None
+        return module
 
     def _place(self, module: nn.Module) -> nn.Module:
         return cast_parameters(
@@ -101,7 +127,11 @@ class FSDPEngine(Keeping):
             recompute(module, units, options.activation_checkpointing)
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
+        full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
         self.root = shard(module, units, options, self.ranks)
+        if self._first_reads:
+            allocate(self.root, torch.device("cpu") if options.cpu_offload == "params" else self.device)
+            broadcast(module, full, self.device)
         return module
 
     def _make_forward(self) -> PackedForward:

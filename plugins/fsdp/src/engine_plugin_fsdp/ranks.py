@@ -83,7 +83,7 @@ class Ranks:
         dist.all_gather(every, padded)
         return [json.loads(bytes(one.cpu().tolist())) for one in every]
 
-    def share(self, error: Exception | None, what: str) -> None:
+    def share(self, error: Exception | None, what: str, kind: type[Exception] = OSError) -> None:
         """Every rank learns whether one failed, so that none waits for it.
 
         Raises:
@@ -94,7 +94,7 @@ class Ranks:
             raise error
         for rank, problem in enumerate(told):
             if problem is not None:
-                raise OSError(f"{what} failed on rank {rank}: {problem}")
+                raise kind(f"{what} failed on rank {rank}: {problem}")
 
     def close(self) -> None:
         """Leave the group that was made here; that of a runtime stays."""
