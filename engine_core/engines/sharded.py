@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor, on every rank. Of a sharded one collective: all its ranks must ask, in one order."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return on_mesh(tensor).full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def on_mesh(tensor: DTensor) -> DTensor:
+    """A sharded tensor whose part lies on its mesh's kind of device, where its ranks can talk; it may lie in host memory."""
+    local = tensor.to_local().detach()
+    kind = tensor.device_mesh.device_type
+    return tensor if local.device.type == kind else like(local.to(kind), tensor)
 
 
 def here(tensor: Tensor) -> Tensor:
@@ -48,10 +55,8 @@ def is_first_copy(tensor: Tensor) -> bool:
     return not any(at for at, placed in zip(place, tensor.placements, strict=True) if placed.is_replicate())
 
 
-def like(local: Tensor, tensor: Tensor) -> Tensor:
+def like(local: Tensor, tensor: DTensor) -> DTensor:
     """A tensor of ``tensor``'s shape and placement whose part here is ``local``."""
-    if not isinstance(tensor, DTensor):
-        return local
     return DTensor.from_local(
         local,
         tensor.device_mesh,

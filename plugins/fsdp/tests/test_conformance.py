@@ -11,3 +11,23 @@ class TestTwoRanks(TrainEngineSuite):
 @pytest.mark.slow
 class TestOneRank(TrainEngineSuite):
     backend = "fsdp"
+
+
+OF_ADAPTER = "the gradient is the adapter's, not that of the whole model; the case below compares it"
+
+
+@pytest.mark.slow
+class TestLoRA(TrainEngineSuite):
+    backend = "adapted"
+    plugins = ["lora_backend.py"]
+    world_size = 2
+    unsupported = {
+        "test_hooks_load_without_heavy_imports": "a file for this test alone, which imports the engine",
+        "test_the_gradient_is_that_of_the_global_sum": OF_ADAPTER,
+        "test_the_policy_gradient_equals_the_reference": OF_ADAPTER,
+        "test_gradients_add_up_over_calls": OF_ADAPTER,
+        "test_grad_norm_is_the_global_norm_before_clipping": OF_ADAPTER,
+        "test_gradients_are_clipped_to_max_grad_norm": OF_ADAPTER,
+        "test_weight_decay_is_on_matrices_only": "the frozen weights do not decay",
+        "test_a_resumed_run_continues_exactly": "it resumes over another base, which is refused",
+    }

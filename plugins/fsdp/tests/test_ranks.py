@@ -148,3 +148,8 @@ def test_only_the_first_rank_reads_the_model(ranks):
 
 def test_a_model_that_does_not_load_fails_on_every_rank(ranks):
     ranks(2, "a_folder_that_does_not_load_fails_everywhere")
+
+
+@pytest.mark.parametrize("settings", [{}, {"dora": True}, {"whole": ["norm"]}], ids=["lora", "dora", "whole"])
+def test_an_adapter_learns_as_in_one_process(ranks, settings):
+    ranks(2, "an_adapter_learns_as_alone", **settings)

@@ -24,7 +24,7 @@ from engine_core.engines.sharded import copies, here
 from engine_core.engines.units import compile_units
 from engine_core.engines.value_models import VALUE_ROLES
 from engine_core.engines.weights import own_weights
-from engine_core.errors import DataError
+from engine_core.errors import ConfigError, DataError
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
 from engine_plugin_fsdp.dtypes import DTYPES, check_dtype
@@ -72,6 +72,15 @@ class FSDPEngine(Keeping):
         role = self.context.role
         check_dtype(f"{role}.fsdp.param_dtype", self.options.param_dtype, self.device)
         check_dtype(f"{role}.fsdp.mixed_precision.param_dtype", self.options.compute_dtype, self.device)
+        if (
+            self.config.lora is not None
+            and self.options.cpu_offload == "params"
+            and self.device.type != "cpu"
+        ):
+            raise ConfigError(
+                f"{role}.fsdp.cpu_offload = 'params' cannot be combined with [{role}.lora]: the merged weights are computed "
+                "on the device. A model below an adapter has no optimizer state: leave cpu_offload out."
+            )
         self.ranks = Ranks(self.options, self.context, self.device)
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from engine_core.engines import state
+from engine_core.engines.sharded import on_mesh, whole
 
 FILE_BYTES = 5 * 10**9  # of one file of an export, as save_pretrained cuts them
 
@@ -40,11 +41,11 @@ def gathered(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tupl
 
 
 def _start(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == "cpu":
+        return whole(tensor)  # gloo: several gathers at one time have crashed in its threads
     every = [Replicate()] * tensor.device_mesh.ndim
     with torch.no_grad():
-        return tensor.redistribute(placements=every, async_op=True).to_local()
+        return on_mesh(tensor).redistribute(placements=every, async_op=True).to_local()
 
 
 def _arrived(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -50,7 +50,7 @@ def empty_parameters() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def allocate(root: nn.Module, device: torch.device) -> None:

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine_core.engines.sharded import here, is_first_copy, like, span
 from engine_core.engines.weights import near
@@ -47,8 +48,9 @@ def own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tenso
     places: dict[str, Any] = {}
     for name, tensor in tensors.items():
         part = here(tensor)
-        sharded = part is not tensor and hasattr(tensor, "placements")
-        if not (is_first_copy(tensor) if sharded else rank == 0) or (sharded and not part.numel()):
+        sharded = isinstance(tensor, DTensor)
+        writes = is_first_copy(tensor) and bool(part.numel()) if sharded else rank == 0
+        if not writes:
             continue
         parts[name] = part.to("cpu", copy=True).contiguous()
         places[name] = {"shape": list(tensor.shape), "at": [s.start for s in span(tensor)]}
@@ -152,10 +154,10 @@ class Shards:
 
 def optimizer_tensors(shards: Shards, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An optimizer's tensors ``name/key``; one of its parameter's shape is spread as the parameter is."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for path, shape in shards.shapes.items():
         parameter = parameters.get(path.rpartition("/")[0])
-        if parameter is not None and shape == list(parameter.shape) and shape:
+        if isinstance(parameter, DTensor) and shape == list(parameter.shape):
             part = shards.read(path, span(parameter)).to(here(parameter).device)
             found[path] = like(part, parameter)
         else:
