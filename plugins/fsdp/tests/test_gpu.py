@@ -17,14 +17,15 @@ class TestNCCL(TrainEngineSuite):
     process_group = "cpu:gloo,cuda:nccl"
     worker_context = "devices.py:one_each"
     device = "cuda"
+    options = {"mixed_precision": {"param_dtype": "fp32"}}
 
 
 class TestOffload(TestNCCL):
-    options = {"cpu_offload": "params"}
+    options = {"cpu_offload": "params", "mixed_precision": {"param_dtype": "fp32"}}
 
 
 class TestCompiled(TestNCCL):
-    options = {"compile": True}
+    options = {"compile": True, "mixed_precision": {"param_dtype": "fp32"}}
 
 
 class TestBf16(TestNCCL):

@@ -1,26 +1,18 @@
-"""Names of types in the option table, and which of them a device computes."""
+"""Which types a device computes."""
 
 from __future__ import annotations
 
 import torch
 
+from engine_core.engines.precision import has_bf16
 from engine_core.errors import ConfigError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-def check_dtype(key: str, name: str, device: torch.device) -> None:
+def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a type that the device has not.
 
     Raises:
         ConfigError: it has not.
     """
-    if (
-        name == "bf16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        raise ConfigError(
-            f"{key} is 'bf16', which {torch.cuda.get_device_name(device)} does not compute. "
-            "Use 'fp16' (with loss scaling), or 'fp32'."
-        )
+    if dtype == torch.bfloat16 and not has_bf16(device):
+        raise ConfigError(f"{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp16' or 'fp32'.")

@@ -27,7 +27,7 @@ from engine_core.engines.weights import own_weights
 from engine_core.errors import ConfigError, DataError
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
-from engine_plugin_fsdp.dtypes import DTYPES, check_dtype
+from engine_plugin_fsdp.dtypes import check_dtype
 from engine_plugin_fsdp.keeping import Keeping
 from engine_plugin_fsdp.loading import allocate, blank_model, broadcast
 from engine_plugin_fsdp.loss_scale import LossScale
@@ -70,8 +70,7 @@ class FSDPEngine(Keeping):
 
     def _prepare(self) -> None:
         role = self.context.role
-        check_dtype(f"{role}.fsdp.param_dtype", self.options.param_dtype, self.device)
-        check_dtype(f"{role}.fsdp.mixed_precision.param_dtype", self.options.compute_dtype, self.device)
+        check_dtype(f"{role}.fsdp.mixed_precision.param_dtype", self.precision.compute, self.device)
         if (
             self.config.lora is not None
             and self.options.cpu_offload == "params"
@@ -85,7 +84,7 @@ class FSDPEngine(Keeping):
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None
         self._first_reads = False
-        fp16 = self.options.compute_dtype == "fp16" and self.trainable
+        fp16 = self.precision.compute == torch.float16 and self.trainable
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
     @property
@@ -95,7 +94,7 @@ class FSDPEngine(Keeping):
     @property
     def _compute_dtype(self) -> torch.dtype:
         """FSDP casts gathered weights, so there is no autocast beside it."""
-        return DTYPES[self.options.param_dtype]
+        return self.precision.param
 
     @property
     def _load_device(self) -> torch.device:
@@ -137,7 +136,7 @@ class FSDPEngine(Keeping):
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
         full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
-        self.root = shard(module, units, options, self.ranks)
+        self.root = shard(module, units, options, self.precision, self.ranks)
         if self._first_reads:
             allocate(self.root, torch.device("cpu") if options.cpu_offload == "params" else self.device)
             broadcast(module, full, self.device)

@@ -16,7 +16,6 @@ from engine_core.engines import state
 from engine_core.engines.sharded import here
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.engines.weights import own_weights, published_weights, take_weights, to_own_names
-from engine_plugin_fsdp.dtypes import DTYPES
 from engine_plugin_fsdp.export import gathered, write_model
 from engine_plugin_fsdp.shards import Shards, optimizer_tensors, own_parts, shard_file, write_parts
 
@@ -82,7 +81,7 @@ class Keeping(TorchEngine):
                 yield module
             return
         own = gathered(own_weights(self.module).items(), self.options.weights_bucket_mb * 2**20)
-        kept, computed = DTYPES[self.options.param_dtype], DTYPES[self.options.compute_dtype]
+        kept, computed = self.precision.param, self.precision.compute
 
         def cast() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in own:

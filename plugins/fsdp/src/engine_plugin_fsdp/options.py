@@ -28,7 +28,7 @@ class MixedPrecision(Options):
     """``[actor.fsdp.mixed_precision]``: types of what is computed and sent; the weights that are kept have `param_dtype` of the table above."""
 
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of gathered weights and of the forward pass; ``auto`` is that of the weights that are kept. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
+    """Type of gathered weights and of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     reduce_dtype: FloatType = "fp32"
     """Type in which gradients are summed over ranks."""
 
@@ -42,8 +42,8 @@ class FSDPOptions(ForwardOptions):
     """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights that are kept and trained, and of the optimizer's state."""
+    param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the weights that are kept, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
     mixed_precision: MixedPrecision = MixedPrecision()
     """Types of what is computed and sent."""
     loss_scale: float = Field(default=65536.0, gt=0)
@@ -70,10 +70,9 @@ class FSDPOptions(ForwardOptions):
     """Weights are given away (to a sampler, to a file) in buckets of at most this many MiB of gathered tensors."""
 
     @property
-    def compute_dtype(self) -> FloatType:
-        """Type of the forward pass."""
-        chosen = self.mixed_precision.param_dtype
-        return self.param_dtype if chosen == "auto" else chosen
+    def compute_dtype(self) -> Literal["auto", "fp32", "bf16", "fp16"]:
+        """Type of the forward pass, by the name that the core asks for."""
+        return self.mixed_precision.param_dtype
 
     @model_validator(mode="after")
     def _fits(self) -> FSDPOptions:
@@ -82,7 +81,7 @@ class FSDPOptions(ForwardOptions):
                 f"shard_group_size {self.shard_group_size} has no effect with sharding '{self.sharding}': "
                 "set sharding = 'hybrid', or leave it out."
             )
-        if self.param_dtype == "bf16" and self.compute_dtype != "bf16":
+        if self.param_dtype == "bf16" and self.compute_dtype not in ("auto", "bf16"):
             raise ValueError(
                 f"mixed_precision.param_dtype '{self.compute_dtype}' over param_dtype 'bf16': "
                 "set param_dtype = 'fp32'."

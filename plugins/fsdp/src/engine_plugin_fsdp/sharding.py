@@ -20,11 +20,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from engine_core.engines.precision import NAMED
 from engine_core.engines.units import decoder_layers
 from engine_core.errors import ConfigError, did_you_mean
-from engine_plugin_fsdp.dtypes import DTYPES
 
 if TYPE_CHECKING:
+    from engine_core.engines.precision import Precision
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
 
@@ -84,7 +85,9 @@ def check(module: nn.Module, units: Sequence[str], role: str) -> None:
             )
 
 
-def shard(module: nn.Module, units: Sequence[str], options: FSDPOptions, ranks: Ranks) -> Root:
+def shard(
+    module: nn.Module, units: Sequence[str], options: FSDPOptions, precision: Precision, ranks: Ranks
+) -> Root:
     """Spread a module over the ranks; its parameters become ``DTensor`` in place.
 
     Args:
@@ -96,7 +99,7 @@ def shard(module: nn.Module, units: Sequence[str], options: FSDPOptions, ranks: 
     size = options.wrap.layers_per_unit
     settings: dict[str, Any] = {
         "mesh": ranks.mesh,
-        "mp_policy": policy(options),
+        "mp_policy": policy(options, precision),
         "offload_policy": offload(options, ranks.device),
     }
     keeps = options.sharding in ("grad_op", "none")
@@ -115,12 +118,11 @@ def shard(module: nn.Module, units: Sequence[str], options: FSDPOptions, ranks: 
     return root
 
 
-def policy(options: FSDPOptions) -> MixedPrecisionPolicy:
+def policy(options: FSDPOptions, precision: Precision) -> MixedPrecisionPolicy:
     """Types of gathered weights and of reduced gradients."""
-    kept, computed = DTYPES[options.param_dtype], DTYPES[options.compute_dtype]
     return MixedPrecisionPolicy(
-        param_dtype=None if kept == computed else computed,
-        reduce_dtype=DTYPES[options.mixed_precision.reduce_dtype],
+        param_dtype=None if precision.param == precision.compute else precision.compute,
+        reduce_dtype=NAMED[options.mixed_precision.reduce_dtype],
     )
 
 
