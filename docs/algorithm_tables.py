@@ -35,6 +35,7 @@ from engine_core.algorithms import (
     losses_value,
     objectives,
     preference,
+    preference_columns,
 )
 
 OVERVIEW = Path(__file__).parent / "reference" / "algorithms.md"
@@ -127,6 +128,8 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     yield "top_entropy_quantile", described({"top_entropy_quantile": entropy.high_entropy})
     yield "correction", listed(correction)
     yield "dpo.loss", listed(preference)
+    weights = {"wpo": preference_columns.policy_weights, "ld_alpha": preference_columns.tail_weights}
+    yield "dpo", described(weights)
     # objectives by the trainer that learns by them; those of pairs stand under dpo.loss
     named = {"nll": "sft", "value": "critic"}
     trained: dict[str, Callable[..., Any]] = {**objectives.OBJECTIVES, "value": losses_value.value}

@@ -43,10 +43,14 @@ def weighed(log_probs: Tensor, batch: Batch) -> Tensor:
 
 
 def tail_weights(batch: Batch, alpha: float) -> Tensor:
-    """LD-DPO: 1 for as many tokens of a response as the shorter one of its pair has, ``alpha`` for those after them.
+    """LD-DPO: the tokens by which a response is longer than the other one of its pair count less.
 
-    https://arxiv.org/abs/2409.06411, section 4: the sum over a longer response is larger in size whatever it says,
-    so a part of the gradient is only about length.
+    Formula: weight 1 for the first min(L_c, L_r) tokens of both responses, ``ld_alpha`` for those after them
+    Paper: https://arxiv.org/abs/2409.06411
+    Differs: in the policy and in the reference, so that at the reference every reward is 0
+
+    The sum over a longer response is larger in size whatever it says, so a part of DPO's gradient is only about
+    length.
 
     Args:
         batch: whole pairs.
@@ -65,10 +69,12 @@ def tail_weights(batch: Batch, alpha: float) -> Tensor:
 
 
 def policy_weights(log_probs: Tensor, sum_pi_squared: Tensor, batch: Batch) -> Tensor:
-    """WPO: how likely the current policy is to say both responses of a pair, at most 1; without gradient.
+    """WPO: each pair weighs as much as the current policy is likely to say its responses.
 
-    https://arxiv.org/abs/2406.11827, equations 2 and 4: with ``a = mean_t (log p_t - log sum_v p_t(v)^2)``,
-    which is 0 where a token is as likely as one that the policy draws, ``min(1, exp(a_c + a_r))``.
+    Formula: ``min(1, exp(a_c + a_r))``, ``a = mean_t (log p_t - log sum_v p_t(v)^2)``, without gradient
+    Paper: https://arxiv.org/abs/2406.11827
+
+    a is 0 where tokens are as likely as those that the policy draws.
 
     Args:
         log_probs: [T].

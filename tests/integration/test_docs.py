@@ -311,7 +311,10 @@ def test_keys_in_the_text_are_keys_of_a_run_file():
     from engine_core.config.schema import json_schema, schema_at
 
     schema = json_schema(installed_specs())
-    tables = "|".join({*EngineConfig.model_fields, "sft"} - {"options", "trainer", "plugins"})
+    tables = "|".join(
+        {*EngineConfig.model_fields, "sft", "dpo", "kto", "reward_model", "distill"}
+        - {"options", "trainer", "plugins"}
+    )
     own = {"run.toml", "reward.sums", "reward.exact", "actor.gru"}  # a file; names of the examples
     for page in PAGES:
         if page.parent.name == "reference":  # made from the code
