@@ -312,8 +312,7 @@ def test_keys_in_the_text_are_keys_of_a_run_file():
 
     schema = json_schema(installed_specs())
     tables = "|".join(
-        {*EngineConfig.model_fields, "sft", "dpo", "kto", "reward_model", "distill"}
-        - {"options", "trainer", "plugins"}
+        {*EngineConfig.model_fields, "sft", "dpo", "kto", "distill"} - {"options", "trainer", "plugins"}
     )
     own = {"run.toml", "reward.sums", "reward.exact", "actor.gru"}  # a file; names of the examples
     for page in PAGES:
