@@ -154,5 +154,5 @@ def said(rollout, tokenizer):
 @pytest.mark.timeout(1800)
 def test_the_policy_learns_to_use_its_tool(tmp_path):
     _, before, after = run(tmp_path)
-    assert before <= 0.5
-    assert after >= 0.8
+    assert before <= 0.4
+    assert after >= before + 0.25
