@@ -105,7 +105,7 @@ def check_complete(
             "that sets rewards."
         )
     evaluates = "eval" in reads and config.eval.during_training
-    if evaluates and "reward" in spec.for_eval and not config.reward and "rewards" not in live:
+    if evaluates and "reward" in spec.for_eval and not rewarded:
         missing.append(
             "reward: missing. [eval] asks for scores: name a [[reward]], or set eval.every_steps = 0."
         )
@@ -114,7 +114,7 @@ def check_complete(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
     if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
-        missing += _unjudged(config, plugins, "rewards" in live or config.environment is not None)
+        missing += _unjudged(config, plugins, "rewards" in live)
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
@@ -126,9 +126,14 @@ def check_complete(
 
 def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:
     """Whether anything gives rewards."""
+    return bool(config.reward or _of_episodes(config, plugins))
+
+
+def _of_episodes(config: EngineConfig, plugins: PluginSet) -> list[str]:
+    """Names of the rewards that the environment sets."""
     named = config.environment and config.environment.name
     spec: Any = plugins.find("environments", named) if named else None
-    return bool(config.reward or (spec and spec.rewards))
+    return sorted(spec.rewards) if spec else []
 
 
 def _reads_rewards(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> bool:
@@ -211,14 +216,14 @@ def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[
     Args:
         config: with its rewards.
         plugins: that offer them.
-        more: the program or an environment brings rewards, whose names are not known here.
+        more: the program brings rewards, whose names are not known here.
     """
-    names = [reward.name for reward in config.reward]
+    names = [*(reward.name for reward in config.reward), *_of_episodes(config, plugins)]
     votes = [name for name in names if getattr(plugins.find("rewards", name), "answers", False)]
     for held_out in held_out_sets(config):
         if held_out.score and held_out.score not in names and not more:
             key = key_text(held_out.key("score"))
-            yield f"{key}: got '{held_out.score}', which is no [[reward]] of the run.{did_you_mean(held_out.score, names)}"
+            yield f"{key}: got '{held_out.score}', which is no reward of the run.{did_you_mean(held_out.score, names)}"
         if held_out.majority not in ("off", "text", *votes) and not (more and held_out.majority not in names):
             known = ", ".join(repr(name) for name in ("off", "text", *votes))
             yield (

@@ -114,6 +114,8 @@ class EnvironmentRunner:
             self._loop.post(session.cancel)
             group.call("advance", dropped=sorted(running)).result()
             raise
+        if running:  # of episodes that were left before they were answered
+            group.call("advance", dropped=sorted(running)).result()
         self._counts += session.counts
         return [finished[number].rollout for number in range(len(requests))]
 

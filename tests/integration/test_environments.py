@@ -164,6 +164,10 @@ REFUSED = {
         {"environment.echo": {"turn": 3}},
         r"environment.echo.turn: unknown key. Did you mean 'turns'",
     ),
+    "score": (
+        {"eval.score": "sort", "eval.at_end": False},
+        r"eval.score: got 'sort', which is no reward of the run. Did you mean 'short'",
+    ),
     "kind": ({"environment.name": "grpo"}, r"'grpo' is an advantage estimator, not an environment"),
 }
 
@@ -172,7 +176,7 @@ REFUSED = {
 def test_what_is_misspelt_is_refused_by_validate(multi, case):
     change, message = REFUSED[case]
     with pytest.raises(EngineError, match=message):
-        load_config(multi, change, allow_code=True)
+        Trainer(load_config(multi, change, allow_code=True))
 
 
 def test_an_environment_that_sets_no_reward_needs_one(multi, tmp_path):

@@ -155,7 +155,7 @@ REFUSED = [
         2,
         "is the checkpoint of step 1. Leave --step out",
     ),
-    ("eval first --set eval.score=digit", 2, "eval.score: got 'digit', which is no [[reward]] of the run"),
+    ("eval first --set eval.score=digit", 2, "eval.score: got 'digit', which is no reward of the run"),
     (
         "eval first --set eval.set.few.majority=digits",
         2,

@@ -319,31 +319,21 @@ def test_an_episode_that_misses_its_deadline_leaves_nothing_in_the_sampler(
 ):
     source = """
     async def mine(episode):
-        if episode.prompt.columns["number"]:
-            await asyncio.gather(*(episode.policy.sample(episode.token_ids) for _ in range(2)))
-        else:
-            await episode.sample()
-            await asyncio.sleep(0.6)  # keeps the run going while the other's requests starve
-            await episode.sample()
+        await asyncio.gather(*(episode.policy.sample(episode.token_ids) for _ in range(2)))
         return episode.rollout()
     """
 
-    class Starving(type(scripted())):
+    class Never(type(scripted())):
         def step(self):
-            starved = [request for request in self.queue if request.group_id]
-            self.queue = [request for request in self.queue if not request.group_id]
-            done = super().step()
-            self.queue += starved
-            return done
+            time.sleep(0.01)
+            return []
 
-    engine = Starving(scripted().tokenizer)
-    rollouts = play(
-        environment(source, timeout_seconds=0.9, max_failure_share=1.0), engine, requests(2, group_size=1)
-    )
-    assert [r.failure for r in rollouts] == ["", "timeout"]
+    engine = Never(scripted().tokenizer)
+    runner = environment(source, timeout_seconds=0.3, max_failure_share=1.0)
+    assert [r.failure for r in play(runner, engine, requests(2))] == ["timeout"] * 2
     assert engine.queue == []
     assert engine.running == {}
-    assert sorted(engine.aborted) == ["1:1:0:1", "1:1:0:2"]
+    assert sorted(engine.aborted) == ["1:0:0:1", "1:0:0:2", "1:0:1:1", "1:0:1:2"]
 
 
 def test_an_engine_that_fails_leaves_no_episode_behind(environment, scripted, requests, play):
