@@ -73,6 +73,25 @@ def plugins_for(config: EngineConfig) -> PluginSet:
     return _load(_source(config))
 
 
+def portable(config: EngineConfig) -> dict[str, Any]:
+    """Plain values from which ``rebuild`` makes the same config in another process."""
+    raw = _source(config)
+    files = [str(file.resolve()) for file in raw.files]
+    return {"data": raw.data, "files": files, "allow_code": raw.allow_code}
+
+
+def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
+    """The config that ``portable`` told, and its plugins, loaded in this process.
+
+    Raises:
+        ConfigError, PluginError: what is installed here is not what the other process has.
+    """
+    raw = RawConfig(dict(values["data"]), {}, [Path(file) for file in values["files"]], values["allow_code"])
+    plugins = _load(raw)
+    context = {"folder": raw.folder, "allow_code": raw.allow_code}
+    return validate(raw, plugins.find, _known(plugins), context), plugins
+
+
 def check_complete(
     config: EngineConfig, live: Collection[str] = (), plugins: PluginSet | None = None
 ) -> None:

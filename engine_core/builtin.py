@@ -33,7 +33,7 @@ from engine_core.algorithms.preference_options import DPOOptions, KTOOptions, Re
 from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions, ReplayCacheOptions
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
-from engine_core.runtime.options import LocalOptions
+from engine_core.runtime.options import LocalOptions, TorchrunOptions
 from engine_core.specs import Advantage, Loss, RuntimeSpec, Stage, TrackerSpec, TrainBackend, TrainerSpec
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
 from engine_core.trainers.options import DistillOptions, OfflineOptions, SFTOptions
@@ -215,4 +215,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
-    return {"local": RuntimeSpec(load="engine_core.runtime.local:LocalRuntime", config=LocalOptions)}
+    return {
+        "local": RuntimeSpec(load="engine_core.runtime.local:LocalRuntime", config=LocalOptions),
+        "torchrun": RuntimeSpec(load="engine_core.runtime.torchrun:TorchrunRuntime", config=TorchrunOptions),
+    }

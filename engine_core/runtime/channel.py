@@ -26,6 +26,7 @@ HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
 MAGIC = b"engine-1"
 PROOF_BYTES, NONCE_BYTES = 32, 16
 HANDSHAKE_SECONDS = 10.0
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Closed(ConnectionError):
@@ -38,6 +39,11 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._lock = threading.Lock()
+
+    @property
+    def peer(self) -> str:
+        """The address of the other side."""
+        return str(self.socket.getpeername()[0])
 
     def send(self, message: Any) -> None:
         """Send a value, or one that is ``Encoded`` already.
@@ -169,3 +175,6 @@ def _settle(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():  # a host that is gone says nothing
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

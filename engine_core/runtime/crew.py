@@ -1,0 +1,334 @@
+"""The workers of a run, as the controller sees them: commands out, answers in, and who was lost.
+
+A thread a worker reads its answers, another its output; one more watches: a process that ended, a command past
+its deadline, a rank that waits for one that has failed. The first loss ends all commands in hand.
+
+consumes: answers of workers; waits for: nothing, ``send`` returns at once; unblocked by: answers, losses,
+deadlines; produces: results and errors in the futures of ``send``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import EngineError, WorkerLost
+from engine_core.logs import FILE_ONLY
+from engine_core.runtime.channel import Closed
+from engine_core.runtime.codec import Encoded, NotOurs, encode
+from engine_core.runtime.remote_errors import unpack
+from engine_core.runtime.split import Merge, merge_futures
+from engine_core.runtime.stalls import Stack, told
+
+if TYPE_CHECKING:
+    from engine_core.runtime.worker_process import WorkerHandle
+
+log = logging.getLogger("engine")
+
+TICK_SECONDS = 0.1
+STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wait for it for ever
+STACK_SECONDS = 3.0
+CLOSE_SECONDS = 10.0
+
+
+class Reply(Future[Any]):
+    """The future of a command. Who is interrupted while waiting for it gives the command up."""
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._give_up = give_up
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        except Exception:
+            raise
+        except BaseException:  # a signal
+            if not self.done():
+                self._give_up()
+            raise
+
+
+class Command:
+    """One command to some ranks; done when all of them have answered.
+
+    Args:
+        number: under which they answer.
+        what: for messages: role and method.
+        ranks: of the run.
+        leaders: whose results count, in this order.
+        merge: makes one result of theirs.
+        deadline: seconds that a rank may take once it is at it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        what: tuple[str, str],
+        ranks: Sequence[int],
+        leaders: Sequence[int],
+        merge: Merge,
+        deadline: float,
+    ) -> None:
+        self.number, self.what, self.ranks, self.leaders, self.merge = number, what, ranks, leaders, merge
+        self.deadline = deadline
+        self.reply: Reply
+        self.values: dict[int, Any] = {}
+        self.errors: dict[int, Exception] = {}
+        self.later: dict[int, Future[Any]] = {}  # results that come after the answer: of saves
+        self.failed_at: float | None = None  # of the first error, while others have not answered
+
+    @property
+    def waiting(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in self.ranks if rank not in self.values and rank not in self.errors]
+
+    def finish(self) -> None:
+        """Give the result, or the error that says the most."""
+        if self.reply.done():
+            return
+        if self.errors:
+            errors = list(self.errors.values())
+            self.reply.set_exception(next((e for e in errors if isinstance(e, EngineError)), errors[0]))
+            return
+        try:
+            found = [self.values[rank] for rank in self.leaders]
+            result = merge_futures(list(self.later.values())) if self.later else self.merge(found)
+        except Exception as error:
+            self.reply.set_exception(error)
+        else:
+            self.reply.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes."""
+        for future in self.later.values():
+            if not future.done():
+                future.set_exception(error)
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+
+class Crew:
+    """All workers of a run.
+
+    Args:
+        workers: in the order of their ranks, started.
+        stall_seconds: how long a rank may take for one command.
+    """
+
+    def __init__(self, workers: Sequence[WorkerHandle], stall_seconds: float) -> None:
+        self.workers, self.stall_seconds = list(workers), stall_seconds
+        self.broken: WorkerLost | None = None
+        self.open: dict[int, Command] = {}
+        self.stacks: dict[int, list[Stack]] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        for worker in self.workers:
+            threading.Thread(
+                target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True
+            ).start()
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watcher.start()
+
+    def send(
+        self,
+        messages: Mapping[int, Mapping[str, Any]] | Mapping[int, Encoded],
+        what: tuple[str, str],
+        number: int,
+        *,
+        leaders: Sequence[int] | None = None,
+        merge: Merge = lambda results: results[0],
+        interruptible: bool = False,
+        deadline: float | None = None,
+    ) -> Future[Any]:
+        """Put a command into the mailboxes of some ranks.
+
+        Args:
+            messages: by rank; values or what ``encode`` made of them.
+            what: role and method, for messages.
+            number: from ``next_number``, as it stands in the messages.
+            leaders: whose results count; default: the first rank's.
+            merge: makes one result of theirs.
+            interruptible: may be left at any point: no rank waits for another in it.
+            deadline: seconds; default: `stall_minutes`.
+        """
+        ranks = list(messages)
+        command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or self.stall_seconds)
+        give_up = (lambda: self._interrupt(command)) if interruptible else (lambda: None)
+        command.reply = Reply(give_up)
+        with self._lock:
+            if self.broken is not None:
+                command.reply.set_exception(self.broken)
+                return command.reply
+            self.open[number] = command
+            for rank in ranks:
+                self.workers[rank].begin(number)
+        for rank, message in messages.items():
+            try:
+                self.workers[rank].channel.send(message)
+            except Closed:  # its reader tells how it ended
+                pass
+            except Exception:  # it does not cross: nothing was sent to this rank
+                self._forget(command)
+                raise
+        return command.reply
+
+    def next_number(self) -> int:
+        """For a command."""
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """End every worker: those that are idle are asked to, the others are killed."""
+        if self._closing.is_set():
+            return
+        idle = self.broken is None and not self.open
+        self._closing.set()
+        if idle:
+            for worker in self.workers:
+                worker.ask_to_end()
+            deadline = time.monotonic() + CLOSE_SECONDS
+            for worker in self.workers:
+                worker.ended(max(deadline - time.monotonic(), 0.0))
+        for worker in self.workers:
+            worker.kill()
+        self._watcher.join()
+
+    # -- answers ------------------------------------------------------------
+
+    def _read(self, worker: WorkerHandle) -> None:
+        """What one worker says, until it ends."""
+        try:
+            while True:
+                self._take(worker, worker.channel.receive())
+        except Closed:
+            cause = ""
+        except NotOurs as error:
+            cause = f"it sent something else than an answer: {error}"
+        if not self._closing.is_set():
+            self._lose(worker, worker.how_it_ended(cause))
+
+    def _take(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
+        if "log" in message:
+            self._log(worker, message)
+        elif "stacks" in message:
+            self.stacks[worker.rank] = message["stacks"]
+        else:
+            with self._lock:
+                command = self.open.get(message["id"])
+                if command is not None:
+                    self._answered(worker, command, message)
+
+    def _answered(self, worker: WorkerHandle, command: Command, message: Mapping[str, Any]) -> None:
+        rank = worker.rank
+        error = unpack(message["error"], rank) if message.get("error") else None
+        if "settled" in message:
+            if error:
+                command.later[rank].set_exception(error)
+            else:
+                command.later[rank].set_result(None)
+        else:
+            worker.finish(command.number)
+            if error:
+                command.errors[rank] = error
+                command.failed_at = command.failed_at or time.monotonic()
+            else:
+                command.values[rank] = message.get("value")
+                if message.get("pending"):
+                    command.later[rank] = Future()
+            if not command.waiting:
+                command.finish()
+        if not command.waiting and all(future.done() for future in command.later.values()):
+            self.open.pop(command.number, None)
+
+    def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
+        """The first rank speaks for all; of the others warnings are shown, the rest goes to the file."""
+        logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
+        if worker.rank == 0:
+            logger.log(level, "%s", text)
+        else:
+            extra = None if level >= logging.WARNING else FILE_ONLY
+            logger.log(level, "rank %d: %s", worker.rank, text, extra=extra)
+
+    def _interrupt(self, command: Command) -> None:
+        """Nobody waits for it any more."""
+        for rank in command.waiting:
+            try:
+                self.workers[rank].channel.send({"kind": "interrupt", "id": command.number})
+            except Closed:
+                continue
+
+    def _forget(self, command: Command) -> None:
+        with self._lock:
+            self.open.pop(command.number, None)
+            for rank in command.ranks:
+                self.workers[rank].finish(command.number)
+
+    # -- losses -------------------------------------------------------------
+
+    def _lose(self, worker: WorkerHandle, cause: str, role: str | None = None) -> None:
+        """The run has lost this worker; the first loss is told, by all commands in hand and later ones."""
+        with self._lock:
+            if self.broken is not None or self._closing.is_set():
+                return
+            at = next((c.what[0] for c in self.open.values() if worker.rank in c.waiting), None)
+            name = role or at or worker.roles[0]
+            self.broken = WorkerLost(name, worker.rank, worker.host, cause)
+            for command in self.open.values():
+                command.fail(self.broken)
+            self.open.clear()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(TICK_SECONDS):
+            now = time.monotonic()
+            for worker in self.workers:
+                worker.notice_death()
+            with self._lock:
+                commands = list(self.open.values())
+            for command in commands:
+                if command.failed_at and command.waiting and now - command.failed_at > STRAGGLER_SECONDS:
+                    self._leave_stragglers(command)
+            for worker in self.workers:
+                number, since = worker.at()
+                late = self.open.get(number) if number is not None else None
+                if late is not None and now - since > late.deadline and self.broken is None:
+                    self._stalled(late)
+
+    def _leave_stragglers(self, command: Command) -> None:
+        """Some ranks failed and others wait for them: the error is told, and the others are lost."""
+        with self._lock:
+            waiting, failed = command.waiting, next(iter(command.errors))
+            if not waiting:
+                return
+            command.finish()
+            error = f"{type(command.errors[failed]).__name__}: {command.errors[failed]}"
+        role, method = command.what
+        cause = f"it still waits in '{method}', in which rank {failed} has failed: {error}"
+        self._lose(self.workers[waiting[0]], cause, role)
+
+    def _stalled(self, command: Command) -> None:
+        """Ask every rank where it is, tell it, and lose the one that the others wait for."""
+        self.stacks.clear()
+        for worker in self.workers:
+            try:
+                worker.channel.send({"kind": "stacks"})
+            except Closed:
+                continue
+        deadline = time.monotonic() + STACK_SECONDS
+        while len(self.stacks) < len(self.workers) and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS / 2)
+        blamed, cause, stacks = told(
+            command.what[1], command.deadline, command.waiting, command.ranks, self.stacks
+        )
+        log.error("Where every rank is:\n%s", stacks)
+        self._lose(self.workers[blamed], cause, command.what[0])
+
+
+def message_to(number: int, kind: str, **fields: Any) -> Encoded:
+    """A command, ready to be sent to any number of ranks."""
+    return encode({"kind": kind, "id": number, **fields})

@@ -1,0 +1,174 @@
+"""Under an external ``torchrun``: rank 0's process is the controller, the others become workers.
+
+``torchrun`` starts the same command on every rank. The controller writes where it listens into torchrun's store,
+once a session (a runtime that is started); every other rank waits for it there, starts a worker process that is
+connected to the controller, and waits for the next session when that has ended, until the controller's command ends.
+
+The control channel listens on the address by which the other nodes reach rank 0 and takes only who knows the run's
+token: ``ENGINE_TOKEN`` where it is set on every node, else one that is made for the run and handed over in
+torchrun's store, which whoever reaches it can read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine_core.errors import ConfigError, EnvironmentProblem
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+TOKEN = "ENGINE_TOKEN"
+STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may read its data for long
+_sessions = 0  # runtimes that this process has started
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun told this process."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    address: str
+    port: int
+    attempt: int
+
+    @property
+    def host(self) -> str:
+        """The address on which this node is reached."""
+        return _own_address(self.address, self.port)
+
+    def local_rank(self, rank: int) -> int:
+        """Of a rank of the run; every node has as many."""
+        return rank % self.local_world_size
+
+    def store_of(self, pool: str) -> tuple[str, int, str]:
+        """Host, port and prefix of the rendezvous of a pool in this session."""
+        return self.address, self.port, f"engine/{self.attempt}/{_sessions}/{pool}"
+
+    def gather(self, seconds: float) -> list[Any]:
+        """Start a session: rank 0's worker as a child, the others as they come; in the order of ranks.
+
+        Raises:
+            EnvironmentProblem: the port cannot be had, or not all came in time.
+        """
+        from engine_core.runtime.channel import accept, listen, new_token
+        from engine_core.runtime.worker_process import WorkerHandle
+
+        global _sessions
+        token = os.environ.get(TOKEN) or new_token()
+        workers: dict[int, WorkerHandle] = {}
+        try:
+            listener = listen(self.host)
+        except OSError as error:
+            raise EnvironmentProblem(f"No control channel on {self.host}: {error}.") from error
+        with listener:
+            host, port = listener.getsockname()[:2]
+            shown = None if os.environ.get(TOKEN) else token
+            _sessions += 1
+            _store(self).set(self._key(_sessions), json.dumps({"host": host, "port": port, "token": shown}))
+            workers[0] = WorkerHandle.start(0, {})
+            deadline = time.monotonic() + seconds
+            while len(workers) < self.world_size:
+                listener.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    found = accept(listener, token)
+                except TimeoutError:
+                    missing = sorted(set(range(self.world_size)) - set(workers))
+                    for worker in workers.values():
+                        worker.kill()
+                    raise EnvironmentProblem(
+                        f"Rank {', '.join(map(str, missing))} of {self.world_size} did not come within {seconds / 60:g} "
+                        "minutes (runtime.torchrun.start_minutes). Does torchrun run the same command on every node, "
+                        f"with the same {TOKEN}?"
+                    ) from None
+                if found is not None and 0 < found[0] < self.world_size and found[0] not in workers:
+                    workers[found[0]] = WorkerHandle(found[0], found[1], None, found[1].peer)
+        return [workers[rank] for rank in range(self.world_size)]
+
+    def _key(self, session: int) -> str:
+        return f"engine/{self.attempt}/session/{session}"
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """What an external torchrun told this process; None where there is none.
+
+    Raises:
+        ConfigError: the nodes have different numbers of processes.
+    """
+    env = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in env or "RANK" not in env:
+        return None
+    world, local = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+    if world % local:
+        raise ConfigError(
+            f"torchrun: {world} processes over nodes of {local}. Start as many on every node (--nproc-per-node)."
+        )
+    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return Launch(int(env["RANK"]), world, local, env["MASTER_ADDR"], int(env["MASTER_PORT"]), attempt)
+
+
+def serve(launch: Launch) -> int:
+    """Be a rank that is not the controller: a worker for each of its sessions; returns the exit code.
+
+    The signals that end a run are the controller's business: torchrun sends them to every rank.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    store, session = _store(launch), 1
+    while True:
+        told = json.loads(store.get(launch._key(session)))
+        if told is None:
+            return 0
+        code = _work(launch, told)
+        if code:
+            return code
+        session += 1
+
+
+def finish(launch: Launch) -> None:
+    """The controller's command has ended: no other session comes."""
+    _store(launch).set(launch._key(_sessions + 1), json.dumps(None))
+
+
+def loopback_interface() -> str | None:
+    """The interface of this machine alone, by the name that it has here."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def _work(launch: Launch, told: Mapping[str, Any]) -> int:
+    """One session: a worker process with the connection to the controller."""
+    from engine_core.runtime.channel import connect
+
+    token = told["token"] or os.environ.get(TOKEN, "")
+    channel = connect((told["host"], told["port"]), token, launch.rank, 60.0)
+    with channel.socket as connection:
+        command = [sys.executable, "-m", "engine_core.runtime.worker", str(connection.fileno())]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno()])
+    code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+def _store(launch: Launch) -> Any:
+    """torchrun's own."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(launch.address, launch.port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+def _own_address(address: str, port: int) -> str:
+    """The address of this node on the way to another; asking for it sends nothing."""
+    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]

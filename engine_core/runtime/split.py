@@ -1,0 +1,111 @@
+"""A batch or requests over data-parallel slices, and the results back in order. Done here, once for all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.errors import PluginError
+from engine_core.packing import partition, sequence_cost
+from engine_core.types import Batch, Request, Rollout
+
+Merge = Callable[[Sequence[Any]], Any]
+"""Makes one result of the slices' results, which come in the order of the slices."""
+
+
+def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch], Merge]:
+    """Each slice's sequences, balanced by cost, and what puts the results back.
+
+    Sequences with one ``keep_together`` id stay together. One slice gets the batch as it is.
+
+    Args:
+        batch: of B sequences.
+        slices: how many.
+        attention: of ``packing.sequence_cost``.
+    """
+    if slices == 1:
+        return [batch], lambda results: results[0]
+    costs = [sequence_cost(length, attention) for length in batch.lengths.tolist()]
+    together = None if batch.keep_together is None else batch.keep_together.tolist()
+    parts = partition(costs, slices, together)
+    shares = [batch.select(part) for part in parts]
+
+    def merge(results: Sequence[Any]) -> Any:
+        if not isinstance(results[0], Mapping):
+            return results[0]  # of the whole batch already, the same on every slice
+        return {name: _put_back(name, [r[name] for r in results], parts, batch) for name in results[0]}
+
+    return shares, merge
+
+
+def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[Request]], Merge]:
+    """Each slice's requests, balanced by the tokens that they may take; rollouts come back in the order of requests.
+
+    The rollouts of a group may be sampled in several places: each request brings its own seed.
+    """
+    costs = [len(r.prompt.token_ids) + r.sampling.max_response_tokens for r in requests]
+    parts = partition(costs, slices)
+
+    def merge(results: Sequence[Any]) -> Any:
+        if not all(isinstance(result, list) for result in results):
+            return results[0]
+        asked = {request.id: request for request in requests}
+        places = {request.id: number for number, request in enumerate(requests)}
+        rollouts: list[Rollout] = [rollout for result in results for rollout in result]
+        for rollout in rollouts:
+            rollout.prompt = asked[rollout.request_id].prompt  # the controller's own, not a copy of it
+        return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
+
+    return [[requests[i] for i in part] for part in parts], merge
+
+
+def merge_plain(results: Sequence[Any]) -> Any:
+    """Of a call without sequences: lists of rollouts one after another, else what the first slice says."""
+    first = results[0]
+    if isinstance(first, list) and all(isinstance(entry, Rollout) for result in results for entry in result):
+        return [rollout for result in results for rollout in result]
+    return first
+
+
+def merge_futures(futures: Sequence[Future[Any]]) -> Future[Any]:
+    """One that is done when all are; their first error is its error."""
+    done: Future[Any] = Future()
+    left = [len(futures)]
+
+    def settle(_: Future[Any]) -> None:
+        left[0] -= 1
+        if left[0]:
+            return
+        errors = [error for future in futures if (error := future.exception())]
+        if errors:
+            done.set_exception(errors[0])
+        else:
+            done.set_result(futures[0].result())
+
+    for future in futures:
+        future.add_done_callback(settle)
+    return done
+
+
+def _put_back(name: str, found: Sequence[Tensor], parts: Sequence[Sequence[int]], batch: Batch) -> Tensor:
+    """Slices' values per token or per sequence as those of the whole batch."""
+    lengths, offsets = batch.lengths.tolist(), batch.offsets.tolist()
+    rows = [len(values) for values in found]
+    if rows == [sum(lengths[i] for i in part) for part in parts]:
+        places = [torch.arange(offsets[i], offsets[i + 1]) for part in parts for i in part]
+        size = batch.num_tokens
+    elif rows == [len(part) for part in parts]:
+        places = [torch.tensor(part, dtype=torch.int64) for part in parts]
+        size = len(batch)
+    else:
+        raise PluginError(
+            f"The engine gave {rows} values of '{name}' on its slices; expected one a token or one a sequence. "
+            "This is a bug of the plugin."
+        )
+    whole = found[0].new_empty((size, *found[0].shape[1:]))
+    whole[torch.cat(places)] = torch.cat(list(found))
+    return whole

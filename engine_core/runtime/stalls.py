@@ -1,0 +1,65 @@
+"""Who waits for whom, from where every rank is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Stack = tuple[str, int, str]  # file, line, function
+COLLECTIVES = "torch/distributed/"
+
+
+def told(
+    method: str,
+    seconds: float,
+    waiting: Sequence[int],
+    ranks: Sequence[int],
+    stacks: Mapping[int, Sequence[Stack]],
+) -> tuple[int, str, str]:
+    """What to say of a command that is past its deadline.
+
+    A rank in a function of ``torch.distributed`` waits for others; one that is elsewhere, or does not even say
+    where it is, is the one waited for.
+
+    Args:
+        method: of the command.
+        seconds: its deadline.
+        waiting: ranks that have not answered it.
+        ranks: to which it went.
+        stacks: by rank, the innermost frame last.
+
+    Returns:
+        The rank to blame, the cause in a sentence, and all stacks as text.
+    """
+    in_collective = [rank for rank in waiting if _collective(stacks.get(rank, ()))]
+    suspects = [rank for rank in waiting if rank not in in_collective] or list(waiting)
+    blamed = suspects[0]
+    answered = [rank for rank in ranks if rank not in waiting]
+    parts = [f"no answer to '{method}' within {seconds / 60:g} minutes (runtime.torchrun.stall_minutes)"]
+    parts.append(f"it is in {place(stacks.get(blamed))}")
+    for rank in waiting:
+        if rank != blamed:
+            for_whom = f" for rank {blamed}" if rank in in_collective and blamed not in in_collective else ""
+            verb = f"waits{for_whom}" if rank in in_collective else "is"
+            parts.append(f"rank {rank} {verb} in {place(stacks.get(rank))}")
+    if answered:
+        parts.append(f"answered: rank {', '.join(map(str, answered))}")
+    text = "\n".join(f"rank {rank}:\n{_lines(stack)}" for rank, stack in sorted(stacks.items()))
+    silent = sorted(set(ranks) - set(stacks))
+    text += "".join(f"\nrank {rank}: no answer; it holds the interpreter." for rank in silent)
+    return blamed, "; ".join(parts), text
+
+
+def place(stack: Sequence[Stack] | None) -> str:
+    """The innermost frame in words."""
+    if not stack:
+        return "code that holds the interpreter"
+    file, line, function = stack[-1]
+    return f"{function} ({file}:{line})"
+
+
+def _collective(stack: Sequence[Stack]) -> bool:
+    return bool(stack) and COLLECTIVES in stack[-1][0]
+
+
+def _lines(stack: Sequence[Stack]) -> str:
+    return "\n".join(f"  {file}:{line} in {function}" for file, line, function in stack)

@@ -1,0 +1,233 @@
+"""A worker of the torchrun runtime: ``python -m engine_core.runtime.worker FD``, one rank of a pool.
+
+Commands come over the socket FD and are carried out one after another, each answered under its number; see
+``crew`` for the other side. A thread reads ahead: what must not wait for the command in hand (an interrupt, the
+question where this rank is) is answered by it, and when the controller ends, so does this process, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from engine_core.runtime.channel import Channel, Closed, listen
+from engine_core.runtime.remote_errors import pack
+from engine_core.runtime.transport import received_weights, send_weights
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from engine_core.runtime.host import EngineHost
+
+CONTROLLER_GONE = 70
+IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
+
+
+class Interrupted(BaseException):
+    """The controller does not wait for this command any more; raised in the middle of it."""
+
+
+class Worker:
+    """Serves commands until it is closed.
+
+    Args:
+        channel: to the controller.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.host: EngineHost
+        self.order: dict[str, Any] = {}
+        self.listener: socket.socket | None = None
+        self.current: int | None = None  # the command in hand
+        self.dropped: set[int] = set()  # commands that nobody waits for
+        self._closing = False
+
+    def run(self) -> None:
+        """Serve."""
+        signal.signal(signal.SIGUSR1, self._interrupt)
+        threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
+        try:
+            while (message := self.mailbox.get())["kind"] != "close":
+                self._answer(message)
+        finally:
+            self._closing = True
+            self._leave()
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        """Carry one command out; its result or its error goes back under its number."""
+        number = message["id"]
+        try:
+            if number in self.dropped:
+                raise Interrupted
+            self.current = number
+            try:
+                value = getattr(self, f"_do_{message['kind']}")(message)
+            finally:
+                self.current = None
+        except (Exception, SystemExit, Interrupted) as error:
+            self.channel.send({"id": number, "error": pack(error)})
+            return
+        if isinstance(value, Future):
+            self.channel.send({"id": number, "pending": True})
+            value.add_done_callback(lambda future: self._settle(number, future))
+            return
+        try:
+            self.channel.send({"id": number, "value": value})
+        except TypeError as error:
+            self.channel.send({"id": number, "error": pack(error)})
+
+    def _settle(self, number: int, future: Future[Any]) -> None:
+        error = future.exception()
+        self.channel.send({"id": number, "settled": True, "error": pack(error) if error else None})
+
+    # -- commands -----------------------------------------------------------
+
+    def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Join the pool, load the run's plugins, build the engines; what each role is like."""
+        from engine_core.runtime.starting import join_pool, make_host
+
+        self.order = message
+        self._forward_logs(message["log_level"])
+        device = join_pool(message)
+        self.host = make_host(message, device)
+        found: dict[str, Any] = {"shared": self.host.shared, "address": None}
+        if message["listen"]:
+            self.listener = listen(message["listen"])
+            found["address"] = self.listener.getsockname()[:2]
+        from engine_core.runtime.starting import describe
+
+        return found | {
+            "roles": {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
+        }
+
+    def _do_call(self, message: dict[str, Any]) -> Any:
+        """A method of an engine's contract."""
+        from engine_core.engines.base import RolloutEngine, TrainEngine
+
+        engine, method = self.host.engines[message["role"]], message["method"]
+        contract = TrainEngine if isinstance(engine, TrainEngine) else RolloutEngine
+        if method.startswith("_") or not callable(getattr(contract, method, None)):
+            raise RuntimeError(f"'{method}' is no method of {contract.__name__}.")
+        arguments = () if message["batch"] is None else (message["batch"],)
+        return getattr(engine, method)(*arguments, **message["plain"])
+
+    def _do_push(self, message: dict[str, Any]) -> Any:
+        return self.host.push_weights(message["source"], message["target"], message["version"])
+
+    def _do_mix(self, message: dict[str, Any]) -> None:
+        self.host.mix_weights(message["source"], message["target"], message["mix"])
+
+    def _do_send(self, message: dict[str, Any]) -> int:
+        """Weights to another pool; a rank without addresses only takes part in the stream."""
+        stream = self.host.engines[message["role"]].named_weights(to="leader")  # type: ignore[union-attr]
+        addresses = [tuple(address) for address in message["addresses"]]
+        return send_weights(stream, addresses, self.order["token"], self.order["rank"], self._patience)
+
+    def _do_receive(self, message: dict[str, Any]) -> str:
+        """Weights of another pool: into the sampler, or mixed into a model."""
+        assert self.listener is not None
+        engine: Any = self.host.engines[message["role"]]
+        stream = received_weights(self.listener, self.order["token"], self._patience)
+        with contextlib.closing(stream):
+            if message["mix"] is not None:
+                engine.load_named_weights(stream, message["mix"])
+                return ""
+            return engine.update_weights(stream, message["version"])
+
+    def _do_phase(self, message: dict[str, Any]) -> None:
+        self.host.trade(message["name"])
+
+    @property
+    def _patience(self) -> float:
+        return self.order["stall_seconds"]
+
+    # -- what does not wait -------------------------------------------------
+
+    def _listen(self) -> None:
+        """Fill the mailbox; the end of the controller is the end of this process."""
+        try:
+            while True:
+                message = self.channel.receive()
+                if message["kind"] == "interrupt":
+                    self.dropped.add(message["id"])
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                elif message["kind"] == "stacks":
+                    self.channel.send({"stacks": where(threading.main_thread().ident or 0)})
+                else:
+                    self.mailbox.put(message)
+        except Closed:
+            if not self._closing:
+                os._exit(CONTROLLER_GONE)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.current in self.dropped:
+            self.current = None
+            raise Interrupted
+
+    def _forward_logs(self, level: int) -> None:
+        handler = _ToController(self.channel)
+        for name in ("engine", "engine_core"):
+            logging.getLogger(name).setLevel(level)
+            logging.getLogger(name).addHandler(handler)
+
+    def _leave(self) -> None:
+        from engine_core.runtime.starting import leave_pool
+
+        if hasattr(self, "host"):
+            self.host.close()
+        if self.listener is not None:
+            self.listener.close()
+        leave_pool()
+
+
+class _ToController(logging.Handler):
+    """Log records go to the controller, which writes them down."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self.channel = channel
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            with contextlib.suppress(Closed):
+                self.channel.send({"log": self.format(record), "name": record.name, "level": record.levelno})
+        except Exception:
+            self.handleError(record)
+
+
+def where(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of a thread, the innermost last."""
+    frame = sys._current_frames().get(thread)
+    summary = traceback.extract_stack(frame) if frame is not None else []
+    return [(entry.filename, entry.lineno or 0, entry.name) for entry in summary]
+
+
+def main() -> None:
+    """Serve the socket whose number is the argument."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    os.dup2(2, 1)  # what engines print goes where their messages go
+    Worker(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
+
+
+if __name__ == "__main__":
+    main()
