@@ -26,6 +26,7 @@ from engine_core import __version__
 from engine_core.errors import ConfigError, EngineError, EnvironmentProblem, did_you_mean
 from engine_core.preemption import Terminated
 from engine_core.redaction import show_uncaught, without_secrets
+from engine_core.runtime.elastic import controlling, serve
 
 COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "train": "engine_core.cli.train:train",
@@ -119,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. An exception that is no ``EngineError`` is a bug of ours and passes through.
     """
     try:
-        with _sigterm_ends_cleanly():
+        with _sigterm_ends_cleanly(), controlling() as controls:
+            if not controls:  # a rank of torchrun that is not the first: it serves the first one's command
+                return serve()
             code = get_command(app).main(args=argv, prog_name="engine", standalone_mode=False)
             sys.stdout.flush()
         return code if isinstance(code, int) else 0

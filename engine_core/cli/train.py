@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine_core.cli.loading import read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, More, Run, Sets
+from engine_core.errors import DataError, WorkerLost
+from engine_core.redaction import without_secrets
 from engine_core.tracking import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.config import EngineConfig
+    from engine_core.trainers.resuming import Resume
 
 Steps = Annotated[
     int | None,
@@ -30,13 +38,12 @@ def train(
 ) -> None:
     """Train as the run file says; prints the run folder at the end."""
     config = read(files, more, sets, steps, allow_code)
-    with closing(trainer_of(config)) as trainer:
-        if dry_run:
+    if dry_run:
+        with closing(trainer_of(config)) as trainer:
             trainer.load_inputs()
             print("\n".join([*trainer.derived(), *(f"not read: {entry}" for entry in config.unread)]))
-            return
-        trainer.train()
-        print(trainer.folder.path)
+        return
+    print(_to_the_end(config))
 
 
 def resume(
@@ -72,6 +79,31 @@ def resume(
         said = f"Nothing to do: step {done} is done, and run.steps is {config.run.steps}. {more}"
         print(said, file=sys.stderr)
     else:
-        with closing(trainer_of(config)) as trainer:
-            trainer.train(resume=found)
+        _to_the_end(config, found)
     print(folder.path)
+
+
+def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
+    """Train; the run folder. A run that lost a worker goes on from its newest checkpoint, `max_restarts` times.
+
+    Raises:
+        WorkerLost: no restarts are left, or there is no checkpoint to go on from.
+    """
+    from engine_core.trainers.resuming import Resume
+
+    left = getattr(config.runtime.options, "max_restarts", 0)
+    while True:
+        with closing(trainer_of(config)) as trainer:
+            try:
+                trainer.train(resume=resume)
+                return trainer.folder.path
+            except WorkerLost as lost:
+                if not left or trainer.folder is None:
+                    raise
+                try:
+                    resume = Resume.find(trainer.folder.path)
+                except DataError:  # nothing was saved
+                    raise lost from None
+                left -= 1
+                again = f"goes on from {resume.path.name} with new workers ({left} restarts left)"
+                print(without_secrets(f"engine: {lost}\nengine: {again}"), file=sys.stderr)

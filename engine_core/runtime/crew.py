@@ -198,6 +198,11 @@ class Crew:
         for worker in self.workers:
             worker.kill()
         self._watcher.join()
+        with self._lock:
+            for command in self.open.values():
+                first = self.workers[command.ranks[0]]
+                command.fail(WorkerLost(command.what[0], first.rank, first.host, "the run has ended"))
+            self.open.clear()
 
     # -- answers ------------------------------------------------------------
 

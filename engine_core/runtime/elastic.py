@@ -11,6 +11,7 @@ torchrun's store, which whoever reaches it can read.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -19,7 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,27 +119,32 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch | None:
     return Launch(int(env["RANK"]), world, local, env["MASTER_ADDR"], int(env["MASTER_PORT"]), attempt)
 
 
-def serve(launch: Launch) -> int:
+@contextmanager
+def controlling() -> Iterator[bool]:
+    """Whether this process runs its command; afterwards the other ranks are told that no session comes any more."""
+    launch = launched()
+    try:
+        yield launch is None or launch.rank == 0
+    finally:
+        if launch is not None and launch.rank == 0:
+            with contextlib.suppress(RuntimeError):  # no store: torchrun has ended, and the others with it
+                _store(launch).set(launch._key(_sessions + 1), json.dumps(None))
+
+
+def serve() -> int:
     """Be a rank that is not the controller: a worker for each of its sessions; returns the exit code.
 
     The signals that end a run are the controller's business: torchrun sends them to every rank.
     """
+    launch = launched()
+    assert launch is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     store, session = _store(launch), 1
-    while True:
-        told = json.loads(store.get(launch._key(session)))
-        if told is None:
-            return 0
-        code = _work(launch, told)
-        if code:
-            return code
+    while (told := json.loads(store.get(launch._key(session)))) is not None:
+        _work(launch, told)
         session += 1
-
-
-def finish(launch: Launch) -> None:
-    """The controller's command has ended: no other session comes."""
-    _store(launch).set(launch._key(_sessions + 1), json.dumps(None))
+    return 0
 
 
 def loopback_interface() -> str | None:
@@ -146,8 +153,8 @@ def loopback_interface() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _work(launch: Launch, told: Mapping[str, Any]) -> int:
-    """One session: a worker process with the connection to the controller."""
+def _work(launch: Launch, told: Mapping[str, Any]) -> None:
+    """One session: a worker process with the connection to the controller, who judges how it ends."""
     from engine_core.runtime.channel import connect
 
     token = told["token"] or os.environ.get(TOKEN, "")
@@ -156,7 +163,11 @@ def _work(launch: Launch, told: Mapping[str, Any]) -> int:
         command = [sys.executable, "-m", "engine_core.runtime.worker", str(connection.fileno())]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno()])
     code = child.wait()
-    return 128 - code if code < 0 else code
+    if code < 0:
+        print(
+            f"engine: the worker of rank {launch.rank} was killed by {signal.Signals(-code).name}",
+            file=sys.stderr,
+        )
 
 
 def _store(launch: Launch) -> Any:

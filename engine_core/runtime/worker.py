@@ -63,7 +63,6 @@ class Worker:
             while (message := self.mailbox.get())["kind"] != "close":
                 self._answer(message)
         finally:
-            self._closing = True
             self._leave()
 
     def _answer(self, message: Mapping[str, Any]) -> None:
@@ -167,6 +166,7 @@ class Worker:
                 elif message["kind"] == "stacks":
                     self.channel.send({"stacks": where(threading.main_thread().ident or 0)})
                 else:
+                    self._closing = message["kind"] == "close"
                     self.mailbox.put(message)
         except Closed:
             if not self._closing:

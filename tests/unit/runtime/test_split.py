@@ -1,0 +1,114 @@
+"""What is split over slices comes back as if it had not been."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_core.errors import PluginError
+from engine_core.runtime.split import merge_futures, merge_plain, split_batch, split_requests
+from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, TrainOutput
+
+
+def batch_of(lengths, keep_together=None):
+    total = sum(lengths)
+    return Batch(
+        torch.arange(total),
+        torch.tensor(lengths, dtype=torch.int64),
+        tokens={"x": torch.arange(total) * 2.0},
+        sequences={"r": torch.arange(len(lengths)) * 3.0},
+        keep_together=None if keep_together is None else torch.tensor(keep_together),
+    )
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5))
+def test_values_per_token_and_per_sequence_come_back_in_order(lengths, slices):
+    lengths = [*lengths, 3]  # with sequences of more than a token the two are told apart
+    batch = batch_of(lengths)
+    shares, merge = split_batch(batch, slices, attention=0.01)
+    assert len(shares) == slices
+    outputs = [
+        {
+            "tokens": share.token_ids.float(),
+            "top": torch.stack([share.token_ids, share.token_ids], dim=-1),
+            "sequences": share["r"],
+        }
+        for share in shares
+    ]
+    found = merge(outputs)
+    assert torch.equal(found["tokens"], batch.token_ids.float())
+    assert torch.equal(found["top"], torch.stack([batch.token_ids] * 2, dim=-1))
+    assert torch.equal(found["sequences"], batch["r"])
+
+
+def test_one_slice_gets_the_batch_as_it_is():
+    batch = batch_of([3, 1, 2])
+    shares, merge = split_batch(batch, 1, 0.0)
+    assert shares[0] is batch
+    assert merge(["result"]) == "result"
+
+
+def test_pairs_stay_together_and_the_work_is_even():
+    lengths, pairs = [9, 1, 5, 5, 4, 6], [0, 0, 1, 1, 2, 2]
+    shares, _ = split_batch(batch_of(lengths, pairs), 3, 0.0)
+    assert [sorted(share.keep_together.tolist()) for share in shares] == [[0, 0], [1, 1], [2, 2]]
+    assert [share.num_tokens for share in shares] == [10, 10, 10]
+
+
+def test_what_engines_have_summed_over_ranks_is_taken_once():
+    _, merge = split_batch(batch_of([1, 2]), 2, 0.0)
+    output = TrainOutput(0.5, {"a": 1.0}, 1)
+    assert merge([output, output]) is output
+
+
+def test_values_of_another_number_are_the_plugins_fault():
+    _, merge = split_batch(batch_of([4, 4]), 2, 0.0)
+    with pytest.raises(PluginError, match=r"gave \[3, 4\] values of 'log_probs'"):
+        merge([{"log_probs": torch.zeros(3)}, {"log_probs": torch.zeros(4)}])
+
+
+def request(number, prompt_tokens=2):
+    prompt = Prompt(f"train:{number // 2}", [1] * prompt_tokens, "")
+    return Request(
+        f"0:{number}", prompt, Sampling(max_response_tokens=4, seed=number), number // 2, number % 2
+    )
+
+
+def rollout(asked):
+    zeros = torch.zeros(1)
+    copied = Prompt(asked.prompt.id, asked.prompt.token_ids, "")
+    return Rollout(asked.id, copied, zeros, zeros, zeros, zeros, "stop", asked.group_id, asked.index)
+
+
+def test_requests_are_shared_out_evenly_and_rollouts_come_back_in_order_with_their_own_prompts():
+    requests = [request(number, prompt_tokens=1 + number) for number in range(9)]
+    shares, merge = split_requests(requests, 3)
+    tokens = [sum(len(r.prompt.token_ids) + 4 for r in share) for share in shares]
+    assert max(tokens) - min(tokens) <= 3
+    found = merge([[rollout(r) for r in reversed(share)] for share in shares])
+    assert [r.request_id for r in found] == [r.id for r in requests]
+    assert all(found[i].prompt is requests[i].prompt for i in range(9))
+
+
+def test_lists_of_rollouts_are_joined_and_anything_else_is_the_first_slices():
+    first, second = rollout(request(0)), rollout(request(1))
+    assert merge_plain([[first], [second]]) == [first, second]
+    assert merge_plain([None, None]) is None
+    assert merge_plain([[1], [2]]) == [1]
+
+
+def test_a_future_of_many_is_done_with_the_last_and_fails_with_any():
+    futures = [Future(), Future()]
+    whole = merge_futures(futures)
+    futures[1].set_result("b")
+    assert not whole.done()
+    futures[0].set_result("a")
+    assert whole.result() == "a"
+    futures = [Future(), Future()]
+    whole = merge_futures(futures)
+    futures[0].set_result(None)
+    futures[1].set_exception(OSError("full"))
+    with pytest.raises(OSError, match="full"):
+        whole.result()
