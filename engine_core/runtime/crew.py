@@ -127,6 +127,7 @@ class Crew:
         self.open: dict[int, Command] = {}
         self.stacks: dict[int, list[Stack]] = {}
         self._numbers = itertools.count(1)
+        self._warned: dict[str, int] = {}  # warnings, and the rank that gave each first
         self._lock = threading.RLock()
         self._closing = threading.Event()
         for worker in self.workers:
@@ -252,12 +253,14 @@ class Crew:
             self.open.pop(command.number, None)
 
     def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
-        """The first rank speaks for all; of the others warnings are shown, the rest goes to the file."""
+        """The first rank speaks for all; of the others warnings of their own are shown, the rest goes to the file."""
         logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
+        with self._lock:
+            said_by = self._warned.setdefault(text, worker.rank) if level >= logging.WARNING else 0
         if worker.rank == 0:
             logger.log(level, "%s", text)
         else:
-            extra = None if level >= logging.WARNING else FILE_ONLY
+            extra = None if said_by == worker.rank else FILE_ONLY
             logger.log(level, "rank %d: %s", worker.rank, text, extra=extra)
 
     def _interrupt(self, command: Command) -> None:

@@ -330,13 +330,19 @@ def _straight_runs():
 
 @pytest.fixture
 def straight(server, tiny, tmp_path_factory, _straight_runs):
-    """``straight(changes)``: the `result` of that run when nothing happens to it; done once for all tests."""
+    """``straight(changes)``: the `result` of that run when nothing happens to it; done once for all tests.
 
-    def run(changes=None, **files):
-        key = json.dumps([changes, files], sort_keys=True)
+    ``write`` writes its files in place of ``tiny``; ``patience`` in seconds.
+    """
+
+    def run(changes=None, write=tiny, patience=PATIENCE, **files):
+        key = json.dumps([changes, files, write.__qualname__], sort_keys=True)
         if key not in _straight_runs:
             folder = tmp_path_factory.mktemp("straight")
-            done = Engine(server, folder)("train", tiny(changes, **files, folder=folder))
+            done = (
+                Engine(server, folder).start("train", write(changes, **files, folder=folder)).wait(patience)
+            )
+            assert done.orphans() == []
             assert done.code == 0, done.err
             _straight_runs[key] = result_of(folder / "runs" / "r")
         return _straight_runs[key]

@@ -1,0 +1,34 @@
+"""A plugin in one file for tests with several ranks: a reward, and engines that hurt their own process (`hurt_engines.py`)."""
+
+import sys
+from pathlib import Path
+
+from engine_plugin_hf_rollout.plugin import HFOptions
+
+from engine_core import hookimpl
+from engine_core.engines.torch_options import TorchOptions
+from engine_core.specs import Reward, RolloutBackend, TrainBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def bytes_share(completions):
+    return [sum(c.isascii() for c in text) / max(len(text), 1) for text in completions]
+
+
+@hookimpl
+def engine_rewards():
+    return {"bytes_share": Reward(load=bytes_share)}
+
+
+@hookimpl
+def engine_train_engines():
+    spec = TrainBackend(
+        load="hurt_engines:HurtTrain", config=TorchOptions, capabilities=frozenset({"set_lr"})
+    )
+    return {"hurt": spec}
+
+
+@hookimpl
+def engine_rollout_engines():
+    return {"hurt": RolloutBackend(load="hurt_engines:HurtSampler", config=HFOptions)}
