@@ -3,6 +3,7 @@
 ``["actor", 1, "save", "kill"]``: rank 1 of the actor is killed in its next ``save``; once, since the file is then renamed.
 """
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,10 @@ from engine_plugin_hf_rollout.engine import HFRolloutEngine
 from engine_core.errors import DataError
 
 FOLDER = Path(__file__).parent
+
+
+class NotFinite(Exception):
+    """This rank's next gradient is to be NaN."""
 
 
 def hurt(role, rank, place):
@@ -34,13 +39,22 @@ def hurt(role, rank, place):
         os._exit(7)
     elif what == "raise":
         raise DataError("the shard of rank 1 cannot be read")
+    elif what == "nospace":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif what == "nan":
+        raise NotFinite
     else:
         time.sleep(600)
 
 
 class HurtTrain(DataParallelEngine):
     def forward_backward(self, batch, loss):
-        self._pass("forward")
+        try:
+            self._pass("forward")
+        except NotFinite:
+            output = super().forward_backward(batch, loss)
+            self._grads()[0].fill_(float("nan"))
+            return output
         return super().forward_backward(batch, loss)
 
     def save(self, folder):

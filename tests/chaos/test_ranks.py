@@ -1,4 +1,4 @@
-"""Rows 1, 2, 7, 8, 20, 21 and 33 with several ranks: one dies, hangs or fails; the run is told to stop; its controller dies."""
+"""Rows 1-3, 7-9, 20, 21, 27 and 33 with several ranks: one dies, hangs or fails; the run is told to stop; its controller dies."""
 
 import json
 import shutil
@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-from engine_core.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.chaos
 
@@ -59,34 +57,63 @@ def ended(process):
     return process
 
 
-def newest(engine):
-    return Checkpoints(engine.folder / "runs" / "r" / "checkpoints").steps()[-1]
+def return_code(process):
+    return 128 - process.code if process.code < 0 else process.code
 
 
-EACH = [
-    pytest.param(["actor", 1, "forward", "kill"], "killed by SIGKILL"),
-    pytest.param(["rollout", 1, "sample", "kill"], "killed by SIGKILL", marks=pytest.mark.slow),
-    pytest.param(["actor", 0, "save", "kill"], "killed by SIGKILL", marks=pytest.mark.slow),
-    pytest.param(["actor", 1, "save", "exit"], "exited with status 7", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(
-    ("hurt", "cause"), EACH, ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else ""
-)
-def test_a_rank_that_dies_ends_the_run_with_its_cause_and_a_resume_is_the_straight_run(
-    engine, ranks, result, straight_ranks, hurt, cause
-):
-    run = engine.start("train", ranks())
-    run.until(lambda: list(engine.folder.glob("runs/r/checkpoints/step_*1")), "a checkpoint")
-    (engine.folder / "hurt.json").write_text(json.dumps(hurt))
-    run.until((engine.folder / "done").exists, "the rank is hurt")
-    ended(run)  # and does not wait for the deadline of an hour
+def lost(run, hurt, cause):
+    """The run ended for this rank, and said so."""
     assert run.code == 6
     assert f"Lost worker {hurt[0]}[{hurt[1]}] on " in run.err
     assert cause in run.err
     assert f"last words of rank {hurt[1]}" in run.err
     assert "Traceback" not in run.err
+
+
+def hurt_later(engine, run, hurt):
+    """Hurt a rank once there is a checkpoint."""
+    run.until(lambda: list(engine.folder.glob("runs/r/checkpoints/step_*1")), "a checkpoint")
+    (engine.folder / "hurt.json").write_text(json.dumps(hurt))
+    run.until((engine.folder / "done").exists, "the rank is hurt")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
+def test_a_run_that_is_stopped_and_then_loses_a_rank_ends_as_the_straight_one(
+    engine, ranks, result, straight_ranks, number, code
+):
+    run = engine.start("train", ranks())
+    hurt_later(engine, run, ["rollout", 1, "sample", "sleep"])  # ten minutes
+    run.send(number)
+    ended(run)  # at once
+    assert return_code(run) == code, run.err
+    assert "Traceback" not in run.err
+    hurt = ["actor", 1, "forward", "kill"]
+    (engine.folder / "hurt.json").write_text(json.dumps(hurt))
+    ended(again := engine.start("resume", "r"))  # and does not wait for the deadline of an hour
+    lost(again, hurt, "killed by SIGKILL")
+    ended(resumed := engine.start("resume", "r"))
+    assert resumed.code == 0, resumed.err
+    assert result() == straight_ranks()
+
+
+EACH = [
+    (["rollout", 1, "sample", "kill"], "killed by SIGKILL"),
+    (["actor", 0, "save", "kill"], "killed by SIGKILL"),
+    (["actor", 1, "save", "exit"], "exited with status 7"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hurt", "cause"), EACH, ids=["sampling", "saving", "exit"])
+def test_a_rank_that_dies_ends_the_run_with_its_cause_and_a_resume_is_the_straight_run(
+    engine, ranks, result, straight_ranks, hurt, cause
+):
+    run = engine.start("train", ranks())
+    hurt_later(engine, run, hurt)
+    lost(ended(run), hurt, cause)
     ended(resumed := engine.start("resume", "r"))
     assert resumed.code == 0, resumed.err
     assert result() == straight_ranks()
@@ -97,8 +124,7 @@ def test_with_restarts_the_run_goes_on_by_itself(engine, ranks, result, straight
     straight = straight_ranks()
     changes = {"runtime.torchrun.max_restarts": 1}
     run = engine.start("train", ranks(changes))
-    run.until(lambda: list(engine.folder.glob("runs/r/checkpoints/step_*1")), "a checkpoint")
-    (engine.folder / "hurt.json").write_text(json.dumps(["actor", 1, "forward", "kill"]))
+    hurt_later(engine, run, ["actor", 1, "forward", "kill"])
     ended(run)
     assert run.code == 0, run.err
     assert "with new workers (0 restarts left)" in run.err
@@ -126,6 +152,7 @@ def test_a_rank_that_hangs_is_found_with_the_stacks_of_all_and_who_waits_for_who
     assert "Where every rank is:\nrank 0:\n" in run.err
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_that_error_and_its_exit_code(engine, ranks):
     run = ended(engine.start("train", ranks(hurt=["actor", 1, "forward", "raise"])))
     assert run.code == 4  # a DataError
@@ -144,30 +171,6 @@ def test_workers_end_with_a_controller_that_is_killed(engine, ranks):
     run.send(signal.SIGKILL)
     run.wait()
     assert run.orphans() == []
-
-
-def return_code(process):
-    return 128 - process.code if process.code < 0 else process.code
-
-
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
-)
-def test_a_signal_stops_samplers_at_once_saves_and_the_resumed_run_is_the_straight_one(
-    engine, ranks, result, straight_ranks, number, code
-):
-    run = engine.start("train", ranks())
-    run.until(lambda: list(engine.folder.glob("runs/r/checkpoints/step_*1")), "a checkpoint")
-    (engine.folder / "hurt.json").write_text(json.dumps(["rollout", 1, "sample", "sleep"]))  # ten minutes
-    run.until((engine.folder / "done").exists, "a rank that samples for long")
-    run.send(number)
-    ended(run)
-    assert return_code(run) == code, run.err
-    assert "Traceback" not in run.err
-    ended(resumed := engine.start("resume", "r"))
-    assert resumed.code == 0, resumed.err
-    assert result() == straight_ranks()
 
 
 @pytest.mark.slow
@@ -191,7 +194,38 @@ def test_two_runs_at_once_on_one_machine_do_not_meet(engine, ranks, result, stra
     assert result() == straight
 
 
+@pytest.mark.slow
 def test_a_backend_of_one_process_is_refused_on_two_with_its_keys(engine, ranks):
     run = ended(engine.start("train", ranks({"actor.backend": "torch"})))
     assert run.code == 2
     assert "actor.backend = 'torch' trains in one process, and the pool of 'actor' has 2" in run.err
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(engine, ranks, metrics):
+    run = ended(engine.start("train", ranks(hurt=["actor", 1, "forward", "nan"])))
+    assert run.code == 0, run.err
+    assert [line["actor/skipped_steps"] for line in metrics()] == [1.0, 0.0, 0.0]
+    assert run.err.count("Optimizer step skipped: the gradient norm of 'actor' is nan") == 1
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_rank_leaves_the_older_checkpoints(engine, ranks, result, straight_ranks):
+    run = engine.start("train", ranks())
+    hurt_later(engine, run, ["actor", 1, "save", "nospace"])
+    ended(run)
+    assert run.code == 6
+    assert "No space left on device" in run.err
+    ended(resumed := engine.start("resume", "r"))
+    assert resumed.code == 0, resumed.err
+    assert result() == straight_ranks()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_resumed_on_one(engine, ranks, metrics):
+    run = ended(engine.start("train", ranks({"run.steps": 1})))
+    assert run.code == 0, run.err
+    resumed = ended(engine.start("resume", "r", "--steps", "2", "--set", "runtime.torchrun.processes=1"))
+    assert resumed.code == 0, resumed.err
+    assert "runtime.torchrun.processes: 2 -> 1" in resumed.err
+    assert [line["step"] for line in metrics()] == [1, 2]

@@ -1,0 +1,143 @@
+"""An external ``torchrun`` on two nodes, which are two launchers on loopback: the run of one machine."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine_core.rollout_files import read_rollouts
+from engine_core.runtime.elastic import launched
+
+CONFORMANCE = Path(__file__).parents[1] / "conformance"
+RUN = """
+plugins = ["digits.py", "data_parallel_plugin.py"]
+actor.backend = "data_parallel"
+runtime.backend = "torchrun"
+[[reward]]
+name = "digits"
+workers = 0
+[tracking]
+trackers = []
+[run]
+steps = 2
+dir = "runs"
+[rollout]
+group_size = 4
+max_response_tokens = 8
+[checkpoint]
+every_steps = 1
+"""
+PLUGIN = """
+from engine_core import hookimpl
+from engine_core.specs import Reward
+
+
+def digits(completions):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+@hookimpl
+def engine_rewards():
+    return {"digits": Reward(load=digits)}
+"""
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A folder with a run file, as two nodes see it."""
+    for name in ("data_parallel_plugin.py", "data_parallel_engine.py"):
+        shutil.copy(CONFORMANCE / name, tmp_path)
+    (tmp_path / "digits.py").write_text(PLUGIN)
+    data = world / "data" / "train.jsonl"
+    text = f'{RUN}[model]\npath = "{world / "model"}"\n[data]\ntrain = "{data}"\nprompts_per_step = 4\n'
+    (tmp_path / "run.toml").write_text(text)
+    return tmp_path
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def command(node, nodes, port, *words):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--node-rank", node]
+    torchrun += ["--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port]
+    return [str(word) for word in (*torchrun, "-m", "engine_core.cli.main", *words)]
+
+
+def start(folder, *words, env=({}, {})):
+    """The same command on two nodes."""
+    port = free_port()
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(
+            command(node, 2, port, *words),
+            cwd=folder,
+            env=os.environ | env[node],
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+
+
+def result_of(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = re.compile(r"(actor|reward|tokens|response_length)/.*")
+    samples = [
+        [(r.request_id, r.token_ids.tolist(), r.reward) for r in read_rollouts(file)]
+        for file in sorted((run / "rollouts").glob("*.parquet"))
+    ]
+    return [{k: v for k, v in line.items() if kept.fullmatch(k)} for line in lines], samples
+
+
+@pytest.mark.slow
+def test_two_nodes_train_resume_and_export_as_one_machine(folder):
+    token = {"ENGINE_TOKEN": "known to both nodes"}
+    for words in (
+        ("train", "run.toml", "--set", "run.name=nodes", "--steps", "1"),
+        ("resume", "runs/nodes", "--steps", "2"),
+        ("export", "runs/nodes", "exported"),
+    ):
+        nodes = start(folder, *words, env=(token, token))
+        told = [node.communicate(timeout=280) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], told
+    assert (folder / "exported" / "model.safetensors").exists()
+    one = ["train", "run.toml", "--set", "run.name=one", "--set", "runtime.torchrun.processes=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "engine_core.cli.main", *one],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert result_of(folder / "runs" / "nodes") == result_of(folder / "runs" / "one")
+
+
+@pytest.mark.slow
+def test_a_node_with_another_token_gets_no_part_in_the_run(folder):
+    words = ("train", "run.toml", "--set", "run.name=nodes", "--set", "runtime.torchrun.start_minutes=0.4")
+    nodes = start(folder, *words, env=({"ENGINE_TOKEN": "mine"}, {"ENGINE_TOKEN": "another"}))
+    told = [node.communicate(timeout=280) for node in nodes]
+    assert all(node.returncode for node in nodes)
+    assert "does not know the run's token" in told[1][1]
+    assert (
+        not list(folder.glob("runs/nodes/metrics.jsonl"))
+        or not (folder / "runs/nodes/metrics.jsonl").read_text()
+    )
+
+
+def test_what_torchrun_tells_is_read():
+    told = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    launch = launched({**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert (launch.rank, launch.world_size, [launch.local_rank(r) for r in range(4)]) == (3, 4, [0, 1, 0, 1])
+    assert launch.host == "127.0.0.1"
+    assert launched({"RANK": "3", "WORLD_SIZE": "4"}) is None
