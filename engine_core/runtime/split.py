@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -47,20 +47,63 @@ def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[
 
     The rollouts of a group may be sampled in several places: each request brings its own seed.
     """
-    costs = [len(r.prompt.token_ids) + r.sampling.max_response_tokens for r in requests]
-    parts = partition(costs, slices)
+    parts = partition([_tokens(request) for request in requests], slices)
+    prompts = {request.id: request.prompt for request in requests}
+    places = {request.id: number for number, request in enumerate(requests)}
 
     def merge(results: Sequence[Any]) -> Any:
-        if not all(isinstance(result, list) for result in results):
-            return results[0]
-        asked = {request.id: request for request in requests}
-        places = {request.id: number for number, request in enumerate(requests)}
         rollouts: list[Rollout] = [rollout for result in results for rollout in result]
         for rollout in rollouts:
-            rollout.prompt = asked[rollout.request_id].prompt  # the controller's own, not a copy of it
+            rollout.prompt = prompts[rollout.request_id]  # the controller's own, not a copy of it
         return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
 
     return [[requests[i] for i in part] for part in parts], merge
+
+
+class Running:
+    """Requests that come and go one by one: each goes to the slice that has the least left to sample.
+
+    Args:
+        slices: how many.
+    """
+
+    def __init__(self, slices: int) -> None:
+        self.left = [0] * slices  # tokens that each slice may still sample
+        self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
+
+    def share(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """New requests by slice."""
+        shares: list[list[Request]] = [[] for _ in self.left]
+        for request in requests:
+            chosen = self.left.index(min(self.left))
+            shares[chosen].append(request)
+            self.left[chosen] += _tokens(request)
+            self._asked[request.id] = request, chosen
+        return shares
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Nobody waits for them any more."""
+        for id in ids:
+            self._settle(id)
+
+    def merge(self, results: Sequence[Any]) -> Any:
+        """The slices' rollouts one after another, with the controller's own prompts; other results as ``merge_plain``."""
+        found = merge_plain(results)
+        for rollout in found if isinstance(found, list) else ():
+            if request := self._settle(rollout.request_id):
+                rollout.prompt = request.prompt
+        return found
+
+    def _settle(self, id: str) -> Request | None:
+        request, chosen = self._asked.pop(id, (None, 0))
+        if request is not None:
+            self.left[chosen] -= _tokens(request)
+        return request
+
+
+def _tokens(request: Request) -> int:
+    """That a request may take."""
+    return len(request.prompt.token_ids) + request.sampling.max_response_tokens
 
 
 def merge_plain(results: Sequence[Any]) -> Any:

@@ -34,7 +34,7 @@ from engine_core.runtime.channel import new_token
 from engine_core.runtime.crew import Crew, message_to
 from engine_core.runtime.host import default_device
 from engine_core.runtime.placement import Pool, Slice, plan_pools, slices_of, wanted_processes
-from engine_core.runtime.split import Merge, merge_plain, split_batch, split_requests
+from engine_core.runtime.split import Merge, Running, merge_plain, split_batch, split_requests
 from engine_core.runtime.worker_process import WorkerHandle
 from engine_core.weight_sync import SyncResult
 
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-LEFT_AT_ONCE = frozenset({"generate", "infer", "forward_backward"})
+LEFT_AT_ONCE = frozenset({"generate", "advance", "step", "infer", "forward_backward"})
 """Methods that a stop may leave at any point, where no rank waits for another in them."""
-BY_REQUESTS = frozenset({"generate", "add"})
+ONE_BY_ONE = frozenset({"add", "advance", "step", "abort"})
+"""Methods of a sampler whose requests come and go."""
 
 
 class CrewGroup(WorkerGroup):
@@ -66,6 +67,7 @@ class CrewGroup(WorkerGroup):
     ) -> None:
         self.crew, self.role, self.slices, self.attention = crew, role, slices, attention
         self.independent = independent
+        self.running = Running(len(slices))
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
         if split not in ("dp", "all"):
@@ -76,9 +78,14 @@ class CrewGroup(WorkerGroup):
         arguments = [plain] * count
         if batch is not None and split == "dp":
             batches, merge = split_batch(batch, count, self.attention)
-        elif method in BY_REQUESTS and "requests" in plain:
+        elif method == "generate":
             shares, merge = split_requests(plain["requests"], count)
             arguments = [{**plain, "requests": share} for share in shares]
+        elif method in ONE_BY_ONE:
+            self.running.forget(plain.get("dropped", ()))
+            shares, merge = self.running.share(plain.get("requests", ())), self.running.merge
+            if "requests" in plain:
+                arguments = [{**plain, "requests": share} for share in shares]
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
         for at, rows, given in zip(self.slices, batches, arguments, strict=True):
@@ -145,10 +152,7 @@ class TorchrunRuntime(Runtime):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self.options.trade_memory:
-            told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=name) for pool in self.pools]
-            for future in told:
-                future.result()
+        self._trade(name)
         yield
 
     def close(self) -> None:
@@ -211,7 +215,11 @@ class TorchrunRuntime(Runtime):
             f"{pool.name}: {len(pool.ranks)} x ({', '.join(pool.roles)})" for pool in self.pools
         )
         log.info("Workers: %s.", shown)
-        return {name: self._group(name, pool, ready) for pool in self.pools for name in pool.roles}
+        groups: dict[str, WorkerGroup] = {}
+        for pool in self.pools:
+            groups |= {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
+        self._trade("start")  # a reward's model sleeps until it is asked
+        return groups
 
     def _spawn(self, processes: int) -> list[WorkerHandle]:
         threads = self.options.threads or _even_threads(processes)
@@ -252,13 +260,13 @@ class TorchrunRuntime(Runtime):
             return {"file": str(self._folder / pool.name), "tcp": None}  # type: ignore[operator]
         return {"file": None, "tcp": launch.store_of(pool.name)}
 
-    def _group(self, role: str, pool: Pool, ready: Mapping[int, Mapping[str, Any]]) -> CrewGroup:
+    def _group(self, name: str, role: Role, pool: Pool, ready: Mapping[int, Mapping[str, Any]]) -> CrewGroup:
         assert self.crew is not None
-        found = [ready[rank]["roles"][role] for rank in pool.ranks]
-        slices = slices_of(role, [each["layout"] for each in found], list(pool.ranks))
+        found = [ready[rank]["roles"][name] for rank in pool.ranks]
+        slices = slices_of(name, [each["layout"] for each in found], list(pool.ranks))
         alone = len(pool.ranks) == 1
-        independent = alone or (role == "rollout" and len(slices) == len(pool.ranks))
-        return CrewGroup(self.crew, role, slices, found[0]["attention"], independent)
+        independent = alone or (role.kind == "rollout" and len(slices) == len(pool.ranks))
+        return CrewGroup(self.crew, name, slices, found[0]["attention"], independent)
 
     # -- commands -----------------------------------------------------------
 
@@ -281,6 +289,13 @@ class TorchrunRuntime(Runtime):
         return self.crew.send(
             messages, what, number, leaders=leaders, merge=merge or (lambda results: results[0])
         )
+
+    def _trade(self, phase: str) -> None:
+        """Each process for itself; all pools at the same time."""
+        if self.options.trade_memory:
+            told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
+            for future in told:
+                future.result()
 
     def _across(self, source: str, target: str, version: int, mix: float | None = None) -> SyncResult:
         """Weights from one pool to another: its first rank streams to all ranks of the other."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.errors import PluginError
-from engine_core.runtime.split import merge_futures, merge_plain, split_batch, split_requests
+from engine_core.runtime.split import Running, merge_futures, merge_plain, split_batch, split_requests
 from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, TrainOutput
 
 
@@ -90,6 +90,21 @@ def test_requests_are_shared_out_evenly_and_rollouts_come_back_in_order_with_the
     found = merge([[rollout(r) for r in reversed(share)] for share in shares])
     assert [r.request_id for r in found] == [r.id for r in requests]
     assert all(found[i].prompt is requests[i].prompt for i in range(9))
+
+
+def test_requests_that_come_one_by_one_go_where_the_least_is_left_to_do():
+    running = Running(2)
+    requests = [request(number) for number in range(6)]  # 6 tokens each
+    assert [[r.id for r in share] for share in running.share(requests[:3])] == [["0:0", "0:2"], ["0:1"]]
+    assert running.left == [12, 6]
+    assert [[r.id for r in share] for share in running.share(requests[3:4])] == [[], ["0:3"]]
+    found = running.merge([[rollout(requests[2])], [rollout(requests[1])]])
+    assert [r.prompt for r in found] == [requests[2].prompt, requests[1].prompt]
+    assert found[0].prompt is requests[2].prompt
+    running.forget(["0:0", "never asked"])
+    assert running.left == [0, 6]
+    assert [[r.id for r in share] for share in running.share(requests[4:])] == [["0:4", "0:5"], []]
+    assert running.merge([None, None]) is None
 
 
 def test_lists_of_rollouts_are_joined_and_anything_else_is_the_first_slices():
