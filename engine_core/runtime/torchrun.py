@@ -88,9 +88,14 @@ class CrewGroup(WorkerGroup):
                 arguments = [{**plain, "requests": share} for share in shares]
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
+        encoded: dict[tuple[int, int], Encoded] = {}  # once for all ranks that are given the same
         for at, rows, given in zip(self.slices, batches, arguments, strict=True):
-            message = message_to(number, "call", role=self.role, method=method, batch=rows, plain=given)
-            messages |= dict.fromkeys(at.ranks, message)  # encoded once for all ranks of a slice
+            same = id(rows), id(given)
+            if same not in encoded:
+                encoded[same] = message_to(
+                    number, "call", role=self.role, method=method, batch=rows, plain=given
+                )
+            messages |= dict.fromkeys(at.ranks, encoded[same])
         return self.crew.send(
             messages,
             (self.role, method),

@@ -70,8 +70,8 @@ class MeanOverRanks(DataParallelEngine):
 
 class OwnLoss(DataParallelEngine):
     @staticmethod
-    def _over_ranks(value, kind):
-        DataParallelEngine._over_ranks(value, kind)
+    def _reduced(value, kind):
+        DataParallelEngine._reduced(value, kind)
         return value
 
 

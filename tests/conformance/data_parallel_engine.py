@@ -20,11 +20,13 @@ class DataParallelEngine(TorchEngine):
         return Layout(dp_rank=self.context.rank, dp_size=self.context.world_size)
 
     def forward_backward(self, batch, loss):
-        output = super().forward_backward(batch if len(batch) else _nothing(batch), loss)
-        output.loss = self._over_ranks(output.loss, dist.ReduceOp.SUM)
+        return super().forward_backward(batch if len(batch) else _nothing(batch), loss)
+
+    def _over_ranks(self, output):
+        output.loss = self._reduced(output.loss, dist.ReduceOp.SUM)
         for name in sorted(output.metrics):
             kind = dist.ReduceOp.MAX if name.startswith("max/") else dist.ReduceOp.SUM
-            output.metrics[name] = self._over_ranks(output.metrics[name], kind)
+            output.metrics[name] = self._reduced(output.metrics[name], kind)
         return output
 
     def optimizer_step(self):
@@ -56,7 +58,7 @@ class DataParallelEngine(TorchEngine):
         return folder / f"random-{self.context.rank}.json"
 
     @staticmethod
-    def _over_ranks(value, kind):
+    def _reduced(value, kind):
         tensor = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(tensor, kind)
         return tensor.item()

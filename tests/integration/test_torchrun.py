@@ -325,7 +325,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
         settings, pools
     )
     with pytest.raises(ConfigError, match=r"no pool of placement\.pools"):
-        config_of(settings, **TORCHRUN, **pools, **{"placement.rollout": "c"})
+        config_of(settings, **{**TORCHRUN, **pools, "placement.rollout": "c"})
 
 
 def test_a_model_from_python_is_refused(settings):
