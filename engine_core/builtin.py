@@ -63,7 +63,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
         "torch": TrainBackend(
             load="engine_core.engines.torch_engine:TorchEngine",
             config=TorchOptions,
-            capabilities=frozenset({"generation_module", "lora", "set_lr", "sleep"}),
+            capabilities=frozenset({"generation_module", "lora", "set_lr", "sleep", "support"}),
         )
     }
 

@@ -40,9 +40,15 @@ TRAIN_CAPABILITIES = {
     "lora": "without_adapter",
     "set_lr": "set_lr",
     "sleep": "sleep",
+    "support": "infer",
 }
 """What a train engine may declare, and the method that its class must then bring itself."""
-ROLLOUT_CAPABILITIES = {"share_module": "share_module", "pause": "pause", "sleep": "sleep"}
+ROLLOUT_CAPABILITIES = {
+    "share_module": "share_module",
+    "pause": "pause",
+    "sleep": "sleep",
+    "support": "add",  # of requests with ``Sampling.max_support``
+}
 """The same for rollout engines."""
 
 CAPABILITIES = {"train_engines": TRAIN_CAPABILITIES, "rollout_engines": ROLLOUT_CAPABILITIES}

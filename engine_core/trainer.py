@@ -21,6 +21,7 @@ from engine_core.trainers.base import combine
 from engine_core.trainers.critic import CriticUpdate
 from engine_core.trainers.policy import PolicyUpdate, check_columns
 from engine_core.trainers.sampled import SampledRun
+from engine_core.trainers.support import replays_support
 from engine_core.trainers.teacher import check_teacher
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Trainer(SampledRun):
         self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
         self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
         super().prepare()
+        self._replays_support = replays_support(self)
 
     def roles(self, training: bool) -> dict[str, Role]:
         if not training:
@@ -66,6 +68,10 @@ class Trainer(SampledRun):
     @property
     def samples_greedy(self) -> bool:
         return self.policy.plan.greedy
+
+    @property
+    def replays_support(self) -> bool:
+        return self._replays_support
 
     def step(self, step: int) -> dict[str, float]:
         """One step: P prompts in, one policy update done, samplers on the new weights."""

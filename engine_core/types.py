@@ -47,6 +47,9 @@ class Sampling:
     stop: tuple[str, ...] = ()  # strings; the one that matched stays in the response
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end of sequence
     seed: int | None = None  # with a seed the same request gives the same tokens
+    max_support: int = (
+        0  # tell which tokens top-p and top-k left, where they are at most this many; 0: do not
+    )
 
 
 @dataclass(slots=True)
@@ -96,9 +99,11 @@ class Rollout:
     messages: list[dict[str, str]] = field(default_factory=list)
     # ^ of an episode: what came after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     extras: dict[str, Tensor] = field(default_factory=dict)
-    # ^ per-token tensors the core passes on. One it knows: "support_log_mass" [T_i] float32, the log
-    #   of the probability (after temperature) that top-p/top-k kept; log-prob over the whole
-    #   vocabulary = rollout_log_probs + support_log_mass.
+    # ^ per-token tensors the core passes on. Two it knows, both of a distribution that top-p or top-k cut:
+    #   "support_log_mass" [T_i] float32, the log of the probability (after temperature) that was kept;
+    #   log-prob over the whole vocabulary = rollout_log_probs + support_log_mass.
+    #   "support_ids" [T_i, K] int32, the tokens that were kept, -1 behind them; a row of -1 alone where
+    #   nothing was sampled or cut, or more than `Sampling.max_support` tokens were kept.
 
     @property
     def prompt_length(self) -> int:
@@ -228,7 +233,9 @@ class Batch:
         )
 
     @classmethod
-    def from_rollouts(cls, rollouts: Sequence[Rollout], temperature: float = 1.0) -> Batch:
+    def from_rollouts(
+        cls, rollouts: Sequence[Rollout], temperature: float = 1.0, replay: bool = False
+    ) -> Batch:
         """Pack rollouts, in their order.
 
         Token columns: ``loss_mask`` (bool; all False for a rollout that is not ``valid``),
@@ -236,6 +243,10 @@ class Batch:
         and every extra that all rollouts carry. Sequence columns: ``rewards``, ``group_ids``,
         ``response_lengths`` (sampled tokens), ``truncated`` (bool), ``valid`` (bool), and
         ``reward/NAME`` for each reward (NaN where it did not apply).
+
+        With ``replay``, and where a rollout tells which tokens were left to sample from, there is the column
+        ``support_ids`` [T, K] int32 too: ``log_probs`` of train engines, and ``rollout_log_probs``, are then
+        over those tokens alone; where its row is -1, over the whole vocabulary.
         """
         import torch
 
@@ -252,11 +263,18 @@ class Batch:
             "loss_mask": cat([r.loss_mask & r.valid for r in rollouts]).bool(),
             "rollout_log_probs": cat([r.rollout_log_probs for r in rollouts]),
             "policy_versions": cat([r.policy_versions for r in rollouts]),
-            **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names - {mass})},
+            **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names - {mass, SUPPORT})},
         }
+        as_sampled = tokens["rollout_log_probs"]
         if whole:
             tokens[mass] = cat(whole)
-            tokens["rollout_log_probs"] = tokens["rollout_log_probs"] + tokens[mass]
+            tokens["rollout_log_probs"] = as_sampled + tokens[mass]
+        if replay and any(SUPPORT in r.extras for r in rollouts):
+            told = [r.extras.get(SUPPORT, torch.empty(len(r.token_ids), 0)) for r in rollouts]
+            width = max(ids.shape[1] for ids in told)
+            tokens[SUPPORT] = cat([padded_support(ids, width) for ids in told])
+            cut = (tokens[SUPPORT] >= 0).any(-1)
+            tokens["rollout_log_probs"] = torch.where(cut, as_sampled, tokens["rollout_log_probs"])
         reward_names = sorted({name for r in rollouts for name in r.rewards})
         nan = float("nan")
         sequences = {
@@ -276,6 +294,19 @@ class Batch:
             sequences=sequences,
             temperature=temperature,
         )
+
+
+SUPPORT = "support_ids"
+"""Extra of rollouts and column of batches: the tokens that top-p and top-k left to sample from."""
+
+
+def padded_support(ids: Tensor, width: int) -> Tensor:
+    """[N, k] -> [N, width] int32, -1 in what is new."""
+    import torch
+
+    made = torch.full((len(ids), width), -1, dtype=torch.int32, device=ids.device)
+    made[:, : ids.shape[1]] = ids
+    return made
 
 
 @dataclass(slots=True, frozen=True)

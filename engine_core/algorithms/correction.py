@@ -28,10 +28,10 @@ Differs (mask = token): a masked token keeps its place in the denominator of the
 With weights of tokens, ``mask = token`` is IcePop; with weights of sequences, ``mask = sequence`` is MIS. A
 weight multiplies the loss after the clip and has no gradient.
 
-Where top-p or top-k cut the distribution, ``rollout_log_probs`` are those over the whole vocabulary
-(``Batch.from_rollouts`` adds ``support_log_mass``), as the trainer's are. Over the replayed support
-both would be divided by the mass that their own policy has there; the two masses are one where the
-policies agree, so r is the same, and the renormalisation alone is never taken for a gap.
+Where top-p or top-k cut the distribution to a support S, the sampler drew from ``q = pi_rollout / pi_rollout(S)``.
+With the column ``support_ids`` all log-probs are over S (``Batch.from_rollouts(replay=True)``), r is
+``pi(token | S) / q`` and its mean over q is 1. Without it both are over the whole vocabulary
+(``rollout_log_probs + support_log_mass``): 1 too where the policies agree, else off by ``pi(S) / pi_rollout(S)``.
 """
 
 from __future__ import annotations

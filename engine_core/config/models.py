@@ -38,6 +38,8 @@ class CorrectionConfig(Table):
 
     level: Literal["auto", "off", "token", "sequence"] = "auto"
     """Truncated importance sampling (TIS): weight min(ratio, `cap`) per token or per sequence; ``off`` measures only. ``auto``: ``token``, but ``off`` where the sampler reads the actor's own module."""
+    support: Literal["auto", "replay", "off"] = "auto"
+    """Where `rollout.top_p` or `rollout.top_k` cut the distribution: ``replay`` computes all log-probs over the tokens that were left to the sampler, ``off`` over the whole vocabulary. ``auto``: ``replay`` where sampler and train engines can."""
     cap: PositiveFloat | None = None
     """Upper bound of the weights; default: 2, or `mask_high` where tokens are weighed and masked (IcePop) or sequences are (MIS)."""
     normalize: bool = False

@@ -161,6 +161,8 @@ class RolloutConfig(Table):
     """Strings that end a response; the match stays in it."""
     stop_token_ids: list[int] = []
     """Token ids that end a response, besides the tokenizer's own end token."""
+    max_support: NonNegativeInt = 256
+    """With `top_p` or `top_k`: each token comes with the ids of those that it was drawn from, where they are at most this many (4 bytes each), see `algorithm.correction.support`."""
     max_log_prob_gap: NonNegativeFloat = 1.0
     """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
     options: Any = Field(default=None, exclude=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine_core.engines.units import compiled
+from engine_core.types import SUPPORT
 
 if TYPE_CHECKING:
     from engine_core.types import Batch
@@ -82,6 +83,19 @@ class Distribution:
         return self.logits.logsumexp(-1)
 
     @cached_property
+    def log_norm(self) -> Tensor:
+        """[n]: the same of the targets: over the tokens of ``support_ids``, where the batch tells them."""
+        ids = self.columns.get(SUPPORT)
+        if ids is None:
+            return self.log_sum
+        kept = ids >= 0
+        whole = ~kept.any(-1)
+        at = self.logits.gather(-1, ids.clamp(min=0).long())
+        # a row without a token keeps its logits: a sum over nothing would have no gradient but NaN
+        over = at.masked_fill(~kept & ~whole[:, None], -torch.inf).logsumexp(-1)
+        return torch.where(whole, self.log_sum, over)
+
+    @cached_property
     def top_ids(self) -> Tensor:
         """[n, K] int64: the likeliest tokens, the likeliest first."""
         if not 0 < self.top_k <= self.logits.shape[-1]:
@@ -129,13 +143,15 @@ def gather_outputs(
         chunk: rows whose logits exist at one time.
         grad: outputs with gradient, of ``OUTPUTS``; ``log_probs`` always have it.
         watched: outputs without.
-        columns: [N, ...] each, what outputs read: ``candidate_ids`` [N, K] int64, K different tokens.
+        columns: [N, ...] each, what outputs read: ``candidate_ids`` [N, K] int64, K different tokens;
+            ``support_ids`` [N, K] int32, the tokens that the target was drawn from, -1 behind them.
         top_k: K of the outputs ``top_...``.
         compile: by ``torch.compile``.
         recompute: logits are not kept for the backward pass but computed again, a chunk at a time.
 
     Returns:
-        [N] float32 unless said otherwise: ``log_probs`` ``log p[target]`` always; where asked for, ``entropy``
+        [N] float32 unless said otherwise: ``log_probs`` ``log p[target]`` always, with ``support_ids`` over those
+        tokens alone: ``log (p[target] / sum_{v in support} p_v)`` (a row of -1: the whole vocabulary). Where asked for, ``entropy``
         ``-sum_v p_v log p_v``, ``sum_pi_squared`` ``sum_v p_v^2``; ``log_probs_at`` [N, K] at ``candidate_ids``
         and ``log_rest``, of all other tokens together; of the K likeliest tokens ``top_ids`` [N, K] int64,
         ``top_log_probs`` [N, K] and ``top_log_rest``. The log of nothing is ``NOTHING``.
@@ -198,8 +214,9 @@ def zero_outputs(
 
 
 def columns_at(places: Tensor, names: Collection[str], batch: Batch) -> dict[str, Tensor]:
-    """The columns that the outputs ``names`` read, at these tokens."""
+    """The columns that the outputs ``names`` read, at these tokens; with the support, where the batch has it."""
     read = {column for name in names for column in READS.get(name, ())}
+    read |= {SUPPORT} & batch.tokens.keys()
     return {column: _column(batch.tokens, column)[places] for column in sorted(read)}
 
 
@@ -215,7 +232,7 @@ def _entropy(p: Distribution) -> Tensor:
 
 
 _OF_DISTRIBUTION: dict[str, Callable[[Distribution], Tensor]] = {
-    "log_probs": lambda p: p.log_probs_of(p.targets[:, None]).squeeze(-1),
+    "log_probs": lambda p: p.logits.gather(-1, p.targets[:, None]).squeeze(-1) - p.log_norm,
     "entropy": _entropy,
     "sum_pi_squared": lambda p: ((2 * p.logits).logsumexp(-1) - 2 * p.log_sum).exp(),
     "log_probs_at": lambda p: p.log_probs_of(p.columns["candidate_ids"]),

@@ -14,7 +14,7 @@ from engine_core.environments.calls import ToolCall, json_calls, limited, told
 from engine_core.environments.chat import encode, following
 from engine_core.environments.policy import LimitReached, Policy, Turn
 from engine_core.errors import did_you_mean
-from engine_core.types import Rollout
+from engine_core.types import SUPPORT, Rollout, padded_support
 
 if TYPE_CHECKING:
     from engine_core.types import Prompt
@@ -202,7 +202,8 @@ class Episode:
             mask[part], log_probs[part], versions[part] = True, turn.log_probs, turn.policy_versions
             turns[at:] = turn.number
             for name, values in turn.extras.items():
-                extras[name][part] = values
+                wide = padded_support(values, extras[name].shape[1]) if name == SUPPORT else values
+                extras[name][part] = wide
         last = self._turns[-1] if self._turns else None
         spoke_last = last is not None and last[0] + len(last[1].token_ids) == length
         request = self.policy.request
@@ -224,9 +225,12 @@ class Episode:
 
 
 def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:
-    """Zeros for every extra that a turn has, with as many entries as the sequence."""
+    """Zeros for every extra that a turn has, with as many entries as the sequence; of the support, none."""
     found = {name: values for _, turn in turns for name, values in turn.extras.items()}
-    return {name: values.new_zeros((length, *values.shape[1:])) for name, values in found.items()}
+    blank = {name: values.new_zeros((length, *values.shape[1:])) for name, values in found.items()}
+    if widths := [turn.extras[SUPPORT].shape[1] for _, turn in turns if SUPPORT in turn.extras]:
+        blank[SUPPORT] = found[SUPPORT].new_full((length, max(widths)), -1)
+    return blank
 
 
 def _number(name: str, value: Any, names: frozenset[str]) -> float | None:

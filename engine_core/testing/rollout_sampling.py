@@ -66,6 +66,32 @@ def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     _compared(bench, top_k=12, top_p=0.8, temperature=1.3)
 
 
+@contract(capability="support", catches=("the support of another token",))
+def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
+    """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from, unless they are more; else none."""
+    width, module = 8, bench.reference()
+    for sampling in ({"top_k": 4}, {"top_p": 0.7}, {"top_k": 12, "top_p": 0.8, "temperature": 1.3}):
+        requests = bench.requests(group=2, max_support=width, **sampling)
+        for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
+            ids = rollout.extras["support_ids"]
+            assert ids.dtype == torch.int32, f"support_ids are {ids.dtype}, expected int32."
+            assert bool((ids[: rollout.prompt_length] == -1).all()), (
+                "support_ids at prompt tokens are not -1."
+            )
+            with torch.no_grad():
+                logits = logits_of(module, rollout.token_ids)
+            for at in range(rollout.prompt_length, len(rollout.token_ids)):
+                log_probs, _, unsure = distribution(logits[at - 1], request.sampling)
+                kept = set(log_probs.isfinite().nonzero().flatten().tolist())
+                told = [token for token in ids[at].tolist() if token >= 0]
+                expected = kept if len(kept) <= width else set()
+                assert unsure or (len(told) == len(expected) and set(told) == expected), (
+                    f"support_ids of token {at} of '{request.id}' with {sampling} are {sorted(told)}; expected {sorted(expected)}."
+                )
+    plain = bench.engine().generate(bench.requests(top_k=4))
+    assert all("support_ids" not in rollout.extras for rollout in plain), "support_ids came unasked."
+
+
 @contract(catches=("temperature ignored in sampling", "top-k ignored in sampling"))
 def samples_follow_the_distribution(bench: RolloutBench) -> None:
     """First tokens of 400 requests come as often as the temperature, top-k and top-p say, and never from what was cut."""

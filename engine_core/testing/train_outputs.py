@@ -36,6 +36,29 @@ def log_probs_are_at_the_temperature_of_the_batch(bench: TrainBench) -> None:
     _expected(bench, 1.7)
 
 
+@contract(capability="support", catches=("support ignored in training",))
+def log_probs_are_over_the_support(bench: TrainBench) -> None:
+    """With ``support_ids``, ``log_probs[t]`` is over those tokens alone: ``log (p[token] / sum of p over them)``; over all where its row is -1."""
+    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    vocabulary = _vocabulary(bench)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :6].int()
+    ids[:, 0] = batch.token_ids  # it was drawn, so it is one of them
+    again = (ids[:, 1:] == ids[:, :1]).any(-1)
+    ids[:, 1:] = torch.where(again[:, None], -1, ids[:, 1:])
+    ids[::3] = -1
+    found = bench.infer(engine, batch.with_columns({"support_ids": ids}), ("log_probs",))["log_probs"]
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    kept = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, ids.clamp(min=0).long(), True)
+    kept[:, 0] = (ids == 0).any(-1)  # where -1 was written as 0
+    kept |= (ids < 0).all(-1)[:, None]
+    over = rows.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    expected = rows.gather(-1, batch.token_ids[:, None]).squeeze(-1) - over
+    mask = batch["loss_mask"]
+    close(found[mask], expected[mask], bench.tolerance, "log_probs over support_ids")
+
+
 @contract(catches=("entropy in bits",))
 def entropy_equals_its_definition(bench: TrainBench) -> None:
     """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution that token t was drawn from, at its temperature."""

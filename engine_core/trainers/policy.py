@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine_core.trainer import Trainer
     from engine_core.types import Batch
 
-OWN_KEYS = {"bypass", "normalize", "max_masked_share"}
+OWN_KEYS = {"bypass", "normalize", "max_masked_share", "support"}
 """Of ``[algorithm.correction]``: what is done here, not in the objective."""
 
 

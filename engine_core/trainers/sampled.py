@@ -57,6 +57,11 @@ class SampledRun(TrainingRun):
         """Whether each prompt gets one more response, the most likely one, for ``Rollout.greedy_reward``."""
         return False
 
+    @property
+    def replays_support(self) -> bool:
+        """Whether rollouts tell what top-p and top-k left, and log-probs are computed over that."""
+        return False
+
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """The rollouts of a step: sampled, scored and through the stages of the run file; written down.
 

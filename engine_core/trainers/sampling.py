@@ -70,7 +70,13 @@ class RolloutSource:
     def sample(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
         config = self.run.config_now.rollout
-        as_told = Sampling(config.temperature, config.top_p, config.top_k, config.max_response_tokens)
+        as_told = Sampling(
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            config.max_response_tokens,
+            max_support=config.max_support if self.run.replays_support else 0,
+        )
         return self.sample_as(prompts, step, config.group_size, as_told, first_group)
 
     def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
@@ -96,7 +102,8 @@ class RolloutSource:
         ``loss_mask`` of truncated rollouts is False; their rewards still count in their group.
         """
         config = self.run.config_now
-        batch = Batch.from_rollouts(rollouts, config.rollout.temperature)
+        replay = self.run.replays_support
+        batch = Batch.from_rollouts(rollouts, config.rollout.temperature, replay)
         columns: dict[str, torch.Tensor] = {}
         for name, weight, clipped in self.reward_terms():
             values = [r.rewards.get(name) for r in rollouts]

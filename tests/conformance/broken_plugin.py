@@ -23,7 +23,7 @@ def classes_of(module):
 
 @hookimpl
 def engine_train_engines():
-    abilities = frozenset({"generation_module", "set_lr", "sleep"})
+    abilities = frozenset({"generation_module", "set_lr", "sleep", "support"})
     return {
         name: TrainBackend(load=f"broken_train:{name}", config=TorchOptions, capabilities=abilities)
         for name in classes_of("broken_train")
@@ -32,7 +32,7 @@ def engine_train_engines():
 
 @hookimpl
 def engine_rollout_engines():
-    abilities = frozenset({"share_module", "pause", "sleep"})
+    abilities = frozenset({"share_module", "pause", "sleep", "support"})
     return {
         name: RolloutBackend(load=f"broken_rollout:{name}", config=HFOptions, capabilities=abilities)
         for name in classes_of("broken_rollout")

@@ -89,6 +89,13 @@ class BeforeTheCut(Changed):
         return rollout
 
 
+class OtherSupport(Changed):
+    def change(self, rollout):
+        if "support_ids" in rollout.extras:
+            rollout.extras["support_ids"] = rollout.extras["support_ids"].roll(1, 0)
+        return rollout
+
+
 class AlwaysStop(Changed):
     def change(self, rollout):
         rollout.finish_reason = "stop"

@@ -137,6 +137,14 @@ class TakesPart(TorchEngine):
             super().load_named_weights(stream, mix)
 
 
+class NoSupport(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        micro = dataclasses.replace(
+            micro, tokens={k: v for k, v in micro.tokens.items() if k != "support_ids"}
+        )
+        return super()._outputs(micro, grad, watched)
+
+
 class EntropyInBits(TorchEngine):
     def _outputs(self, micro, grad, watched=()):
         found = super()._outputs(micro, grad, watched)

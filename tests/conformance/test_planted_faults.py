@@ -70,6 +70,8 @@ FAULTS = [
     (Rollout, "Stale", "stale weights after an update", "sampling_follows_new_weights"),
     (Rollout, "TakesPart", "an incomplete update accepted", "an_update_that_does_not_fit_is_refused"),
     (Rollout, "UpdatesAsleep", "an update taken while asleep", "an_engine_asleep_takes_no_update"),
+    (Rollout, "OtherSupport", "the support of another token", "the_support_is_what_top_p_and_top_k_left"),
+    (Train, "NoSupport", "support ignored in training", "log_probs_are_over_the_support"),
     (Train, "EntropyInBits", "entropy in bits", "entropy_equals_its_definition"),
     (Train, "NextCandidates", "log-probs of the candidates of the next token", "log_probs_at_candidates_equal_the_reference"),
     (Train, "BottomTokens", "the least likely tokens as the likeliest", "top_tokens_are_the_likeliest"),

@@ -330,7 +330,7 @@ def test_an_unknown_capability_shows_the_nearest_known_one(install):
 
     assert str(caught.value) == (
         "Plugin 'mine' (mine 1.0): unknown capability 'share_modul' of a rollout engine. Did you mean 'share_module'? "
-        "Known: pause, share_module, sleep."
+        "Known: pause, share_module, sleep, support."
     )
 
 

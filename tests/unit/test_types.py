@@ -95,3 +95,17 @@ def test_the_outputs_of_parts_are_summed_and_of_maxima_the_largest_is_kept():
     ]
     assert TrainOutput.of_parts(parts) == TrainOutput(1.25, {"a": 0.75, "max/b": -2.0, "c": 1.0}, 3)
     assert TrainOutput.of_parts([]) == TrainOutput(0.0)
+
+
+def test_a_replayed_support_is_padded_and_its_log_probs_are_as_sampled():
+    mass = {"support_log_mass": torch.tensor([0.0, -0.2])}
+    told = mass | {"support_ids": torch.tensor([[-1, -1], [1, 7]], dtype=torch.int32)}
+    wide = mass | {"support_ids": torch.tensor([[-1, -1, -1], [-1, -1, -1]], dtype=torch.int32)}
+    rollouts = [rollout([5], [1], extras=told), rollout([5], [1], extras=wide), rollout([5], [1])]
+    batch = Batch.from_rollouts(rollouts, replay=True)
+    assert batch["support_ids"].tolist() == [[-1] * 3, [1, 7, -1]] + [[-1] * 3] * 4
+    assert batch["support_ids"].dtype == torch.int32
+    assert batch["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.5, 0.0, -0.7, 0.0, -0.5])
+    plain = Batch.from_rollouts(rollouts)
+    assert "support_ids" not in plain
+    assert plain["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7, 0.0, -0.7, 0.0, -0.5])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from engine_plugin_hf_rollout.distribution import draw, log_distribution, uniforms
+from engine_plugin_hf_rollout.distribution import draw, log_distribution, support, uniforms
 
 from engine_core.types import Sampling
 
@@ -111,3 +111,15 @@ def test_without_a_seed_numbers_come_from_torchs_own_generator():
     assert not torch.equal(first[0], first[1])
     torch.manual_seed(0)
     assert torch.equal(uniforms([None, None], 4), first)
+
+
+def test_the_support_is_what_was_kept(logits, slow_distribution):
+    log_probs, _ = log_distribution(logits, *columns(CUTS))
+    found = support(log_probs, torch.full((len(CUTS),), 6))
+    for row, sampling in enumerate(CUTS):
+        kept, _ = slow_distribution(logits[row].double().tolist(), sampling)
+        told = [token for token in found[row].tolist() if token >= 0]
+        wanted = sorted(kept, key=kept.get, reverse=True) if len(kept) <= 6 else []
+        assert told == wanted, sampling
+    assert found.dtype == torch.int32
+    assert support(log_probs, torch.zeros(len(CUTS), dtype=torch.int64)).shape == (len(CUTS), 0)

@@ -14,6 +14,7 @@ from engine_core.algorithms.correction import (
     normalizing_scale,
     rollout_log_ratio,
 )
+from engine_core.engines.log_probs import gather_outputs
 from engine_core.types import Batch
 
 RATIOS = [[1.5, 4.0], [0.51], [1.02, 0.99, 1.0], [1.009, 1.008, 1.009], [1e-12], [1e12, 1e-3], []]
@@ -220,3 +221,32 @@ def test_a_cut_distribution_is_no_gap():
     over_all = rollout_log_ratio(batch, moved[support])
     difference = (moved[support].logsumexp(0) - mass).expand(3)
     torch.testing.assert_close(over_all - over_support, difference)
+
+
+def test_weights_over_the_replayed_support_are_those_of_importance_sampling():
+    """``sum_y q(y) w(y) f(y) = sum_y pi(y | S) f(y)``: with weights over all tokens it is pi's mass of S over q's times that."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5], dtype=torch.float64)
+    moved = logits + torch.tensor([-1.0, 0.5, 0.3, 0.0, 2.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    kept = logits.softmax(0).topk(3).indices  # drawn from these by the policy of `logits`
+    q = logits.softmax(0)[kept] / logits.softmax(0)[kept].sum()
+    over_kept = moved.softmax(0)[kept] / moved.softmax(0)[kept].sum()
+    f = torch.tensor([3.0, -1.0, 7.0], dtype=torch.float64)
+    batch = Batch(
+        token_ids=kept,
+        lengths=torch.tensor([3]),
+        tokens={"loss_mask": torch.ones(3, dtype=torch.bool), "rollout_log_probs": q.log()},
+    )
+    correction = Correction(level="token", cap=100.0)
+    columns = {"support_ids": kept.int().expand(3, 3)}
+    options = {"temperature": 1.0, "chunk": 2, "columns": columns}
+    for policy, expected in ((logits, q), (moved, over_kept)):
+        log_probs = gather_outputs(lambda x: x, policy.expand(3, -1), kept, **options)["log_probs"]
+        weights = importance_weights(batch, rollout_log_ratio(batch, log_probs), correction)
+        assert float((q * weights).sum()) == pytest.approx(1.0, abs=1e-12)
+        assert float((q * weights * f).sum()) == pytest.approx(float((expected * f).sum()), abs=1e-12)
+    ratio = moved.softmax(0)[kept].sum() / logits.softmax(0)[kept].sum()
+    whole = moved.log_softmax(0)[kept] - logits.log_softmax(0)[kept]
+    assert float((q * whole.exp()).sum()) == pytest.approx(
+        float(ratio)
+    )  # not 1: the bias of the whole vocabulary
+    assert abs(float(ratio) - 1) > 0.1

@@ -128,3 +128,35 @@ def test_no_rows_give_empty_outputs_that_are_part_of_the_graph():
         OUTPUTS, (0,)
     ) | wide
     found["log_probs"].sum().add(found["log_probs_at"].sum()).backward()
+
+
+SUPPORT_IDS = torch.full((N, 5), -1, dtype=torch.int32)
+for row, kept in enumerate([[0, 4, 9], [3], [10, 2, 1, 0, 7], [], [5, 6], [1, 0], [7, 8, 9, 10]]):
+    SUPPORT_IDS[row, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+
+
+def over_support(logits):
+    """log (p[target] / sum of p over the support), a row at a time from the definition."""
+    p = torch.softmax(logits / TEMPERATURE, -1)
+    found = []
+    for row, ids in enumerate(SUPPORT_IDS.tolist()):
+        kept = [i for i in ids if i >= 0] or list(range(V))
+        found.append((p[row, TARGETS[row]] / p[row, kept].sum()).log())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_over_a_support_log_probs_are_normalised_over_its_tokens_alone(chunk):
+    logits, same = rows().requires_grad_(), rows().requires_grad_()
+    options = {"temperature": TEMPERATURE, "chunk": chunk, "watched": ("entropy",)}
+    found = gather_outputs(lambda x: x, logits, TARGETS, columns={"support_ids": SUPPORT_IDS}, **options)
+    expected = over_support(same)
+    torch.testing.assert_close(found["log_probs"], expected)
+    assert found["log_probs"][1] == 0  # the only token that could come
+    torch.testing.assert_close(found["entropy"].detach(), plain(rows())["entropy"])  # of the whole policy
+    weights = torch.arange(1.0, N + 1, dtype=torch.float64)
+    (found["log_probs"] * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(logits.grad, same.grad)
+    assert not logits.grad[0, [1, 2, 3, 5]].any()  # what could not come is not pushed
+    assert logits.grad.isfinite().all()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from engine_plugin_hf_rollout.distribution import draw, log_distribution, uniforms
+from engine_core.types import padded_support
+from engine_plugin_hf_rollout.distribution import draw, log_distribution, support, uniforms
 
 if TYPE_CHECKING:
     from engine_core.types import Request
@@ -34,6 +35,7 @@ class Sampled:
     log_probs: list[float]  # under the distribution sampled from
     log_mass: list[float]  # log of the probability that top-p and top-k kept
     finish_reason: str
+    support: Tensor | None = None  # [n, K] int32, where a request asks for it
 
 
 def sample(
@@ -114,6 +116,8 @@ class _Batch:
         widest = max(map(len, ends))
         padded = [e + [-1] * (widest - len(e)) for e in ends]
         self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
+        self.widths = torch.tensor([s.max_support for s in samplings], device=device)
+        self.supports: list[tuple[Tensor, Tensor]] = []  # of each step: numbers [A] and tokens [A, K]
         self.stops = [s.stop for s in samplings]
         longest = max((len(stop) for stops in self.stops for stop in stops), default=0)
         # characters of up to 4 tokens each, and 2 more that the tail may begin and end within
@@ -137,6 +141,8 @@ class _Batch:
         self.tokens[number, step] = token
         self.log_probs[number, step] = log_probs.gather(1, token[:, None]).squeeze(1)
         self.log_mass[number, step] = mass
+        if bool(self.widths.any()):
+            self.supports.append((number.cpu(), support(log_probs, self.widths[number]).cpu()))
         return token
 
     def finish(self, number: Tensor, token: Tensor, step: int, decode: Decode) -> None:
@@ -161,10 +167,26 @@ class _Batch:
 
     def results(self) -> list[Sampled]:
         columns = (self.tokens, self.log_probs, self.log_mass, self.count, self.stopped)
+        rows = enumerate(zip(*(c.tolist() for c in columns), strict=True))
         return [
-            Sampled(tokens[:count], log_probs[:count], mass[:count], "stop" if stopped else "length")
-            for tokens, log_probs, mass, count, stopped in zip(*(c.tolist() for c in columns), strict=True)
+            Sampled(
+                tokens[:count],
+                log_probs[:count],
+                mass[:count],
+                "stop" if stopped else "length",
+                self._support(number, count) if self.widths[number] else None,
+            )
+            for number, (tokens, log_probs, mass, count, stopped) in rows
         ]
+
+    def _support(self, request: int, count: int) -> Tensor:
+        """[count, K] int32: the tokens that each of a request's tokens was drawn from."""
+        found = [ids[number == request] for number, ids in self.supports[:count]]
+        found = [ids[:, : int((ids >= 0).sum())] for ids in found]
+        width = max((ids.shape[1] for ids in found), default=0)
+        return torch.cat(
+            [torch.empty(0, width, dtype=torch.int32), *(padded_support(i, width) for i in found)]
+        )
 
 
 def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Rows:

@@ -70,6 +70,23 @@ def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
     return torch.where(greedy | cut, log_probs.argmax(-1), drawn)
 
 
+def support(log_probs: Tensor, width: Tensor) -> Tensor:
+    """The tokens that a distribution was cut to, the likeliest first.
+
+    Args:
+        log_probs: [A, V], -inf where a token was cut.
+        width: [A] int; a row that kept more tokens, or all of them, gives none.
+
+    Returns:
+        [A, K] int32, -1 behind the tokens; K is that of the widest row given.
+    """
+    count = (~log_probs.isneginf()).sum(-1)
+    count = torch.where((count <= width) & (count < log_probs.shape[1]), count, 0)
+    most = int(count.max())
+    ids = log_probs.topk(most, dim=-1).indices.int()
+    return ids.masked_fill(torch.arange(most, device=ids.device)[None] >= count[:, None], -1)
+
+
 def uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
     """[B, count] numbers in [0, 1), each row from its own seed; a row without one from torch's generator."""
     rows = []

@@ -21,7 +21,7 @@ from engine_core.engines.base import RolloutEngine
 from engine_core.engines.model_loading import DTYPES, adopt_live, load_model
 from engine_core.engines.weights import near, own_weights, to_own_names
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
-from engine_core.types import Rollout
+from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.decoding import Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_hf_rollout.requests import check_request
@@ -126,6 +126,9 @@ class HFRolloutEngine(RolloutEngine):
         extras = {}
         if request.sampling.temperature > 0 and (request.sampling.top_p < 1 or request.sampling.top_k > 0):
             extras["support_log_mass"] = torch.tensor(zeros + sampled.log_mass)
+            if sampled.support is not None:
+                none = torch.full((len(prompt), sampled.support.shape[1]), -1, dtype=torch.int32)
+                extras[SUPPORT] = torch.cat([none, sampled.support])
         return Rollout(
             request_id=request.id,
             prompt=request.prompt,

@@ -1,0 +1,65 @@
+"""Whether log-probs are computed over the tokens that top-p and top-k left to the sampler."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.schedule import boundaries, config_at
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.plugins import PluginSet
+    from engine_core.trainers.sampled import SampledRun
+
+log = logging.getLogger("engine")
+
+
+def replays_support(run: SampledRun) -> bool:
+    """What `algorithm.correction.support` comes to in this run; said where it is not what one would expect.
+
+    Raises:
+        ConfigError: ``replay`` is asked for, and an engine of the run cannot do it.
+    """
+    config, wanted = run.config, run.config.algorithm.correction.support
+    if wanted == "off":
+        return False
+    lacking = _lacking(
+        config, run.plugins, [n for n, r in run.roles(training=True).items() if r.kind == "train"]
+    )
+    if not lacking:
+        return True
+    why = f"{lacking} has no capability 'support'"
+    if wanted == "replay":
+        raise ConfigError(
+            f"algorithm.correction.support: got 'replay', but {why}. Use another backend, or 'off': log-probs are then "
+            "over the whole vocabulary."
+        )
+    if keys := cutting_keys(config):
+        log.warning(
+            "%s cut the distribution, and %s: log-probs of sampler and trainer are compared over the whole "
+            "vocabulary, and the importance weights are those of another policy than the one that sampled. Set "
+            'rollout.top_p = 1 and rollout.top_k = 0, or algorithm.correction.support = "off" to say that this is meant.',
+            keys, why,
+        )  # fmt: skip
+    return False
+
+
+def cutting_keys(config: EngineConfig) -> str:
+    """The keys that cut the distribution in some step; empty where none does."""
+    steps = [config_at(config, step).rollout for step in boundaries(config)]
+    cut = {"rollout.top_p": any(each.top_p < 1 for each in steps)}
+    cut["rollout.top_k"] = any(each.top_k > 0 for each in steps)
+    return " and ".join(key for key, cuts in cut.items() if cuts)
+
+
+def _lacking(config: EngineConfig, plugins: PluginSet, roles: list[str]) -> str:
+    """The first engine of the run that cannot; empty where all can."""
+    engines = [("rollout", "rollout_engines", config.rollout.backend)]
+    engines += [(role, "train_engines", config.role(role).backend) for role in roles if role != "critic"]
+    for role, kind, backend in engines:
+        spec: Any = plugins.spec(kind, backend)
+        if "support" not in spec.capabilities:
+            return f"{role}.backend = '{backend}'"
+    return ""
