@@ -113,7 +113,9 @@ class TrainEngine(abc.ABC):
         """Compute outputs without gradient.
 
         Args:
-            batch: any sequences; computed where ``batch["loss_mask"]`` is True, 0 elsewhere.
+            batch: any sequences; computed where ``batch["loss_mask"]`` is True, 0 elsewhere. With the column
+                ``support_ids`` [T, K] ``log_probs`` are over those tokens alone, here and in
+                ``forward_backward`` (capability ``support``).
             outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` ([T]); at the K different tokens a
                 position that the column ``candidate_ids`` [T, K] names, ``log_probs_at`` ([T, K]) and ``log_rest``
                 ([T], of all other tokens together); of the ``batch.top_k`` likeliest tokens ``top_ids`` ([T, K]
@@ -239,7 +241,11 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. A malformed one (no tokens, too long for the model) is an error here."""
+        """Queue requests. A malformed one (no tokens, too long for the model) is an error here.
+
+        Where a request has ``Sampling.max_support``, its rollout tells which tokens top-p and top-k left
+        (``Rollout.extras``; capability ``support``).
+        """
 
     @abc.abstractmethod
     def step(self) -> list[Rollout]:
