@@ -20,7 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from engine_core.environments.calls import contained
+from engine_core.environments import calls
 from engine_core.environments.checks import Play, check_rollout
 from engine_core.environments.policy import LimitReached
 from engine_core.errors import EngineError
@@ -180,7 +180,7 @@ class Session:
         async with slots:
             self.started += 1
             seconds = episode.policy.limits.episode_seconds
-            task = asyncio.ensure_future(contained(partial(self.play, episode)))
+            task = asyncio.ensure_future(calls.contained(partial(self.play, episode)))
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # not "never retrieved"
             try:
                 await asyncio.wait({task}, timeout=seconds)
@@ -211,7 +211,10 @@ class Session:
             return Finished(number, self._truncated(episode), limited=True)
         if isinstance(error, EngineError):
             raise error
-        trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]
+        frame = error.__traceback__
+        while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == calls.__file__:
+            frame = frame.tb_next  # to the environment's own
+        trace = "".join(traceback.format_exception(type(error), error, frame))[-TRACE_CHARACTERS:]
         message = f"{type(error).__name__}: {error}"[:500].rstrip(".")
         return Finished(number, episode.rollout(), "error", message, trace)
 
