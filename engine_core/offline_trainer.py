@@ -93,6 +93,7 @@ class OfflineTrainer(Trainer):
     """
 
     off_policy = True
+    samples = False
 
     @property
     def evaluates(self) -> bool:

@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "export": "engine_core.cli.models:export",
     "report": "engine_core.cli.runs:report",
     "inspect": {"rollouts": "engine_core.cli.runs:rollouts"},
+    "replay": "engine_core.cli.replay:replay",
     "prune": "engine_core.cli.runs:prune",
     "bench": {
         "train": "engine_core.cli.bench:train",

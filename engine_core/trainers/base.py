@@ -345,6 +345,11 @@ class TrainingRun(abc.ABC):
         }
 
     @property
+    def samples(self) -> bool:
+        """What a step learns from is sampled in it, and written down."""
+        return False
+
+    @property
     def training(self) -> bool:
         """Set up with optimizers, or about to be."""
         return self._trains

@@ -58,7 +58,7 @@ class StepLoop:
             try:
                 if self.point.unfinished is not None:
                     if run.step_done:  # its evaluation is under the settings of its step
-                        self._apply_schedule(run.step_done)
+                        apply_schedule(run, run.step_done)
                     metrics = self._finish(dict(self.point.unfinished))
                 while run.step_done < self._total:
                     run.signals.check()
@@ -85,7 +85,7 @@ class StepLoop:
         run, start = self.run, time.perf_counter()
         run.begin_step(step)
         faults.point("step.begin")
-        self._apply_schedule(step)
+        apply_schedule(run, step)
         metrics = run.step(step)
         run.step_done = step
         seconds = time.perf_counter() - start
@@ -155,21 +155,6 @@ class StepLoop:
                     "The step is not saved; the last checkpoint is from before it."
                 )
 
-    def _apply_schedule(self, step: int) -> None:
-        run = self.run
-        run.config_now = config_at(run.config, step)
-        changed = changes(run.config, step)
-        if changed:
-            log.info(
-                "Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items())
-            )
-        for role in (name for name in ("actor", "critic") if name in run.groups):
-            table = run.config_now.role(role)
-            if f"{role}.optim.lr" in run.config.schedule:
-                run.groups[role].call("set_lr", lr=table.optim.lr).result()
-            if f"{role}.max_tokens_per_rank" in run.config.schedule:
-                run.groups[role].call("set_token_budget", tokens=table.max_tokens_per_rank).result()
-
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found, times = {}, self.run.times
         if times.get("generate"):
@@ -177,3 +162,19 @@ class StepLoop:
         if times.get("train"):
             found["throughput/train_tokens_per_second"] = metrics.get("tokens/total", 0.0) / times["train"]
         return found
+
+
+def apply_schedule(run: TrainingRun, step: int) -> None:
+    """Give a run the settings of ``step``, and its workers those that they hold."""
+    run.config_now = config_at(run.config, step)
+    changed = changes(run.config, step)
+    if changed:
+        log.info(
+            "Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items())
+        )
+    for role in (name for name in ("actor", "critic") if name in run.groups):
+        table = run.config_now.role(role)
+        if f"{role}.optim.lr" in run.config.schedule:
+            run.groups[role].call("set_lr", lr=table.optim.lr).result()
+        if f"{role}.max_tokens_per_rank" in run.config.schedule:
+            run.groups[role].call("set_token_budget", tokens=table.max_tokens_per_rank).result()

@@ -18,6 +18,7 @@ from engine_core.config.dump import as_data
 from engine_core.config.schedule import config_at
 from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, DataError
+from engine_core.redaction import Redactor
 from engine_core.tracking import RunFolder
 from engine_core.trainers.points import ResumePoint, set_random_state
 from engine_core.trainers.saving import versions
@@ -93,8 +94,8 @@ class Resume:
         Raises:
             ConfigError: something that would not fit changed, and is not forced.
         """
-        assert run.folder is not None
-        now_config = run.folder.redactor.tree(as_data(run.config))
+        now_data = as_data(run.config)
+        now_config = Redactor.of(now_data).tree(now_data)
         found = differences(self.state["config"], now_config, self.state["roles"])
         plugins = run.plugins.versions()
         here = {"plugins": plugins, "versions": versions()}

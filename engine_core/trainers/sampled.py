@@ -48,6 +48,10 @@ class SampledRun(TrainingRun):
         self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
 
     @property
+    def samples(self) -> bool:
+        return True
+
+    @property
     def off_policy(self) -> bool:
         """Whether rollouts of older policies are learned from."""
         return self.sampling.stages.off_policy

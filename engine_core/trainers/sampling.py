@@ -15,13 +15,14 @@ from engine_core.engines.model_loading import load_hf_config
 from engine_core.environments.runner import EnvironmentRunner
 from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
-from engine_core.rollout_files import write_rollouts
+from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.stages import Stages
 from engine_core.types import Batch, Request, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+    from pathlib import Path
 
     from engine_core.trainers.sampled import SampledRun
     from engine_core.types import Prompt, Rollout
@@ -41,6 +42,7 @@ class RolloutSource:
         columns = run.reward_columns() if scores else set()
         self.environment = environment_of(run, columns) if scores else None
         self.rewards = self._make_rewards(columns) if scores else RewardRunner([], run.plugins)
+        self.recorded: Path | None = None  # a folder: steps take their rollouts from it, and none is sampled
         self._tokenizer = ""  # its hash, worked out once
         self.version = 0  # weight updates that the sampler has seen
 
@@ -57,6 +59,8 @@ class RolloutSource:
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """The rollouts of a step after the stages, kept; metrics of sampling, rewards and stages."""
+        if self.recorded is not None:
+            return read_rollouts(rollout_path(self.recorded, step)), {}
         rounds = Rounds(self, step, self.run.samples_greedy)  # more than one where a stage refills
         while prompts := self.run.source.take(rounds.missing):
             with self.run.phase("generate"):
