@@ -48,6 +48,10 @@ class TrainBench(EngineBench):
         return float(self.settings["gradient_tolerance"])
 
     @property
+    def norm_tolerance(self) -> float:
+        return float(self.settings["norm_tolerance"])
+
+    @property
     def exact(self) -> bool:
         return bool(self.settings["bit_exact"])
 

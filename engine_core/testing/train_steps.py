@@ -97,6 +97,18 @@ def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
     near(step.grad_norm, expected, bench.gradient_tolerance, "grad_norm")
 
 
+@contract(catches=("gradients summed over ranks in half precision",))
+def the_norm_is_the_same_on_any_number_of_ranks(bench: TrainBench) -> None:
+    """The gradient's norm is that of a float64 autograd to six digits, packed or one sequence at a time, on one rank or many."""
+    batch = bench.batch((9, 31, 9, 7) * 2, seed=4)
+    module = bench.reference()
+    expected = norm_of(gradient_of(module, nll_loss(module, batch)))
+    for budget in (4096, 1):
+        engine = bench.engine(optim={"lr": 0.0}, budget=budget)
+        found = bench.step(engine, batch).grad_norm
+        near(found, expected, bench.norm_tolerance, f"grad_norm with {budget} tokens a micro-batch")
+
+
 @contract(catches=("gradients not clipped",))
 def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
     """A gradient over ``max_grad_norm`` is scaled to it before the step; a smaller one is left as it is."""

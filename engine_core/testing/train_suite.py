@@ -27,6 +27,7 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
         device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
         tolerance: largest difference of a log-prob, in nats.
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
+        norm_tolerance: largest difference of a gradient's norm, as a share of it.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
     """
 
@@ -35,7 +36,7 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     bench = "engine_core.testing.train_bench:TrainBench"
     fields = (
         "backend", "options", "plugins", "model", "write_model", "reference", "optimizer", "device", "tolerance",
-        "gradient_tolerance", "bit_exact",
+        "gradient_tolerance", "norm_tolerance", "bit_exact",
     )  # fmt: skip
 
     backend: str = "torch"
@@ -47,4 +48,5 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     device: str = ""
     tolerance: float = 1e-4
     gradient_tolerance: float = 2e-3
+    norm_tolerance: float = 1e-6
     bit_exact: bool = True

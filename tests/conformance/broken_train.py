@@ -75,6 +75,14 @@ class OwnLoss(DataParallelEngine):
         return value
 
 
+class HalfSums(DataParallelEngine):
+    def optimizer_step(self):
+        for parameter in self._trainable_parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.bfloat16().float()
+        return super().optimizer_step()
+
+
 class MicroBatchMean(TorchEngine):
     def _micro_batches(self, batch):
         for indices, micro in super()._micro_batches(batch):

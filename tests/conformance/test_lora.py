@@ -15,6 +15,7 @@ class TestLoRA(TrainEngineSuite):
         "test_gradients_add_up_over_calls": OTHER,
         "test_grad_norm_is_the_global_norm_before_clipping": OTHER,
         "test_gradients_are_clipped_to_max_grad_norm": OTHER,
+        "test_the_norm_is_the_same_on_any_number_of_ranks": OTHER,
         "test_weight_decay_is_on_matrices_only": "the frozen weights do not decay",
         "test_a_resumed_run_continues_exactly": "it resumes over another base, which is refused",
     }

@@ -41,6 +41,7 @@ FAULTS = [
     (Train, "LocalMean", "mean over a rank's tokens instead of the global sum", "the_gradient_is_that_of_the_global_sum"),
     (TwoRanks, "MeanOverRanks", "gradients averaged over ranks", "the_gradient_is_that_of_the_global_sum"),
     (TwoRanks, "OwnLoss", "loss of one rank reported", "the_loss_is_that_of_the_whole_batch"),
+    (TwoRanks, "HalfSums", "gradients summed over ranks in half precision", "the_norm_is_the_same_on_any_number_of_ranks"),
     (Train, "MicroBatchMean", "no normalisation over micro-batches", "micro_batches_change_neither_loss_nor_gradient"),
     (Train, "NoClip", "gradients not clipped", "gradients_are_clipped_to_max_grad_norm"),
     (Train, "AppliesNaN", "a step with a NaN gradient is applied", "a_gradient_that_is_not_finite_skips_the_step"),

@@ -36,6 +36,7 @@ from engine_plugin_fsdp.ranks import Ranks
 from engine_plugin_fsdp.recompute import offload_activations, recompute
 from engine_plugin_fsdp.sharding import Root, check, shard, sharded_modules, units_of
 from engine_plugin_fsdp.skeleton import Skeleton
+from engine_plugin_fsdp.start import check_same, tell
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig
@@ -128,11 +129,13 @@ class FSDPEngine(Keeping):
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         options = self.options
         check(module, units, self.context.role)
+        check_same(module, self.ranks, values=not self._first_reads, role=self.context.role)
         self.skeleton = Skeleton(module, self.device)
+        recomputed: list[str] = []
         if self._compiles:
             compile_units(module, units)
         if self.trainable:
-            recompute(module, units, options.activation_checkpointing)
+            recomputed = recompute(module, units, options.activation_checkpointing)
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
         full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
@@ -140,6 +143,7 @@ class FSDPEngine(Keeping):
         if self._first_reads:
             allocate(self.root, torch.device("cpu") if options.cpu_offload == "params" else self.device)
             broadcast(module, full, self.device)
+        tell(module, units, recomputed, options, self.ranks, self.context.role)
         return module
 
     def _make_forward(self) -> PackedForward:
