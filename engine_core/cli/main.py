@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "eval": "engine_core.cli.models:evaluate",
     "compare": "engine_core.cli.compare:compare",
     "export": "engine_core.cli.models:export",
+    "serve-reward": "engine_core.cli.serving:serve_reward",
     "report": "engine_core.cli.runs:report",
     "inspect": {"rollouts": "engine_core.cli.runs:rollouts"},
     "replay": "engine_core.cli.replay:replay",

@@ -52,6 +52,7 @@ NOT_RUN_HERE = {
     r"pip (install (-e|--force-reinstall)|wheel) .*": "changes the environment of this test; the template's and the example's tests install them",
     r"torchrun .*": "two nodes; tests/integration/test_two_nodes.py runs it on loopback",
     r"python examples/calculator/run.py": "minutes; tests/integration/test_calculator.py runs it in small, and `slow` in full",
+    r"engine serve-reward .*": "serves until it is ended; tests/integration/test_serve_reward.py starts, asks and ends it",
     r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
     r"pytest examples/(custom_model|backends)": "tests/integration/test_examples.py runs them",
 }
