@@ -44,6 +44,8 @@ POINTS = (
     "step.sync",
     "step.eval",
     "step.before_metrics",  # trained, the line of metrics.jsonl not written
+    "metrics.half_written",  # half of a line of metrics.jsonl is written
+    "rollouts.half_written",  # the rollouts of a step are in a file that has another name yet
     "step.after_metrics",
     "run.setup",  # before any model is built
 )

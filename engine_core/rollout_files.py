@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core import faults
 from engine_core.errors import DataError
 from engine_core.types import Prompt, Rollout
 
@@ -86,8 +87,13 @@ def write_rollouts(
     table = _table(step, rollouts).replace_schema_metadata(
         {ABOUT: json.dumps({**(about or {}), "format": FORMAT})}
     )
-    pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_AT_ONCE)
-    temporary.replace(target)
+    try:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_AT_ONCE)
+        faults.point("rollouts.half_written")
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return target
 
 

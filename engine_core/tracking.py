@@ -34,6 +34,7 @@ from engine_core import faults
 from engine_core.config.dump import as_data, dump_toml, origins
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem, did_you_mean
 from engine_core.machine import describe_environment
+from engine_core.pending_writes import LineFile, PendingWrites
 from engine_core.redaction import Redactor
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
 
@@ -60,6 +61,7 @@ class RunFolder:
         self.rollouts_dir = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.logs_dir = path / "logs"
+        self.pending = PendingWrites()  # what a full disk refused
         self._lock_file: TextIO | None = None
 
     @property
@@ -374,7 +376,8 @@ class TrackerHub:
     ) -> None:
         plain = run.redactor.tree(as_data(config))
         self._path = run.metrics_file
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
+        self._pending = run.pending
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
             tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
@@ -383,7 +386,7 @@ class TrackerHub:
 
     def start(self) -> None:
         """Open ``metrics.jsonl`` and the trackers, once the run folder is as the attempt begins it."""
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = LineFile(self._path)
         for feeder in self._feeders:
             feeder.start()
 
@@ -401,9 +404,10 @@ class TrackerHub:
         JSON has no NaN: a value that is not finite is written as ``null``, is left out for the
         trackers, and is counted in ``tracking/non_finite``.
 
+        A line that cannot be written waits, see ``pending_writes``.
+
         Raises:
             TypeError: a metric is not a number. Nothing was written.
-            OSError: ``metrics.jsonl`` cannot be written.
         """
         assert self._file is not None, "start() comes before log()"
         numbers = {name: _number(name, value) for name, value in metrics.items()} | self.counters()
@@ -411,20 +415,25 @@ class TrackerHub:
         if bad := len(numbers) - len(finite):
             numbers["tracking/non_finite"] = finite["tracking/non_finite"] = bad
         line = {"step": step, "time": round(time.time(), 3)} | {n: finite.get(n) for n in numbers}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        write = functools.partial(self._file.append, json.dumps(line))
+        self._pending.do(f"the metrics of step {step}", write, small=True)
         for feeder in self._feeders:
             feeder.offer(step, finite)
 
     def sync(self) -> None:
-        """Bring what is in ``metrics.jsonl`` to the disk, so that no checkpoint outlives its metrics."""
+        """Write what waits and bring ``metrics.jsonl`` to the disk, so that no checkpoint outlives its metrics."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            self._pending.flush()
+            self._file.sync()
 
     def close(self, timeout: float = 5.0) -> None:
         """Give the trackers ``timeout`` seconds together to finish; what they missed is logged."""
         if self._file is None:
             return
+        try:
+            self._pending.finish()
+        except EnvironmentProblem as error:
+            logger.error("%s", error)
         self._file.close()
         for feeder in self._feeders:
             feeder.end()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,25 @@ def load_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no state of a train engine: {error}. Take another checkpoint.") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} is no state of a train engine: it holds no table. Take another checkpoint.")
+    return values
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within it values of a file are taken up; those of another form are a ``DataError`` that names the file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"{path} does not hold what this version reads ({what:.200}). Take another checkpoint, or the version "
+            "that wrote this one."
+        ) from error
 
 
 def copy_config(source: str, override: Mapping[str, Any], folder: Path) -> None:
@@ -142,11 +159,18 @@ def random_state(device: torch.device) -> dict[str, str]:
 
 
 def set_random_state(states: Mapping[str, str], device: torch.device) -> None:
-    """The inverse of ``random_state``; a device that the checkpoint did not have keeps its own."""
+    """The inverse of ``random_state``; a device that the checkpoint did not have keeps its own.
+
+    Raises:
+        ValueError: it is no such state.
+    """
     decoded = {
         name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         for name, text in states.items()
     }
-    torch.set_rng_state(decoded["cpu"])
-    if device.type in decoded and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(decoded[device.type])
+    try:
+        torch.set_rng_state(decoded["cpu"])
+        if device.type in decoded and device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(decoded[device.type])
+    except RuntimeError as error:  # of another size
+        raise ValueError(f"random state: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,33 @@ class TorchState(TorchBuild):
     ) -> None:
         """Everything of a checkpoint but the weights."""
         if self.optimizer is not None:
-            if "optimizer" not in scalars:
-                raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
-            state.load_optimizer_state(self.optimizer, self.module, optimizer_tensors(), scalars["optimizer"])
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
-            saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before
-            for group, was in zip(self._trained().param_groups, saved, strict=True):
-                group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
-            self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
-        self.num_skipped_steps = scalars["num_skipped_steps"]
-        state.set_random_state(scalars["random"], self.device)
+            self._check_schedule(folder, scalars)
+            tensors = optimizer_tensors()
+            with state.reading(folder / state.STATE):
+                state.load_optimizer_state(self.optimizer, self.module, tensors, scalars["optimizer"])
+        with state.reading(folder / state.STATE):
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+                saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before
+                for group, was in zip(self._trained().param_groups, saved, strict=True):
+                    group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
+                self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
+            self.num_skipped_steps = int(scalars["num_skipped_steps"])
+            state.set_random_state(scalars["random"], self.device)
         self._random = None
+
+    def _check_schedule(self, folder: Path, scalars: Mapping[str, Any]) -> None:
+        """A trained role goes on from a trained one, with a schedule where that had one."""
+        if "optimizer" not in scalars:
+            raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
+        had, has = "lr_scheduler" in scalars, self.lr_scheduler is not None
+        if had != has:
+            words = {True: "a learning-rate schedule", False: "no learning-rate schedule"}
+            raise DataError(
+                f"{folder} was written with {words[had]}, and the optimizer of the role '{self.context.role}' now has "
+                f"{words[has]}. Bring the plugin back that built it (engine_build_optimizer), or start a new run from "
+                "`engine export`."
+            )
 
     def _check_base(self, folder: Path, saved: str | None) -> None:
         """An adapter fits the base that it was trained on, a whole model none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine_core.algorithms.evaluation import (
@@ -89,7 +90,8 @@ class Evaluation:
                 )
             elif self.run.folder and self.run.running:
                 folder = self.run.folder.rollouts_dir / "eval" / held_out.name
-                write_rollouts(folder, self.run.step_done, rollouts, about)
+                write = partial(write_rollouts, folder, self.run.step_done, rollouts, about)
+                self.run.folder.pending.do(f"the evaluation of step {self.run.step_done}", write)
         return metrics
 
     def _rollouts(self, held_out: HeldOut, sampling: Sampling) -> list[Rollout]:

@@ -65,6 +65,7 @@ class StepLoop:
                     metrics = self._finish(self._train(run.step_done + 1))
             finally:
                 run.progress = None
+        run.folder.pending.finish()
         run.emit("run_finished", {"metrics": metrics})
         return metrics
 

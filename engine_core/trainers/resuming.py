@@ -17,6 +17,7 @@ from engine_core.config.differences import Difference, Verdict, check, differenc
 from engine_core.config.dump import as_data
 from engine_core.config.schedule import config_at
 from engine_core.data import tokenizer_hash
+from engine_core.engines.state import STATE, reading
 from engine_core.errors import ConfigError, DataError
 from engine_core.redaction import Redactor
 from engine_core.tracking import RunFolder
@@ -29,21 +30,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 TOKENIZER = "model.tokenizer"
-KEYS = frozenset(
-    {
-        "step",
-        "data",
-        "trainer",
-        "random",
-        "metrics",
-        "unfinished",
-        "config",
-        "tokenizer",
-        "roles",
-        "plugins",
-        "versions",
-    }
-)
+KEYS: Mapping[str, Any] = {
+    "step": int,
+    "data": dict,
+    "trainer": dict,
+    "random": dict,
+    "metrics": dict,
+    "unfinished": dict | None,
+    "config": dict,
+    "tokenizer": str,
+    "roles": list,
+    "plugins": dict,
+    "versions": dict,
+}
 """What ``state.json`` holds."""
 
 
@@ -78,8 +77,14 @@ class Resume:
             DataError: its state is of another version.
         """
         state = read_state(path)
-        if missing := sorted(KEYS - state.keys()):
+        if missing := sorted(KEYS.keys() - state.keys()):
             raise DataError(f"{path} was written by another version: its state has no {', '.join(missing)}.")
+        for key, kind in KEYS.items():
+            if not isinstance(state[key], kind):
+                raise DataError(
+                    f"{path / STATE}: '{key}' is of the type {type(state[key]).__name__}, which no run writes. "
+                    "Take another checkpoint."
+                )
         return cls(path, state, tuple(force))
 
     def claim(self) -> RunFolder:
@@ -148,9 +153,10 @@ class Resume:
             if role.saved and name in run.groups:
                 run.groups[name].call("load", folder=self.path / name).result()
         state = self.state
-        run.load_state(state["trainer"], self.path)
-        run.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
+        with reading(self.path / STATE):
+            run.load_state(state["trainer"], self.path)
+            run.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
+            set_random_state(state["random"])
         run.step_done = run.step_now = state["step"]
         run.config_now = config_at(run.config, state["step"]) if state["step"] else run.config
-        set_random_state(state["random"])
         return ResumePoint.take(run, state["metrics"], state["unfinished"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +150,8 @@ class RolloutSource:
         """Write them for people and for offline training, and tell observers."""
         every = self.run.config.tracking.rollouts_every_steps
         if self.run.folder and every and step % every == 0:
-            write_rollouts(self.run.folder.rollouts_dir, step, rollouts, self.about())
+            write = partial(write_rollouts, self.run.folder.rollouts_dir, step, rollouts, self.about())
+            self.run.folder.pending.do(f"the rollouts of step {step}", write)
         self.run.emit("rollouts_finished", {"rollouts": rollouts})
 
     def about(self, sampling: Sampling | None = None) -> dict[str, Any]:

@@ -246,6 +246,53 @@ def test_a_hostile_checkpoint_is_refused_runs_nothing_and_changes_nothing(engine
     assert "root:" not in resumed.err
 
 
+MALFORMED = [
+    ("state.json", ["step"], "7"),
+    ("state.json", ["data"], {}),
+    ("state.json", ["data"], {"epoch": "x"}),
+    ("state.json", ["trainer"], {}),
+    ("state.json", ["trainer", "skipped_in_a_row"], 3),
+    ("state.json", ["random"], {}),
+    ("state.json", ["random", "python"], [3, "x", None]),
+    ("state.json", ["random", "numpy"], ["MT19937", [1, 2], 0, 0, 0.0]),
+    ("state.json", ["metrics"], []),
+    ("state.json", ["config"], "x"),
+    ("state.json", ["plugins"], ["rewards"]),
+    ("actor/state.json", [], [1]),
+    ("actor/state.json", ["optimizer"], {}),
+    ("actor/state.json", ["optimizer", "groups"], 5),
+    ("actor/state.json", ["optimizer", "groups", 0, "params"], None),
+    ("actor/state.json", ["optimizer", "values"], {"nobody/step": 1}),
+    ("actor/state.json", ["lr_scheduler"], "x"),
+    ("actor/state.json", ["num_skipped_steps"], None),
+    ("actor/state.json", ["random"], {}),
+    ("actor/state.json", ["random", "cpu"], "AAAA"),
+    ("actor/state.json", ["random", "cpu"], 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    MALFORMED,
+    ids=lambda v: ".".join(map(str, v)) if isinstance(v, list) else str(v),
+)
+def test_a_state_of_another_form_is_refused_by_file_and_changes_nothing(engine, finished, file, path, value):
+    state = json.loads((finished / file).read_text())
+    *above, last = [None, *path]
+    holder = {None: state}
+    for key in above:
+        holder = holder[key]
+    holder[last] = value
+    add(finished, file, json.dumps(state if path else value).encode())
+    before = (finished.parents[1] / "metrics.jsonl").read_text()
+    resumed = engine("resume", "r", "--steps", 2)
+    assert resumed.code == 4, resumed.err[-2000:]
+    named = "The checkpoint's data position" if path[:1] == ["data"] else f"{finished.name}/{file}"
+    assert named in resumed.err
+    assert "Traceback" not in resumed.err
+    assert (finished.parents[1] / "metrics.jsonl").read_text() == before
+
+
 def test_the_bomb_of_these_tests_would_go_off_if_anybody_unpickled_it(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "bomb")))  # noqa: S301
     assert (tmp_path / "bomb").is_dir()
