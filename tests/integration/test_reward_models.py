@@ -300,3 +300,23 @@ def test_judges_ask_models_of_their_own_beside_the_actor_and_sleep_when_they_are
             p = model(input_ids=asked).logits[0, -1].softmax(-1)[ids]
         assert rollout.rewards["read"] == pytest.approx((p[0] / p.sum()).item(), abs=1e-5)
     run.close()
+
+
+@pytest.mark.slow
+def test_the_rewards_are_the_same_in_a_process_of_their_own_and_over_two_ranks(make):
+    """The actor's first rollouts are those of one process: they have the same scores wherever the model lies."""
+    launched = {"run.steps": 1, "runtime.backend": "torchrun"}
+    here = make({"run.name": "here", "run.steps": 1}).train()["reward/helpful"]
+    apart = make(launched | {"run.name": "apart", "runtime.torchrun.processes": 1}).train()["reward/helpful"]
+    sharded = make(
+        launched
+        | {
+            "run.name": "two",
+            "runtime.torchrun.processes": 2,
+            "runtime.torchrun.trade_memory": True,
+            "actor.backend": "fsdp",
+        },
+        {"helpful": {"model": {"backend": "fsdp"}}},
+    ).train()["reward/helpful"]
+    assert apart == here
+    assert sharded == pytest.approx(here, abs=1e-5)

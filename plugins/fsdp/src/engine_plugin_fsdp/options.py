@@ -86,6 +86,7 @@ class FSDPOptions(ForwardOptions):
                 f"mixed_precision.param_dtype '{self.compute_dtype}' over param_dtype 'bf16': "
                 "set param_dtype = 'fp32'."
             )
-        if "loss_scale" in self.model_fields_set and self.compute_dtype != "fp16":
+        # Not whether it is set: a resolved config, as a run folder and the workers have it, sets every key.
+        if self.loss_scale != type(self).model_fields["loss_scale"].default and self.compute_dtype != "fp16":
             raise ValueError("loss_scale has no effect without mixed_precision.param_dtype = 'fp16'.")
         return self

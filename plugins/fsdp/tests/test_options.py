@@ -1,0 +1,16 @@
+"""What the options of a run file may say together."""
+
+import pytest
+from engine_plugin_fsdp.options import FSDPOptions
+from pydantic import ValidationError
+
+
+def test_a_resolved_table_which_sets_every_key_reads_back():
+    """As a run folder has it, and as the workers of a run get it."""
+    assert FSDPOptions.model_validate(FSDPOptions().model_dump(mode="json")) == FSDPOptions()
+
+
+def test_a_loss_scale_without_fp16_is_refused():
+    with pytest.raises(ValidationError, match="loss_scale has no effect"):
+        FSDPOptions(loss_scale=2.0)
+    assert FSDPOptions(loss_scale=2.0, mixed_precision={"param_dtype": "fp16"}).loss_scale == 2.0
