@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,11 @@ from engine_core.config.dump import dump_toml, origins
 from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import DataError, EngineError, PluginError
 from engine_core.plugins import PluginSet, known_names
+from engine_core.rewards.signatures import check_functions
 from engine_core.specs import TABLE_SPECS, Spec
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
 
 
 def validate(
@@ -25,7 +29,9 @@ def validate(
     """Check a run file: keys, types, names, plugins, files and their columns. Loads no torch."""
     try:
         config = read(files, more, sets, allow_code=allow_code)
-        check_complete(config)
+        plugins = plugins_for(config)
+        check_complete(config, plugins=plugins)
+        _check_rewards(config, plugins)
         if problems := check_inputs(config):
             raise DataError("\n".join(problems))
     except EngineError as error:
@@ -34,12 +40,19 @@ def validate(
         print_json({"valid": False, "problems": str(error).splitlines()})
         return error.exit_code
     if as_json:
-        print_json({"valid": True, "unread": config.unread, "plugins": plugins_for(config).versions()})
+        print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions()})
         return 0
     print(f"{', '.join([*files, *(more or ())])}: valid, trainer '{config.trainer}'")
     for entry in config.unread:
         print(f"not read: {entry}")
     return 0
+
+
+def _check_rewards(config: EngineConfig, plugins: PluginSet) -> None:
+    """The functions of rewards that the run's trainer reads."""
+    trainer: Any = plugins.spec("trainers", config.trainer)
+    if config.reward and (trainer.sections is None or "reward" in trainer.sections):
+        check_functions(config.reward, plugins)
 
 
 def show(

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
+    from engine_core.config.rewards import RewardConfig
     from engine_core.plugins import PluginSet
     from engine_core.types import Rollout
 
@@ -144,6 +145,34 @@ def load_reward(
     context = {"root": root, "allow_code": allow_code, "timeout": timeout}
     taken = inspect.signature(function).parameters.keys() - values.keys()
     return RewardFunction(name, function(**values, **{k: v for k, v in context.items() if k in taken}), {})
+
+
+def check_functions(rewards: Sequence[RewardConfig], plugins: PluginSet) -> None:
+    """Refuse rewards that could not be called by the names of their arguments, as far as their code is there.
+
+    What a plugin names as text is not imported; that, and whether the data has the columns, is judged when a
+    run starts.
+
+    Args:
+        rewards: the ``[[reward]]`` tables.
+        plugins: those of the run file.
+
+    Raises:
+        ConfigError: every such reward.
+    """
+    problems = []
+    for reward in rewards:
+        if reward.has_model:
+            continue
+        spec: Any = plugins.spec("rewards", reward.name)
+        if isinstance(spec.load, str) or spec.factory:
+            continue
+        try:
+            RewardFunction(reward.name, spec.load, dict.fromkeys(spec.config.model_fields))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def _inspect(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Signature:

@@ -7,6 +7,25 @@ import tomllib
 
 from engine_core.config import EngineConfig
 
+MINE = """\
+from engine_core import hookimpl
+from engine_core.specs import Options, Reward
+
+class Words(Options):
+    words: int = 3
+    '''Most words.'''
+
+def both(completion, prompts):
+    return 1.0
+
+def deaf(completions):
+    return [1.0 for _ in completions]
+
+@hookimpl
+def engine_rewards():
+    return {"both": Reward(load=both), "deaf": Reward(load=deaf, config=Words)}
+"""
+
 
 def test_validate_says_that_a_file_is_valid_and_what_is_not_read(engine, sft_run):
     sft_run.write_text(sft_run.read_text() + "\n[actor.fsdp]\nsharding = 'full'\n")
@@ -43,6 +62,20 @@ def test_validate_names_a_plugin_that_is_not_installed(engine, sft_run):
     answer = engine("validate", "run.toml", "--set", "actor.backend=fsdp")
     assert answer.code == 3
     assert "Train engine 'fsdp' is not installed. Try: pip install engine-plugin-fsdp" in answer.err
+
+
+def test_validate_tells_of_reward_functions_that_could_not_be_called(engine, rl_run):
+    (rl_run.parent / "mine.py").write_text(MINE)
+    text = rl_run.read_text().replace('plugins = ["dice.py"]', 'plugins = ["dice.py", "mine.py"]')
+    rl_run.write_text(text + '[[reward]]\nname = "both"\n[[reward]]\nname = "deaf"\n')
+    answer = engine("validate", "rl.toml")
+    assert answer.code == 2
+    assert answer.err.splitlines() == [
+        "engine: Reward 'both' names 'completion' (one sample a call) and 'prompts' (lists). Name one form.",
+        "engine: Reward 'deaf' declares the option 'words' but has no such argument. Known: completions.",
+    ]
+    rl_run.write_text(text)
+    assert engine("validate", "rl.toml").code == 0
 
 
 def test_validate_as_json(engine, sft_run):
