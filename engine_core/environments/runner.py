@@ -68,7 +68,7 @@ class EnvironmentRunner:
         self.tokenizer = copy.deepcopy(tokenizer)  # the sampler uses the other one at the same time
         self.spec: Environment = plugins.spec("environments", config.name)  # type: ignore[assignment]
         check_reward_names(config, self.spec, rewards)
-        check_columns(config, self.spec, columns)
+        self.check_columns(columns)
         self.play, self.label = load_environment(config, plugins)
         self.limits = Limits(
             config.max_turns,
@@ -84,6 +84,10 @@ class EnvironmentRunner:
     def reward_weights(self) -> dict[str, float]:
         """Of the rewards that its episodes set."""
         return {name: self.config.reward_weights.get(name, 1.0) for name in sorted(self.spec.rewards)}
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse data that lacks what the environment reads."""
+        check_columns(self.config, self.spec, columns)
 
     def run(self, group: WorkerGroup, requests: Sequence[Request]) -> list[Rollout]:
         """Play one episode for each request.

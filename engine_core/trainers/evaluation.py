@@ -57,7 +57,10 @@ class Evaluation:
             split = f"validation/{held_out.name}".rstrip("/")
             source = PromptSource(data, self.run.tokenizer, self.run.config.run.seed, split)
             try:
-                self.sampling.rewards.check_columns(source.columns())
+                columns = source.columns()
+                if self.sampling.environment:
+                    self.sampling.environment.check_columns(columns)
+                self.sampling.rewards.check_columns(columns)
                 self._prompts[held_out.name] = source.all(held_out.max_prompts)
             finally:
                 source.close()

@@ -213,3 +213,17 @@ def test_a_failing_environment_is_told_before_any_model_is_built(multi, tmp_path
     with pytest.raises(EngineError, match=r"echo.py'.*environment 'echo': echo must be an 'async def'"):
         trainer.train()
     assert trainer.groups == {}
+
+
+def test_held_out_data_that_lack_its_column_are_refused_before_any_model_is_built(multi, tmp_path):
+    needs = PLUGIN.replace("rewards=frozenset", 'needs=frozenset({"answer"}), rewards=frozenset', 1)
+    (tmp_path / "echo.py").write_text(needs)
+    (tmp_path / "heldout.jsonl").write_text('{"prompt": "2+2=", "solution": "4"}\n')
+    trainer = Trainer(
+        load_config(multi, {"data.validation": str(tmp_path / "heldout.jsonl")}, allow_code=True)
+    )
+    with pytest.raises(
+        EngineError, match=r"Environment 'echo' needs the column 'answer', which the data lacks"
+    ):
+        trainer.train()
+    assert trainer.groups == {}

@@ -1,5 +1,7 @@
 """What is no environment, or does not fit its run, is refused before anything is sampled."""
 
+import re
+
 import pytest
 
 from engine_core.errors import ConfigError, DataError, PluginError
@@ -93,3 +95,70 @@ def test_a_reward_that_is_none_is_a_failure_of_the_episode(
 def test_rewards_that_do_not_apply_are_none(environment, scripted, requests, play):
     (rollout,) = play(environment(sets("{'solved': True, 'steps': None}")), scripted(), requests(1))
     assert rollout.rewards == {"solved": 1.0, "steps": None}
+
+
+RETURNS = {
+    "'text'": r"must return a Rollout, such as episode.rollout\(\); it returned 'text' \(str\)",
+    "None": r"it returned None \(NoneType\)",
+    "[episode.rollout()]": r"must return a Rollout.*\(list\)",
+}
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+def test_what_is_no_rollout_ends_the_run_with_the_plugins_name(
+    environment, scripted, requests, play, returned
+):
+    runner = environment(f"async def mine(episode): return {returned}")
+    with pytest.raises(PluginError, match=RETURNS[returned]) as error:
+        play(runner, scripted(), requests(1))
+    assert re.match(r"Plugin file 'environment_0.py' \(.*\): environment 'mine' must", str(error.value))
+
+
+CHANGED = {
+    "made.loss_mask[:] = True": "marks token 0",
+    "made.loss_mask[-1] = True": r"marks token \d+ \('!'\) in loss_mask, which the policy did not sample",
+    "made.rollout_log_probs[made.loss_mask] += 0.1": "gave turn 1 log-probs that are not those",
+    "made.policy_versions += 1": "gave turn 1 policy versions",
+    "made.token_ids[0] += 1": "does not begin with its prompt's tokens",
+    "made.token_ids[2] += 1": "marks token 2",  # as encoding again would
+    "made.loss_mask = made.loss_mask[1:]": r"gave \d+ loss_mask for \d+ tokens",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_rollout_that_is_not_what_was_sampled_ends_the_run(environment, scripted, requests, play, change):
+    source = f"""
+    async def mine(episode):
+        await episode.sample()
+        episode.append("!")
+        made = episode.rollout()
+        {change}
+        return made
+    """
+    with pytest.raises(PluginError, match=CHANGED[change]):
+        play(environment(source), scripted(), requests(1))
+
+
+def test_a_rollout_may_be_made_by_hand_of_what_the_policy_sampled(environment, scripted, requests, play):
+    source = """
+    import torch
+    from engine_core.types import Rollout
+
+    async def mine(episode):
+        policy, prompt = episode.policy, episode.prompt
+        first, second = await asyncio.gather(policy.sample(prompt.token_ids), policy.sample(prompt.token_ids))
+        best = max(first, second, key=lambda turn: turn.text)
+        ids = prompt.token_ids + best.token_ids
+        zeros = torch.zeros(len(prompt.token_ids))
+        return Rollout(
+            "", prompt, torch.tensor(ids), torch.arange(len(ids)) >= len(zeros),
+            torch.cat([zeros, best.log_probs]), torch.cat([zeros.int(), best.policy_versions]), "stop",
+        )
+    """
+    asked = requests(2)
+    rollouts = play(environment(source), scripted(), asked)
+    assert [r.request_id for r in rollouts] == [r.id for r in asked]
+    for rollout in rollouts:
+        learned = rollout.extras["turns"][rollout.loss_mask]
+        assert set(learned.tolist()) <= {1, 2}
+        assert not rollout.extras["turns"][~rollout.loss_mask].any()
