@@ -40,9 +40,12 @@ def common_vocabulary(run: TrainingRun) -> int:
         ConfigError: their models have different numbers of tokens.
     """
     teacher = _vocabulary(_teacher_model(run))
-    if "model" in run.live or run.plugins.overrides("engine_build_model"):
+    if run.plugins.overrides("engine_build_model"):
         return teacher  # the student's is known once it is built
-    student = _vocabulary(run.config.model.model_copy(update={"path": _student_path(run)}))
+    if live := run.live.get("model"):
+        student = int(live.config.get_text_config().vocab_size) if hasattr(live, "config") else teacher
+    else:
+        student = _vocabulary(run.config.model.model_copy(update={"path": _student_path(run)}))
     if student != teacher:
         raise ConfigError(
             f"teacher.path: its model gives {teacher} tokens (vocab_size), the student's {student}, so their "

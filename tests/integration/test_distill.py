@@ -261,3 +261,15 @@ def test_a_teacher_without_a_tokenizer_is_refused_without_torch(made, other):
     (problem,) = [text for text in check_inputs(trainer.config) if text.startswith("teacher.path")]
     assert "has no tokenizer.json or" in problem
     assert problem.endswith("Expected the teacher's tokenizer there, to compare it with the student's.")
+
+
+def test_a_live_student_of_another_size_of_vocabulary_is_refused(made, teacher):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(teacher)
+    config.vocab_size += 2
+    student = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ConfigError, match=rf"the student's {config.vocab_size}, so their distributions cannot be"
+    ):
+        made(model=student, tokenizer=AutoTokenizer.from_pretrained(teacher)).setup()
