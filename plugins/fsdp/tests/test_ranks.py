@@ -132,7 +132,6 @@ def test_what_does_not_fit_is_refused_by_its_key(ranks):
             {"sharding": "hybrid", "shard_group_size": 3},
             ["actor.fsdp.shard_group_size is 3", "2 ranks", "1, 2"],
         ),
-        ({"sp": 3}, ["actor.fsdp.sp is 3", "2 ranks"]),
         (
             {"wrap": {"layer_classes": ["Qwen3Decoder"]}},
             ["layer_classes", "Did you mean 'Qwen3DecoderLayer'"],

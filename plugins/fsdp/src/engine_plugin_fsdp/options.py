@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine_core.engines.torch_options import ForwardOptions
 from engine_core.specs import Options
 
+LOSS_SCALE = 65536.0
 FloatType = Literal["fp32", "bf16", "fp16"]
 
 
@@ -46,7 +47,7 @@ class FSDPOptions(ForwardOptions):
     """Type of the weights that are kept, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
     mixed_precision: MixedPrecision = MixedPrecision()
     """Types of what is computed and sent."""
-    loss_scale: float = Field(default=65536.0, gt=0)
+    loss_scale: float = Field(default=LOSS_SCALE, gt=0)
     """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
     gradient_sync: Literal["last", "each"] = "last"
     """Gradients are summed over ranks after the ``last`` micro-batch (fewer messages; until then each rank holds whole gradients), or after ``each`` (least memory)."""
@@ -62,8 +63,6 @@ class FSDPOptions(ForwardOptions):
     """Activations that a unit keeps lie in host memory until its backward pass."""
     compile: bool | Literal["auto"] = False
     """Compile each unit and the log-probs with torch.compile; ``auto``: on an accelerator."""
-    sp: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of each micro-batch (Ulysses sequence parallelism): heads are spread over them in attention. Must divide the number of key-value heads and of ranks."""
     loading: Literal["auto", "broadcast", "every_rank"] = "auto"
     """How the model folder is read. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
     weights_bucket_mb: int = Field(default=256, gt=0)
@@ -87,6 +86,6 @@ class FSDPOptions(ForwardOptions):
                 "set param_dtype = 'fp32'."
             )
         # Not whether it is set: a resolved config, as a run folder and the workers have it, sets every key.
-        if self.loss_scale != type(self).model_fields["loss_scale"].default and self.compute_dtype != "fp16":
+        if self.loss_scale != LOSS_SCALE and self.compute_dtype != "fp16":
             raise ValueError("loss_scale has no effect without mixed_precision.param_dtype = 'fp16'.")
         return self

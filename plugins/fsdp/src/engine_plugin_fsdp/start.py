@@ -67,7 +67,7 @@ def tell(
         return
     log.info(
         "%s: sharding '%s' over %d ranks (mesh %s); %d units of %s, and the rest; %d recomputed; weights %.1f MiB, "
-        "at most %.1f MiB on a rank; sequences are spread over %d, each token over %d.",
+        "at most %.1f MiB on a rank.",
         role,
         options.sharding,
         ranks.size,
@@ -77,6 +77,4 @@ def tell(
         len(recomputed),
         bytes_whole / MIB,
         most / MIB,
-        ranks.layout.dp_size,
-        options.sp,
     )
