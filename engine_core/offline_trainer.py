@@ -65,7 +65,7 @@ class StoredRollouts(RolloutSource):
         """The metrics of the rewards that they have; in evaluation, new ones."""
         if not training:
             return super().score(rollouts, step, training=False)
-        given = {name for rollout in rollouts for name in rollout.rewards}
+        given = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
         values = {
             name: [r.rewards[name] for r in rollouts if r.rewards.get(name) is not None] for name in given
         }

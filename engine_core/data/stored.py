@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("engine")
 
 OPEN_FILES = 16
+NOT_GREEDY = (
+    "greedy_reward is missing, here and in all rows, which algorithm.advantage needs: the run that sampled them sampled "
+    "no greedy responses. Use another estimator."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +160,7 @@ def _checked(path: Path, fit: Fit) -> list[list[int]]:
             "%s was sampled at temperature %s; the policy that is trained has rollout.temperature = %s.",
             path, about["temperature"], fit.temperature,
         )  # fmt: skip
-    table = file.table([*TENSORS, "prompt_ids", "group_id", "greedy_reward", "valid"])
+    table = file.table([*TENSORS, "prompt_ids", "group_id", "greedy_reward"])
     for row, wrong in itertools.islice(_wrong(table, fit), 1):
         raise DataError(f"{path}, row {row}: {wrong}")
     groups: dict[int, list[int]] = {}
@@ -181,7 +185,7 @@ def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
         row = int(rows[0])
         yield row, f"its prompt has {lengths['prompt_ids'][row]} tokens, the whole sequence {tokens[row]}."
     owner = np.repeat(np.arange(len(table)), tokens)
-    values = {name: _values(table, name) for name in TENSORS}
+    values = {name: pc.list_flatten(table[name]).to_numpy() for name in TENSORS}
     ids, log_probs = values["token_ids"], values["rollout_log_probs"]
     if len(beyond := np.flatnonzero((ids < 0) | (ids >= fit.vocabulary))):
         at = beyond[0]
@@ -196,23 +200,8 @@ def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
             int(owner[at]),
             f"a sampled token has the log-prob {log_probs[at]}; expected a finite one of at most 0.",
         )
-    if fit.greedy and len(rows := np.flatnonzero(_values(table, "valid") & table["greedy_reward"].is_null())):
-        yield (
-            int(rows[0]),
-            (
-                "greedy_reward is missing, which algorithm.advantage needs: its run sampled no greedy responses. "
-                "Use another estimator."
-            ),
-        )
-
-
-def _values(table: pa.Table, name: str) -> Any:
-    """All values of a column, those of lists one after another, as a numpy array."""
-    import pyarrow.compute as pc
-
-    column = table[name]
-    flat = pc.list_flatten(column) if name in TENSORS else column
-    return flat.to_numpy()
+    if fit.greedy and table["greedy_reward"].null_count == len(table):  # single ones may have failed
+        yield 0, NOT_GREEDY
 
 
 def _check_sizes(files: Sequence[_File]) -> None:

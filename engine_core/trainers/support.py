@@ -10,7 +10,6 @@ from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
-    from engine_core.plugins import PluginSet
     from engine_core.trainers.sampled import SampledRun
 
 log = logging.getLogger("engine")
@@ -25,9 +24,7 @@ def replays_support(run: SampledRun) -> bool:
     config, wanted = run.config, run.config.algorithm.correction.support
     if wanted == "off":
         return False
-    lacking = _lacking(
-        config, run.plugins, [n for n, r in run.roles(training=True).items() if r.kind == "train"]
-    )
+    lacking = _lacking(run)
     if not lacking:
         return True
     why = f"{lacking} has no capability 'support'"
@@ -54,12 +51,17 @@ def cutting_keys(config: EngineConfig) -> str:
     return " and ".join(key for key, cuts in cut.items() if cuts)
 
 
-def _lacking(config: EngineConfig, plugins: PluginSet, roles: list[str]) -> str:
-    """The first engine of the run that cannot; empty where all can."""
-    engines = [("rollout", "rollout_engines", config.rollout.backend)]
-    engines += [(role, "train_engines", config.role(role).backend) for role in roles if role != "critic"]
+def _lacking(run: SampledRun) -> str:
+    """The first engine of the run that cannot; empty where all can. Stored rollouts have a support or have none."""
+    config, roles = run.config, run.roles(training=True)
+    engines = [("rollout", "rollout_engines", config.rollout.backend)] if run.samples else []
+    engines += [
+        (name, "train_engines", config.role(name).backend)
+        for name, role in roles.items()
+        if role.kind == "train" and name != "critic"
+    ]
     for role, kind, backend in engines:
-        spec: Any = plugins.spec(kind, backend)
+        spec: Any = run.plugins.spec(kind, backend)
         if "support" not in spec.capabilities:
             return f"{role}.backend = '{backend}'"
     return ""

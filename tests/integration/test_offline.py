@@ -326,6 +326,20 @@ def test_a_run_without_greedy_responses_cannot_serve_remax(offline):
         trained(made(offline, {"algorithm.advantage": "remax"}))
 
 
+def test_greedy_rewards_of_the_files_are_the_baselines_of_remax(offline, sampled, tmp_path):
+    rollouts = read_rollouts(rollout_file(sampled))
+    for rollout in rollouts:
+        rollout.greedy_reward = None if rollout.group_id == 3 else 0.25  # one greedy response failed
+    file = write_rollouts(tmp_path / "greedy.parquet", 1, rollouts)
+    run = made(offline, {"algorithm.advantage": "remax", "data.train": str(file), "data.shuffle": False})
+    seen = []
+    original = run.with_advantages
+    run.with_advantages = lambda batch: seen.append(batch) or original(batch)
+    trained(run)
+    assert seen[0]["greedy_rewards"].isnan().tolist() == [False] * 12 + [True] * 4
+    assert set(seen[0]["greedy_rewards"][:12].tolist()) == {0.25}
+
+
 def test_unequal_groups_are_learned_from_where_that_is_said(offline, sampled, tmp_path):
     file = changed(sampled, tmp_path, lambda r: r[:-1])
     changes = {"data.train": str(file), "offline": {"unequal_groups": True}}

@@ -229,7 +229,7 @@ def own_stage(replay, tmp_path, text):
 
 def test_a_stage_of_ones_own_remembers_too(replay, tmp_path, monkeypatch):
     text = PLUGIN.format(state=STATE.strip())
-    monkeypatch.setenv("ENGINE_FAULT", "step.sync@2:term")
+    monkeypatch.setenv("ENGINE_FAULT", "step.generate@2:term")
     with pytest.raises(SystemExit):
         own_stage(replay, tmp_path, text).train()
     monkeypatch.delenv("ENGINE_FAULT")
