@@ -258,8 +258,9 @@ def test_a_variable_without_a_token_is_refused_by_name_alone(monkeypatch, value)
         ({"url": "http://host:port/"}, "Port could not be cast"),
         (
             {"url": "http://me:pw@host/"},
-            "a name or password in the address would be written down; set token_env",
+            "a name, password or token in the address would be written down; set token_env",
         ),
+        ({"url": "http://h/score?api_key=abc"}, "a name, password or token in the address"),
         ({"url": "http://h/", "token_env": "SCORER"}, "would not be kept out of logs"),
         ({"url": "http://h/", "columns": ["completions"]}, "cannot be a column here"),
         ({"url": "http://h/", "columns": ["a b"]}, "cannot be a column here"),

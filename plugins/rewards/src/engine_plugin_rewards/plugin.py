@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -111,8 +111,9 @@ class HTTPOptions(Options):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("expected http://HOST:PORT/PATH or https://HOST/PATH.")
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("a name or password in the address would be written down; set token_env.")
+        secret = any(names_secret(name) for name, _ in parse_qsl(parts.query))
+        if secret or parts.username is not None or parts.password is not None:
+            raise ValueError("a name, password or token in the address would be written down; set token_env.")
         _ = parts.port  # refuses one that is no number
         return url
 
