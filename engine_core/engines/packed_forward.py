@@ -139,8 +139,14 @@ class PackedForward:
         return _logits(output)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Downwards only: weights that a sharded engine has gathered in half precision stay in it.
+
+        On CUDA, autocast to float32 is possible, and makes every product of such weights a slow one.
+        """
         own = next(self.module.parameters()).dtype
-        return torch.autocast(self.device.type, self.compute_dtype, enabled=own != self.compute_dtype)
+        if self.compute_dtype.itemsize >= own.itemsize:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
 
     @torch.no_grad()
     def _try(self) -> None:

@@ -85,3 +85,19 @@ def test_transformers_own_attention_gives_the_same_log_probs(make_engine, batch,
     torch.testing.assert_close(
         found, make_engine().infer(batch, ["log_probs"])["log_probs"], rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("weights", "computed", "cast_to"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.float32, None),  # gathered in half precision by a sharded engine
+    ],
+)
+def test_a_forward_pass_is_cast_downwards_only(make_engine, weights, computed, cast_to):
+    engine = make_engine("llama")
+    forward = PackedForward(engine.module.to(weights), torch.device("cuda"), computed, 8)
+    context = forward.autocast()  # is entered nowhere: on CUDA, autocast to float32 is possible
+    assert getattr(context, "fast_dtype", None) == cast_to
