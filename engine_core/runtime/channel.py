@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -103,6 +104,34 @@ class Channel:
                 raise Closed("the connection was closed")
             at += got
         return data
+
+
+class Outbox:
+    """Sends in a thread of its own: an exception that a signal raises where messages are made cuts none in two."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Encoded | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        """Send it after those before it; what it refers to must not change any more.
+
+        Raises:
+            TypeError: it does not cross; nothing is sent.
+        """
+        self._messages.put(encode(message))
+
+    def close(self) -> None:
+        """Until all is sent."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        with contextlib.suppress(Closed):  # whoever receives here is told
+            while (message := self._messages.get()) is not None:
+                self._channel.send(message)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

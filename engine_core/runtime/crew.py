@@ -9,8 +9,10 @@ deadlines; produces: results and errors in the futures of ``send``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +34,12 @@ log = logging.getLogger("engine")
 
 TICK_SECONDS = 0.1
 STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wait for it for ever
+WRITER_SECONDS = (
+    60.0  # the same where one could not write: the others may still be writing, and the run may go on
+)
 STACK_SECONDS = 3.0
 CLOSE_SECONDS = 10.0
+SENDER_SECONDS = 1.0
 
 
 class Reply(Future[Any]):
@@ -88,6 +94,12 @@ class Command:
         """Ranks that have not answered."""
         return [rank for rank in self.ranks if rank not in self.values and rank not in self.errors]
 
+    @property
+    def patience(self) -> float:
+        """Seconds for the others once a rank has failed."""
+        unwritten = any(isinstance(error, OSError) for error in self.errors.values())
+        return WRITER_SECONDS if unwritten else STRAGGLER_SECONDS
+
     def finish(self) -> None:
         """Give the result, or the error that says the most."""
         if self.reply.done():
@@ -130,6 +142,11 @@ class Crew:
         self._warned: dict[str, int] = {}  # warnings, and the rank that gave each first
         self._lock = threading.RLock()
         self._closing = threading.Event()
+        self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._sender = threading.Thread(target=self._send, name="send", daemon=True)
+        self._sender.start()
         for worker in self.workers:
             threading.Thread(
                 target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True
@@ -161,23 +178,12 @@ class Crew:
         """
         ranks = list(messages)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or self.stall_seconds)
-        give_up = (lambda: self._interrupt(command)) if interruptible else (lambda: None)
-        command.reply = Reply(give_up)
-        with self._lock:
-            if self.broken is not None:
-                command.reply.set_exception(self.broken)
-                return command.reply
-            self.open[number] = command
-            for rank in ranks:
-                self.workers[rank].begin(number)
-        for rank, message in messages.items():
-            try:
-                self.workers[rank].channel.send(message)
-            except Closed:  # its reader tells how it ended
-                pass
-            except Exception:  # it does not cross: nothing was sent to this rank
-                self._forget(command)
-                raise
+        command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
+        if self._closing.is_set():
+            command.fail(self._over(command))
+            return command.reply
+        # one step, so that a signal's exception comes before or after it: half a message would lose the worker
+        self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
         return command.reply
 
     def next_number(self) -> int:
@@ -188,7 +194,9 @@ class Crew:
         """End every worker: those that are idle are asked to, the others are killed."""
         if self._closing.is_set():
             return
-        idle = self.broken is None and not self.open
+        self._outgoing.put(None)
+        self._sender.join(SENDER_SECONDS)
+        idle = self.broken is None and not self.open and not self._sender.is_alive()
         self._closing.set()
         if idle:
             for worker in self.workers:
@@ -201,9 +209,29 @@ class Crew:
         self._watcher.join()
         with self._lock:
             for command in self.open.values():
-                first = self.workers[command.ranks[0]]
-                command.fail(WorkerLost(command.what[0], first.rank, first.host, "the run has ended"))
+                command.fail(self._over(command))
             self.open.clear()
+
+    def _over(self, command: Command) -> WorkerLost:
+        first = self.workers[command.ranks[0]]
+        return WorkerLost(command.what[0], first.rank, first.host, "the run has ended")
+
+    def _send(self) -> None:
+        """Put commands into mailboxes, in the order in which they were given."""
+        while (item := self._outgoing.get()) is not None:
+            command, messages = item
+            with self._lock:
+                if self.broken is not None:
+                    if command is not None:
+                        command.fail(self.broken)
+                    continue
+                if command is not None:
+                    self.open[command.number] = command
+                    for rank in messages:
+                        self.workers[rank].begin(command.number)
+            for rank, message in messages.items():
+                with contextlib.suppress(Closed):  # its reader tells how it ended
+                    self.workers[rank].channel.send(message)
 
     # -- answers ------------------------------------------------------------
 
@@ -265,17 +293,7 @@ class Crew:
 
     def _interrupt(self, command: Command) -> None:
         """Nobody waits for it any more."""
-        for rank in command.waiting:
-            try:
-                self.workers[rank].channel.send({"kind": "interrupt", "id": command.number})
-            except Closed:
-                continue
-
-    def _forget(self, command: Command) -> None:
-        with self._lock:
-            self.open.pop(command.number, None)
-            for rank in command.ranks:
-                self.workers[rank].finish(command.number)
+        self._outgoing.put((None, dict.fromkeys(command.ranks, message_to(command.number, "interrupt"))))
 
     # -- losses -------------------------------------------------------------
 
@@ -299,7 +317,7 @@ class Crew:
             with self._lock:
                 commands = list(self.open.values())
             for command in commands:
-                if command.failed_at and command.waiting and now - command.failed_at > STRAGGLER_SECONDS:
+                if command.failed_at and command.waiting and now - command.failed_at > command.patience:
                     self._leave_stragglers(command)
             for worker in self.workers:
                 number, since = worker.at()
@@ -322,11 +340,8 @@ class Crew:
     def _stalled(self, command: Command) -> None:
         """Ask every rank where it is, tell it, and lose the one that the others wait for."""
         self.stacks.clear()
-        for worker in self.workers:
-            try:
-                worker.channel.send({"kind": "stacks"})
-            except Closed:
-                continue
+        for worker in self.workers:  # from threads: a process that is stopped reads nothing
+            threading.Thread(target=_ask_where, args=(worker,), daemon=True).start()
         deadline = time.monotonic() + STACK_SECONDS
         while len(self.stacks) < len(self.workers) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
@@ -335,6 +350,15 @@ class Crew:
         )
         log.error("Where every rank is:\n%s", stacks)
         self._lose(self.workers[blamed], cause, command.what[0])
+
+
+def _ask_where(worker: WorkerHandle) -> None:
+    with contextlib.suppress(Closed):
+        worker.channel.send({"kind": "stacks"})
+
+
+def _encoded(message: Any) -> Encoded:
+    return message if isinstance(message, Encoded) else encode(message)
 
 
 def message_to(number: int, kind: str, **fields: Any) -> Encoded:

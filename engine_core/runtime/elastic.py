@@ -161,7 +161,9 @@ def _work(launch: Launch, told: Mapping[str, Any]) -> None:
     channel = connect((told["host"], told["port"]), token, launch.rank, 60.0)
     with channel.socket as connection:
         command = [sys.executable, "-m", "engine_core.runtime.worker", str(connection.fileno())]
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno()])
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno()], start_new_session=True
+        )
     code = child.wait()
     if code < 0:
         print(

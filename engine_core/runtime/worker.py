@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from engine_core.runtime.channel import Channel, Closed, listen
+from engine_core.runtime.channel import Channel, Closed, Outbox, listen
 from engine_core.runtime.remote_errors import pack
 from engine_core.runtime.transport import received_weights, send_weights
 
@@ -46,7 +46,7 @@ class Worker:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+        self.channel, self.outbox = channel, Outbox(channel)
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self.host: EngineHost
         self.order: dict[str, Any] = {}
@@ -77,20 +77,20 @@ class Worker:
             finally:
                 self.current = None
         except (Exception, SystemExit, Interrupted) as error:
-            self.channel.send({"id": number, "error": pack(error)})
+            self.outbox.put({"id": number, "error": pack(error)})
             return
         if isinstance(value, Future):
-            self.channel.send({"id": number, "pending": True})
+            self.outbox.put({"id": number, "pending": True})
             value.add_done_callback(lambda future: self._settle(number, future))
             return
         try:
-            self.channel.send({"id": number, "value": value})
+            self.outbox.put({"id": number, "value": value})
         except TypeError as error:
-            self.channel.send({"id": number, "error": pack(error)})
+            self.outbox.put({"id": number, "error": pack(error)})
 
     def _settle(self, number: int, future: Future[Any]) -> None:
         error = future.exception()
-        self.channel.send({"id": number, "settled": True, "error": pack(error) if error else None})
+        self.outbox.put({"id": number, "settled": True, "error": pack(error) if error else None})
 
     # -- commands -----------------------------------------------------------
 
@@ -164,17 +164,17 @@ class Worker:
                     self.dropped.add(message["id"])
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 elif message["kind"] == "stacks":
-                    self.channel.send({"stacks": where(threading.main_thread().ident or 0)})
+                    self.outbox.put({"stacks": where(threading.main_thread().ident or 0)})
                 else:
                     self._closing = message["kind"] == "close"
                     self.mailbox.put(message)
         except Closed:
             if not self._closing:
-                os._exit(CONTROLLER_GONE)
+                end_at_once(CONTROLLER_GONE)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)
+            end_at_once(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.current in self.dropped:
@@ -182,7 +182,7 @@ class Worker:
             raise Interrupted
 
     def _forward_logs(self, level: int) -> None:
-        handler = _ToController(self.channel)
+        handler = _ToController(self.outbox)
         for name in ("engine", "engine_core"):
             logging.getLogger(name).setLevel(level)
             logging.getLogger(name).addHandler(handler)
@@ -195,22 +195,29 @@ class Worker:
         if self.listener is not None:
             self.listener.close()
         leave_pool()
+        self.outbox.close()
 
 
 class _ToController(logging.Handler):
     """Log records go to the controller, which writes them down."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         super().__init__()
-        self.channel = channel
+        self.outbox = outbox
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            with contextlib.suppress(Closed):
-                self.channel.send({"log": self.format(record), "name": record.name, "level": record.levelno})
+            self.outbox.put({"log": self.format(record), "name": record.name, "level": record.levelno})
         except Exception:
             self.handleError(record)
+
+
+def end_at_once(code: int) -> None:
+    """End this process, and what an engine has started in its session."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(code)
 
 
 def where(thread: int) -> list[tuple[str, int, str]]:

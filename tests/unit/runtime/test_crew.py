@@ -214,6 +214,8 @@ def test_after_close_nothing_is_left_open(make):
     crew.close()
     with pytest.raises(WorkerLost, match="the run has ended"):
         reply.result(10)
+    with pytest.raises(WorkerLost, match="the run has ended"):
+        send(crew).result(10)
     for worker in crew.scripted:
         worker.thread.join(10)
         assert not worker.thread.is_alive()
