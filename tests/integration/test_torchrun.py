@@ -90,12 +90,13 @@ def test_one_process_is_the_local_run_bit_for_bit(settings):
     assert {name.split("/")[0] for name in local["files"]} == {"actor", "ref"}
 
 
-def test_two_ranks_sample_and_learn_the_same(settings, monkeypatch):
+@pytest.mark.parametrize("backend", ["data_parallel", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_ranks_sample_and_learn_the_same(settings, monkeypatch, backend):
     monkeypatch.setattr(
         EngineHost, "_can_share", lambda self: False
     )  # a sampler with weights of its own, as on ranks
     local = train(settings, {"run.name": "local"})
-    two = train(settings, {"run.name": "two", **TWO})
+    two = train(settings, {"run.name": "two", **TWO, "actor.backend": backend})
     assert two["samples"] == local["samples"]
     for mine, theirs in zip(two["metrics"], local["metrics"], strict=True):
         assert mine.keys() == theirs.keys()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.elastic import launched
 
 CONFORMANCE = Path(__file__).parents[1] / "conformance"
 RUN = """
@@ -133,11 +132,3 @@ def test_a_node_with_another_token_gets_no_part_in_the_run(folder):
         not list(folder.glob("runs/nodes/metrics.jsonl"))
         or not (folder / "runs/nodes/metrics.jsonl").read_text()
     )
-
-
-def test_what_torchrun_tells_is_read():
-    told = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    launch = launched({**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
-    assert (launch.rank, launch.world_size, [launch.local_rank(r) for r in range(4)]) == (3, 4, [0, 1, 0, 1])
-    assert launch.host == "127.0.0.1"
-    assert launched({"RANK": "3", "WORLD_SIZE": "4"}) is None

@@ -1,0 +1,52 @@
+"""What an external torchrun tells a process; tests/integration/test_two_nodes.py starts one."""
+
+import pytest
+
+from engine_core.errors import ConfigError
+from engine_core.runtime.elastic import controlling, launched, loopback_interface
+
+TOLD = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_rank_world_and_rendezvous_are_read():
+    launch = launched(TOLD)
+    assert (launch.rank, launch.world_size) == (3, 4)
+    assert [launch.local_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert launch.store_of("train") == ("127.0.0.1", 29500, "engine/0/0/train")
+    assert launched({**TOLD, "TORCHELASTIC_RESTART_COUNT": "2"}).store_of("a")[2] == "engine/2/0/a"
+
+
+def test_the_control_channel_is_on_the_address_that_leads_to_the_others():
+    assert launched(TOLD).host == "127.0.0.1"
+
+
+def test_without_torchrun_there_is_nothing_to_read_and_the_command_is_ours(monkeypatch):
+    for name in TOLD:
+        monkeypatch.delenv(name, raising=False)
+    assert launched() is None
+    assert launched({"RANK": "3", "WORLD_SIZE": "4"}) is None  # another launcher's
+    with controlling() as ours:
+        assert ours
+
+
+def test_only_the_first_rank_runs_the_command(monkeypatch):
+    for name, value in TOLD.items():
+        monkeypatch.setenv(name, value)
+    with controlling() as ours:
+        assert not ours
+
+
+def test_nodes_of_different_sizes_are_refused():
+    with pytest.raises(ConfigError, match=r"5 processes over nodes of 2.*--nproc-per-node"):
+        launched({**TOLD, "WORLD_SIZE": "5"})
+
+
+def test_the_loopback_interface_has_a_name():
+    assert loopback_interface() in {"lo", "lo0"}
