@@ -22,8 +22,8 @@ from engine_core.errors import ConfigError
 if TYPE_CHECKING:
     from engine_core.engines.precision import Precision
 
-PROBE = """Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many \
-clips did she sell altogether in April and May? In May she sold 48 / 2 = 24 clips, which makes 48 + 24 = 72.
+PROBE = """A baker makes 36 rolls in the morning and sells all but 5 of them. In the afternoon she makes half as many \
+again. How many rolls has she made, and how many are left of the morning's? She has made 36 + 18 = 54 rolls; 5 are left.
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 """
