@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.algorithms.requirements import GREEDY, plan_run
-from engine_core.config.choices import OPTIONAL_ROLES, places, prepared, used_names
+from engine_core.config.choices import OPTIONAL_ROLES, bare, places, prepared, used_names
 from engine_core.config.dump import as_data
 from engine_core.config.evaluation import held_out_sets
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
@@ -293,9 +293,14 @@ def _load(raw: RawConfig) -> PluginSet:
     entries = raw.data.get("plugins")
     modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
 
-    def load(sections: Collection[str] | None) -> tuple[PluginSet, list[tuple[str, str, str]]]:
+    def load(
+        sections: Collection[str] | None, trainer: TrainerSpec | None = None
+    ) -> tuple[PluginSet, list[tuple[str, str, str]]]:
+        names = used_names(raw.data, sections)
+        if trainer is not None:
+            names |= {kind: {name} for _, kind, name in _chosen_by_trainer(raw, trainer)}
         try:
-            return PluginSet.load(used_names(raw.data, sections), modules, raw.folder, raw.allow_code), []
+            return PluginSet.load(names, modules, raw.folder, raw.allow_code), []
         except PluginProblems as error:
             return error.loaded, error.problems
 
@@ -304,12 +309,22 @@ def _load(raw: RawConfig) -> PluginSet:
     sections = trainers[0].sections if trainers else frozenset()
     if trainers and not _asks_for_scores(raw):
         sections -= trainers[0].for_eval
-    plugins, more = load(sections or None)  # one that names none reads all
+    plugins, more = load(sections or None, trainers[0] if trainers else None)  # one that names none reads all
     if trainers:
         problems = more
     if problems:  # without a trainer nobody knows what else the run needs: that is judged, not asked for
         raise PluginProblems(problems, plugins)
     return plugins
+
+
+def _chosen_by_trainer(raw: RawConfig, trainer: TrainerSpec) -> Iterator[tuple[str, str, str]]:
+    """Key, kind and name of what the trainer's own table chooses: ``dpo.loss``."""
+    table = bare(str(raw.data.get("trainer", "rl")))
+    given = raw.data.get(table)
+    for key, kind in getattr(trainer.config, "chooses", {}).items():
+        name = (given if isinstance(given, dict) else {}).get(key, trainer.config.model_fields[key].default)
+        if isinstance(name, str):
+            yield f"{table}.{key}", kind, name
 
 
 def _asks_for_scores(raw: RawConfig) -> bool:
@@ -336,8 +351,14 @@ def _where(raw: RawConfig, kind: str, name: str) -> str:
                 path = (*place.path, chosen.key)
                 origin = raw.origins.get(key_text(path))
                 return f"{origin}: {key_text(path)}: " if origin else f"{key_text(path)} (default): "
-    origin = raw.origins.get("plugins") if kind == "plugins" else None
-    return f"{origin}: plugins: " if origin else ""
+    if kind == "plugins" and (origin := raw.origins.get("plugins")):
+        return f"{origin}: plugins: "
+    table = bare(str(raw.data.get("trainer", "")))
+    given = raw.data.get(table)
+    for key, value in given.items() if isinstance(given, dict) else ():  # what a trainer's own table chooses
+        if value == name and (origin := raw.origins.get(f"{table}.{key}")):
+            return f"{origin}: {table}.{key}: "
+    return ""
 
 
 def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:

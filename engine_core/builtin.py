@@ -29,12 +29,21 @@ from engine_core.algorithms.loss_options import (
     SAPOOptions,
     VESPOOptions,
 )
-from engine_core.algorithms.preference_options import DPOOptions, KTOOptions, RewardModelOptions
+from engine_core.algorithms.preference_options import PAIR_LOSSES, DPOOptions, KTOOptions, RewardModelOptions
 from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions, ReplayCacheOptions
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
 from engine_core.runtime.options import LocalOptions, TorchrunOptions
-from engine_core.specs import Advantage, Loss, RuntimeSpec, Stage, TrackerSpec, TrainBackend, TrainerSpec
+from engine_core.specs import (
+    Advantage,
+    Loss,
+    PairLoss,
+    RuntimeSpec,
+    Stage,
+    TrackerSpec,
+    TrainBackend,
+    TrainerSpec,
+)
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
 from engine_core.trainers.options import DistillOptions, OfflineOptions, SFTOptions
 
@@ -154,6 +163,11 @@ def engine_losses() -> Mapping[str, Loss]:
         "sapo": Loss(load=token + "sapo", config=SAPOOptions, aggregation=of_rollout),
         "vespo": Loss(load=sequence + "vespo", config=VESPOOptions),
     }
+
+
+@hookimpl
+def engine_pair_losses() -> Mapping[str, PairLoss]:
+    return PAIR_LOSSES
 
 
 @hookimpl

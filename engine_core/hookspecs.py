@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         Advantage,
         Environment,
         Loss,
+        PairLoss,
         Reward,
         RolloutBackend,
         RuntimeSpec,
@@ -221,6 +222,26 @@ def engine_losses() -> Mapping[str, Loss]:
         prepares columns that are statistics over a whole mini-batch.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_pair_losses() -> Mapping[str, PairLoss]:
+    """Offer losses of pairs of responses: ``[dpo] loss = "NAME"``.
+
+    :returns: ``PairLoss`` by name, which declares what its function is given and which keys of ``[dpo]`` it reads::
+
+            def squared(chosen, rejected, beta):
+                return (1 - beta * (chosen - rejected)) ** 2
+
+
+            @hookimpl
+            def engine_pair_losses():
+                return {"squared": PairLoss(load=squared)}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.pair_losses``.
 
     Called once in every process that loads plugins, before any model is built. Not collective.
     """

@@ -388,7 +388,7 @@ def _shown(value: Any) -> str:
 
 def _check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
     """Refuse a function, or a class and its objects, that its caller could not call."""
-    options = set(spec.config.model_fields)
+    options = set(spec.config.model_fields) | getattr(spec, "keywords", frozenset())
     if issubclass(spec.config, RefillOptions):  # read by the trainer, not by the stage
         options -= set(RefillOptions.model_fields)
     if not (isinstance(found, type) and spec.makes_objects):

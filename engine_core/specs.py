@@ -11,13 +11,20 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Options(BaseModel):
-    """Base of every option table: unknown keys are refused, every field has a docstring below it."""
+    """Base of every option table: unknown keys are refused, every field has a docstring below it.
+
+    Attributes:
+        chooses: keys of a trainer's table that choose something by name, and the kind of these names
+            (``{"loss": "pair_losses"}``); the plugins behind them are loaded.
+    """
+
+    chooses: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -159,6 +166,43 @@ class Loss(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairLoss(Spec):
+    """A loss of pairs of responses, ``f(chosen, rejected, beta=..., **keys) -> [P]``, for trainer ``dpo``.
+
+    ``chosen`` and ``rejected`` [P] are the scores of the two responses, with gradient: log-ratios to the
+    reference (log-probs without one), as sums over tokens or their means.
+
+    Args:
+        reference: it compares with a reference model.
+        divergence: `dpo.f_divergence` may be chosen.
+        normalised: scores are means over tokens, unless `dpo.length_normalise` says otherwise.
+        may_normalise: that key may say otherwise.
+        sft_coef: what `dpo.sft_coef` is unless set.
+        reads: other keys of ``[dpo]`` that the function receives: ``label_smoothing``, ``simpo_gamma``,
+            ``discopop_tau``. It has no option table of its own.
+        statistic: a column over the mini-batch that it needs, see ``preference_columns``: with ``order`` and
+            ``mean`` the function also receives ``shift`` [P], with ``matching`` pairs are formed anew by rank.
+    """
+
+    kind = "pair_losses"
+    noun = "pair loss"
+    given = ("chosen", "rejected")
+    reference: bool = True
+    divergence: bool = True
+    normalised: bool = False
+    may_normalise: bool = True
+    sft_coef: float = 0.0
+    reads: frozenset[str] = frozenset()
+    statistic: Literal["", "order", "matching", "mean"] = ""
+
+    @property
+    def keywords(self) -> frozenset[str]:
+        """What the function receives by name."""
+        shift = {"shift"} if self.statistic in ("order", "mean") else set()
+        return frozenset({"beta", *self.reads, *shift})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage(Spec):
     """A step between rewards and advantages: ``f(rollouts, step, **options) -> (rollouts, metrics)``.
 
@@ -244,6 +288,7 @@ TABLE_SPECS: Mapping[str, type[Spec]] = {
         Reward,
         Advantage,
         Loss,
+        PairLoss,
         Stage,
         Environment,
         TrackerSpec,

@@ -6,9 +6,10 @@ the sequences it sees, and metrics that are summed over micro-batches (``max/`` 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,11 +20,13 @@ from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses_value import value as value_loss
 from engine_core.algorithms.preference_objectives import kto, preference, reward_model
+from engine_core.algorithms.preference_options import PAIR_LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine_core.plugins import PluginSet
+    from engine_core.specs import PairLoss
     from engine_core.types import Batch, LossCall
 
 Objective = Callable[[Mapping[str, "Tensor"], "Batch"], "tuple[Tensor, dict[str, Tensor]]"]
@@ -35,8 +38,13 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
     Args:
         call: ``policy`` (a policy loss of the table, with KL, entropy and correction), ``value`` (a
             critic's), ``nll``, ``distill``, or one of ``preference_objectives``.
-        plugins: the worker's own, which know the policy losses.
+        plugins: the worker's own, which know the policy losses and the pair losses.
     """
+    if call.name == "preference" and call.parameters["loss"] not in PAIR_LOSSES:
+        name = call.parameters["loss"]
+        found = plugins.function("pair_losses", name)
+        offered = dataclasses.replace(cast("PairLoss", plugins.spec("pair_losses", name)), load=found)
+        return partial(preference, **call.parameters, offered=offered)
     if call.name in OBJECTIVES:
         return partial(OBJECTIVES[call.name], **call.parameters)
     if call.name == "policy":

@@ -39,7 +39,6 @@ made before the update, so that no loss depends on how the mini-batch is split: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,53 +73,11 @@ def f_score(log_ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tensor:
     raise ValueError(f"Unknown f-divergence '{divergence}'. Known: reverse_kl, forward_kl, js, alpha.")
 
 
-def pair_loss(
-    name: str,
-    chosen: Tensor,
-    rejected: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    simpo_gamma: float = 0.5,
-    discopop_tau: float = 0.05,
-    shift: Tensor | None = None,
-) -> Tensor:
-    """The loss of each pair, by name: see the table above.
-
-    Args:
-        name: of the table.
-        chosen: [P] scores; mean log-probs for ``orpo`` and ``simpo``, log-probs for ``cpo``.
-        rejected: [P], the same of the rejected responses.
-        beta: over 0.
-        label_smoothing: e.
-        simpo_gamma: γ of ``simpo``.
-        discopop_tau: τ of ``discopop``.
-        shift: [P], of ``aot`` and ``bco_pair``, without gradient.
-
-    Returns:
-        [P], with gradient to both.
-    """
-    if name not in _LOSSES:
-        raise ValueError(f"Unknown pair loss '{name}'. Known: {', '.join(sorted(_LOSSES))}.")
-    options: dict[str, float | Tensor] = {"beta": beta}
-    if name in ("cdpo", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo"):
-        options["label_smoothing"] = label_smoothing
-    if name == "simpo":
-        options["simpo_gamma"] = simpo_gamma
-    if name == "discopop":
-        options["discopop_tau"] = discopop_tau
-    if name in ("aot", "bco_pair"):
-        if shift is None:
-            raise ValueError(f"The pair loss '{name}' needs the column 'shift'.")
-        options["shift"] = shift
-    return _LOSSES[name](chosen, rejected, **options)
-
-
-def _sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return -logsigmoid(beta * (chosen - rejected))
 
 
-def _cdpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+def cdpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     return _smoothed(beta * (chosen - rejected), label_smoothing)
 
 
@@ -128,58 +85,58 @@ def _smoothed(logits: Tensor, e: float) -> Tensor:
     return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 
 
-def _robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     logits, e = beta * (chosen - rejected), label_smoothing
     return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
 
 
-def _hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return torch.relu(1 - beta * (chosen - rejected))
 
 
-def _ipo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def ipo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return (chosen - rejected - 1 / (2 * beta)) ** 2
 
 
-def _exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     logits = beta * (chosen - rejected)
     aims = torch.tensor([1 - label_smoothing, label_smoothing], dtype=torch.float64).log().tolist()
     signed = zip((logits, -logits), aims, strict=True)
     return torch.stack([one.sigmoid() * (logsigmoid(one) - aim) for one, aim in signed]).sum(0)
 
 
-def _nca_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def nca_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     better, worse = beta * chosen, beta * rejected
     return -logsigmoid(better) - 0.5 * logsigmoid(-better) - 0.5 * logsigmoid(-worse)
 
 
-def _bco_pair(chosen: Tensor, rejected: Tensor, *, beta: float, shift: Tensor) -> Tensor:
+def bco_pair(chosen: Tensor, rejected: Tensor, *, beta: float, shift: Tensor) -> Tensor:
     return -logsigmoid(beta * chosen - shift) - logsigmoid(shift - beta * rejected)
 
 
-def _sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
 
 
-def _aot(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float, shift: Tensor) -> Tensor:
+def aot(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float, shift: Tensor) -> Tensor:
     return _smoothed(beta * (chosen - rejected + shift), label_smoothing)
 
 
-def _apo_zero(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def apo_zero(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return (-beta * chosen).sigmoid() + (beta * rejected).sigmoid()
 
 
-def _apo_down(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def apo_down(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return (beta * chosen).sigmoid() + (-beta * (chosen - rejected)).sigmoid()
 
 
-def _discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
+def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
     logits = beta * (chosen - rejected)
     blend = (logits / discopop_tau).sigmoid()
     return (1 - blend) * softplus(-logits) + blend * (-logits).clamp(max=MOST).exp()
 
 
-def _orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return -beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
@@ -189,29 +146,7 @@ def _log_odds(log_prob: Tensor) -> Tensor:
     return held - (-torch.expm1(held)).log()
 
 
-def _simpo(
+def simpo(
     chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float, simpo_gamma: float
 ) -> Tensor:
     return _smoothed(beta * (chosen - rejected) - simpo_gamma, label_smoothing)
-
-
-_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "aot": _aot,
-    "aot_unpaired": _cdpo,
-    "apo_down": _apo_down,
-    "apo_zero": _apo_zero,
-    "bco_pair": _bco_pair,
-    "cdpo": _cdpo,
-    "cpo": _cdpo,
-    "discopop": _discopop,
-    "exo_pair": _exo_pair,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "nca_pair": _nca_pair,
-    "orpo": _orpo,
-    "robust": _robust,
-    "sigmoid": _sigmoid,
-    "sigmoid_norm": _sigmoid,
-    "simpo": _simpo,
-    "sppo_hard": _sppo_hard,
-}

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import logsigmoid
 
-from engine_core.algorithms.preference import f_score, pair_loss
+from engine_core.algorithms.preference import f_score
 from engine_core.algorithms.preference_columns import log_ratios, policy_weights, response_log_probs, sides
+from engine_core.algorithms.preference_options import PAIR_LOSSES
+from engine_core.errors import PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine_core.specs import PairLoss
     from engine_core.types import Batch
 
 
@@ -35,6 +38,7 @@ def preference(
     simpo_gamma: float = 0.5,
     discopop_tau: float = 0.05,
     wpo: bool = False,
+    offered: PairLoss | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean of a pair loss, and ``sft_coef`` times the mean -log p of the chosen tokens.
 
@@ -45,11 +49,12 @@ def preference(
         outputs: ``log_probs`` [T], with gradient; ``sum_pi_squared`` [T] with ``wpo``.
         batch: whole pairs, with ``pair_share``, ``weights``, ``chosen`` and, as the loss needs them,
             ``ref_log_probs`` [T], ``tail_weights`` [T] and ``shift`` [B].
-        loss: see ``preference.pair_loss``, also for the options not named here.
+        loss: name of a pair loss; it is given the options that it reads.
         normalise: log-ratios are means over tokens.
         f_divergence: see ``preference.f_score``.
         f_alpha: of the divergence ``alpha``.
         sft_coef: weight of the likelihood.
+        offered: the loss, where it is not one of the core's.
         wpo: each pair's loss (not its likelihood) times ``preference_columns.policy_weights``.
 
     Returns:
@@ -58,16 +63,13 @@ def preference(
     better, worse = sides(batch)
     ratio = log_ratios(outputs["log_probs"], batch, normalise)
     score = f_score(ratio, f_divergence, f_alpha)
-    losses = pair_loss(
-        loss,
-        score[better],
-        score[worse],
-        beta=beta,
-        label_smoothing=label_smoothing,
-        simpo_gamma=simpo_gamma,
-        discopop_tau=discopop_tau,
-        shift=batch["shift"][better] if "shift" in batch else None,
-    )
+    given = {
+        "beta": beta,
+        "label_smoothing": label_smoothing,
+        "simpo_gamma": simpo_gamma,
+        "discopop_tau": discopop_tau,
+    }
+    losses = _pair_losses(offered or PAIR_LOSSES[loss], loss, score, batch, given)
     share = batch["pair_share"][better]
     metrics = {}
     if wpo:
@@ -85,6 +87,30 @@ def preference(
         "actor/nll": nll.detach(),
     }
     return total, metrics
+
+
+def _pair_losses(
+    spec: PairLoss, name: str, scores: Tensor, batch: Batch, options: Mapping[str, float]
+) -> Tensor:
+    """[P], from [B] scores.
+
+    Raises:
+        ValueError: the column ``shift`` is missing.
+        PluginError: the function gave something else than one number a pair.
+    """
+    given: dict[str, float | Tensor] = {key: options[key] for key in spec.keywords if key != "shift"}
+    better, worse = sides(batch)
+    if "shift" in spec.keywords:
+        if "shift" not in batch:
+            raise ValueError(f"The pair loss '{name}' needs the column 'shift'.")
+        given["shift"] = batch["shift"][better]
+    losses = spec.resolve()(scores[better], scores[worse], **given)
+    if not isinstance(losses, torch.Tensor) or losses.shape != better.shape:
+        got = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise PluginError(
+            f"dpo.loss = '{name}' must give [P] = [{len(better)}], one loss a pair; it gave {got}."
+        )
+    return losses
 
 
 def kto(

@@ -2,88 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from engine_core.specs import Options
+from engine_core.specs import Options, PairLoss
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
-class PairLossTraits:
-    """What a pair loss is made of, besides its function in ``preference``."""
-
-    reference: bool = True  # compares with a reference model
-    divergence: bool = True  # `f_divergence` may be chosen
-    normalised: bool = False  # log-ratios are means over tokens unless `length_normalise` says otherwise
-    may_normalise: bool = True
-    sft_coef: float = 0.0  # unless the key says otherwise
-    reads: frozenset[str] = frozenset()  # options of its own
-    statistic: Literal["", "order", "matching", "mean"] = (
-        ""  # a column over the mini-batch, see preference_columns
-    )
-
-
 _SMOOTHED = frozenset({"label_smoothing"})
 
-PAIR_LOSSES: dict[str, PairLossTraits] = {
-    "aot": PairLossTraits(divergence=False, reads=_SMOOTHED, statistic="order"),
-    "aot_unpaired": PairLossTraits(divergence=False, reads=_SMOOTHED, statistic="matching"),
-    "apo_down": PairLossTraits(divergence=False),
-    "apo_zero": PairLossTraits(divergence=False),
-    "bco_pair": PairLossTraits(statistic="mean"),
-    "cdpo": PairLossTraits(reads=_SMOOTHED),
-    "cpo": PairLossTraits(reference=False, divergence=False, sft_coef=1.0, reads=_SMOOTHED),
-    "discopop": PairLossTraits(reads=frozenset({"discopop_tau"})),
-    "exo_pair": PairLossTraits(reads=_SMOOTHED),
-    "hinge": PairLossTraits(),
-    "ipo": PairLossTraits(normalised=True),
-    "nca_pair": PairLossTraits(),
-    "orpo": PairLossTraits(
-        reference=False, divergence=False, normalised=True, may_normalise=False, sft_coef=1.0
+_HERE = "engine_core.algorithms.preference:"
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "aot": PairLoss(load=_HERE + "aot", divergence=False, reads=_SMOOTHED, statistic="order"),
+    "aot_unpaired": PairLoss(load=_HERE + "cdpo", divergence=False, reads=_SMOOTHED, statistic="matching"),
+    "apo_down": PairLoss(load=_HERE + "apo_down", divergence=False),
+    "apo_zero": PairLoss(load=_HERE + "apo_zero", divergence=False),
+    "bco_pair": PairLoss(load=_HERE + "bco_pair", statistic="mean"),
+    "cdpo": PairLoss(load=_HERE + "cdpo", reads=_SMOOTHED),
+    "cpo": PairLoss(load=_HERE + "cdpo", reference=False, divergence=False, sft_coef=1.0, reads=_SMOOTHED),
+    "discopop": PairLoss(load=_HERE + "discopop", reads=frozenset({"discopop_tau"})),
+    "exo_pair": PairLoss(load=_HERE + "exo_pair", reads=_SMOOTHED),
+    "hinge": PairLoss(load=_HERE + "hinge"),
+    "ipo": PairLoss(load=_HERE + "ipo", normalised=True),
+    "nca_pair": PairLoss(load=_HERE + "nca_pair"),
+    "orpo": PairLoss(
+        load=_HERE + "orpo",
+        reference=False,
+        divergence=False,
+        normalised=True,
+        may_normalise=False,
+        sft_coef=1.0,
     ),
-    "robust": PairLossTraits(reads=_SMOOTHED),
-    "sigmoid": PairLossTraits(),
-    "sigmoid_norm": PairLossTraits(normalised=True, may_normalise=False),
-    "simpo": PairLossTraits(
+    "robust": PairLoss(load=_HERE + "robust", reads=_SMOOTHED),
+    "sigmoid": PairLoss(load=_HERE + "sigmoid"),
+    "sigmoid_norm": PairLoss(load=_HERE + "sigmoid", normalised=True, may_normalise=False),
+    "simpo": PairLoss(
+        load=_HERE + "simpo",
         reference=False,
         divergence=False,
         normalised=True,
         may_normalise=False,
         reads=_SMOOTHED | {"simpo_gamma"},
     ),
-    "sppo_hard": PairLossTraits(),
+    "sppo_hard": PairLoss(load=_HERE + "sppo_hard"),
 }
+"""The core's own."""
 
 
 class DPOOptions(Options):
     """``[dpo]``"""
 
-    loss: Literal[
-        "sigmoid",
-        "hinge",
-        "ipo",
-        "robust",
-        "cdpo",
-        "exo_pair",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "aot",
-        "aot_unpaired",
-        "apo_zero",
-        "apo_down",
-        "discopop",
-        "sigmoid_norm",
-        "orpo",
-        "simpo",
-        "cpo",
-    ] = "sigmoid"
-    """What a pair of responses costs; ``orpo``, ``simpo`` and ``cpo`` build no reference model."""
+    chooses = {"loss": "pair_losses"}
+    _spec: PairLoss | None = PrivateAttr(None)  # of a plugin's loss
+
+    loss: str = "sigmoid"
+    """What a pair of responses costs, by name (``engine plugins``); ``orpo``, ``simpo`` and ``cpo`` build no reference model."""
     beta: Temperature = 0.1
     """Factor from log-ratios to rewards; larger stays closer to the reference. SimPO's paper has 2 and more, IPO's calls it tau."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -111,7 +88,17 @@ class DPOOptions(Options):
 
     @model_validator(mode="after")
     def _is_read(self) -> DPOOptions:
-        traits, given = PAIR_LOSSES[self.loss], self.model_fields_set
+        if self.loss in PAIR_LOSSES:  # a plugin's is judged when it is loaded
+            self.judge(PAIR_LOSSES[self.loss])
+        return self
+
+    def judge(self, traits: PairLoss) -> None:
+        """Refuse keys that the loss does not read.
+
+        Raises:
+            ValueError: the first of them.
+        """
+        given = self.model_fields_set
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         changed = {name for name in given if getattr(self, name) != defaults[name]}
         for name in sorted(changed & {"label_smoothing", "simpo_gamma", "discopop_tau"}):
@@ -128,18 +115,23 @@ class DPOOptions(Options):
             raise ValueError(
                 f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalise."
             )
-        if self.ld_alpha is not None and self.normalises:
+        means = traits.normalised if self.length_normalise is None else self.length_normalise
+        if self.ld_alpha is not None and means:
             raise ValueError(
                 f"ld_alpha weighs the tail of a sum over tokens, and loss = '{self.loss}' is over means here. Remove it."
             )
         if self.loss == "exo_pair" and self.label_smoothing == 0:
             raise ValueError("loss = 'exo_pair' needs label_smoothing over 0; its paper has 1e-3.")
-        return self
 
     @property
-    def traits(self) -> PairLossTraits:
+    def traits(self) -> PairLoss:
         """Of the loss."""
-        return PAIR_LOSSES[self.loss]
+        return self._spec or PAIR_LOSSES[self.loss]
+
+    def of(self, spec: PairLoss) -> DPOOptions:
+        """These options, with what the loss is made of."""
+        self._spec = spec
+        return self
 
     @property
     def needs_reference(self) -> bool:

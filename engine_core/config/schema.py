@@ -29,6 +29,10 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
         for key, kind, _ in choices:
             table = schema if model is EngineConfig else definitions[model.__name__]
             _mount(table, key, specs.get(kind, {}), definitions)
+    for name, spec in specs.get("trainers", {}).items():  # what a trainer's own table chooses
+        for key, kind in getattr(spec.config, "chooses", {}).items():
+            own = definitions[f"trainers.{name}.{spec.config.__name__}"]
+            _offer(own["properties"][key], specs.get(kind, {}))
     schema["properties"]["extends"] = {
         "description": "Files that this one builds on, relative to it.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -42,13 +46,7 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
 
 def _mount(table: Schema, key: str, specs: Mapping[str, Spec], definitions: Schema) -> None:
     """Offer the names under ``key`` and add the option table of each."""
-    names = {"anyOf": [{"enum": sorted(specs)}, {"type": "string", "pattern": ":"}]}  # "dist:name"
-    chooser = table["properties"][key]
-    if chooser.get("type") == "array":
-        chooser["items"] = names
-    else:
-        chooser.pop("type", None)
-        chooser.update(names)
+    _offer(table["properties"][key], specs)
     for name, spec in specs.items():
         if name in table["properties"] and "$ref" not in table["properties"][name]:
             continue  # a name like a core key has no table
@@ -62,6 +60,16 @@ def _mount(table: Schema, key: str, specs: Mapping[str, Spec], definitions: Sche
             options["properties"] = {**other.get("properties", {}), **options.get("properties", {})}
         definitions[reference] = options
         table["properties"][name] = {"$ref": f"#/$defs/{reference}"}
+
+
+def _offer(chooser: Schema, specs: Mapping[str, Spec]) -> None:
+    """The names that a key, or each element of it, may have."""
+    names = {"anyOf": [{"enum": sorted(specs)}, {"type": "string", "pattern": ":"}]}  # "dist:name"
+    if chooser.get("type") == "array":
+        chooser["items"] = names
+    else:
+        chooser.pop("type", None)
+        chooser.update(names)
 
 
 def schema_at(schema: Schema, path: str) -> Schema:

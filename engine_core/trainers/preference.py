@@ -7,14 +7,16 @@ current policy say of them where the loss needs it, and makes one optimizer step
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
 from engine_core.algorithms import preference_columns as columns
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.data import Judged, Pair, PairSource
+from engine_core.errors import ConfigError
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
 from engine_core.types import Batch, LossCall
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from engine_core.algorithms.preference_options import DPOOptions
     from engine_core.config.evaluation import HeldOut
     from engine_core.config.models import DataConfig
+    from engine_core.specs import PairLoss
 
 Item = TypeVar("Item", Pair, Judged)
 
@@ -143,13 +146,23 @@ class DPOTrainer(PreferenceRun[Pair]):
     """Learn which of two responses is better: DPO and its relatives, ORPO, SimPO and CPO."""
 
     def prepare(self) -> None:
+        self.plugins.function("pair_losses", self.config.options.loss)  # refused before a worker resolves it
+        try:
+            self.options.judge(self.spec)
+        except ValueError as error:
+            raise ConfigError(f"dpo: {error}") from None
         self.mean_reward, self.pairs_seen = 0.0, 0  # of all pairs so far: `bco_pair`
+
+    @functools.cached_property
+    def spec(self) -> PairLoss:
+        """What the loss is made of."""
+        return cast("PairLoss", self.plugins.spec("pair_losses", self.config.options.loss))
 
     @property
     def options(self) -> DPOOptions:
         """``[dpo]``"""
         options: DPOOptions = self.config_now.options
-        return options
+        return options.of(self.spec)
 
     @property
     def needs_reference(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from engine_core.cli.main import main
 from engine_core.errors import ConfigError, EngineError
 from engine_core.rollout_files import read_rollouts
 from engine_core.trainers.sampling import RolloutSource
+
+DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
 
 PLUGIN = '''
 from engine_core import hookimpl
@@ -113,16 +116,33 @@ def test_a_run_learns_from_episodes_evaluates_on_them_and_shows_them(multi, caps
     assert re.search(r">>> .*<<< tool: .*>>> .*<<< tool: .*>>> .*tokens in 3 turns\]", shown, re.DOTALL)
 
 
-def test_the_order_of_episodes_changes_no_rollout_where_rounding_does_not_depend_on_the_batch(multi):
-    multi["rollout.hf"] = {"batch_size": 1}
-    first, _ = train(multi)
-    again, _ = train(multi, **{"run.name": "again", "environment.max_concurrent": 3})
-    for step in (1, 2):
-        pair = [read_rollouts(t.folder.rollout_file(step)) for t in (first, again)]
-        for a, b in zip(*pair, strict=True):
-            assert a.token_ids.tolist() == b.token_ids.tolist()
-            assert a.messages == b.messages
-            assert a.rewards == b.rewards
+ELSEWHERE = {
+    "three at once": {"environment.max_concurrent": 3},
+    "two processes": {
+        "runtime.backend": "torchrun",
+        "runtime.torchrun.processes": 2,
+        "actor.backend": "data_parallel",
+    },
+}
+
+
+@pytest.fixture
+def alone(multi):
+    """The run whose sampler takes one request at a time, where rounding does not depend on what is beside it."""
+    multi |= {"rollout.hf": {"batch_size": 1}, "run.steps": 1, "eval.at_end": False}
+    multi["plugins"].append(str(DATA_PARALLEL))
+    return multi, train(multi)[0].folder
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_where_and_when_episodes_are_sampled_changes_none_of_them(alone, case):
+    settings, first = alone
+    again = train(settings, **{"run.name": "again"}, **ELSEWHERE[case])[0].folder
+    pair = [read_rollouts(folder.rollout_file(1)) for folder in (first, again)]
+    for a, b in zip(*pair, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.messages == b.messages
+        assert a.rewards == b.rewards
 
 
 @pytest.mark.parametrize(

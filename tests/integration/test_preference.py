@@ -11,7 +11,7 @@ from engine_core import load_config
 from engine_core.algorithms.preference_options import PAIR_LOSSES
 from engine_core.assemble import plugins_for
 from engine_core.checkpoint import Checkpoints, read_state
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, PluginError
 
 TRAINERS = ("dpo", "kto", "reward_model")
 
@@ -234,3 +234,63 @@ def test_a_loss_that_compares_pairs_counts_their_mean_across_a_run(made):
     assert trainer.state()["pairs_seen"] == 24
     means = [(line["rewards/chosen"] + line["rewards/rejected"]) / 2 for line in lines]
     assert lines[-1]["rewards/running_mean"] == pytest.approx(sum(means) / 3, abs=1e-6)
+
+
+PLUGIN = """
+from engine_core import hookimpl
+from engine_core.specs import PairLoss
+
+
+def squared(chosen, rejected, beta):
+    return (1 - beta * (chosen - rejected)) ** 2
+
+
+@hookimpl
+def engine_pair_losses():
+    free = PairLoss(load=squared, reference=False, normalised=True)
+    return {"squared": PairLoss(load=squared), "free": free, "uncallable": PairLoss(load=lambda chosen: chosen)}
+"""
+
+
+@pytest.fixture
+def with_plugin(made, tmp_path, monkeypatch):
+    """``made`` with a plugin in one file that offers pair losses."""
+    (tmp_path / "losses.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    return lambda loss, changes=None: made(
+        "dpo", {"plugins": ["./losses.py"], "dpo.loss": loss, **(changes or {})}
+    )
+
+
+def test_a_pair_loss_of_a_plugin_trains_is_evaluated_and_resumed(with_plugin, tmp_path):
+    changes = {"run.steps": 2, "checkpoint.every_steps": 1, "eval.at_end": True, "run.name": "mine"}
+    trainer = with_plugin("squared", changes)
+    trainer.train()
+    lines = lines_of(trainer.folder.path)
+    assert lines[0]["actor/loss"] == pytest.approx(1.0)  # the policy is the reference
+    assert lines[-1]["eval/loss"] != lines[0]["actor/loss"]
+    shutil.rmtree(tmp_path / "runs" / "mine" / "checkpoints" / "step_00000002")
+    trainer.close()
+    again = with_plugin("squared", changes)
+    again.train(resume=tmp_path / "runs" / "mine")
+    assert lines_of(tmp_path / "runs" / "mine") == lines
+
+
+def test_what_a_plugin_says_of_its_pair_loss_is_followed(with_plugin):
+    trainer = with_plugin("free", {"run.steps": 1})
+    trainer.train()
+    assert "ref" not in trainer.groups
+    assert trainer.options.normalises
+    with pytest.raises(ConfigError, match=r"dpo: loss = 'squared' does not read label_smoothing"):
+        with_plugin("squared", {"dpo.label_smoothing": 0.1}).setup()
+
+
+def test_a_pair_loss_that_is_unknown_or_cannot_be_called_is_refused(with_plugin):
+    with pytest.raises(
+        PluginError, match=r"dpo\.loss: Unknown pair loss 'squard'\. Did you mean 'squared'\?"
+    ):
+        with_plugin("squard")
+    with pytest.raises(
+        PluginError, match=r"pair loss 'uncallable' must be callable as f\(chosen, rejected, \*, beta\)"
+    ):
+        with_plugin("uncallable").setup()

@@ -15,6 +15,7 @@ FROZEN = {
     "engine_rewards": [],
     "engine_advantages": [],
     "engine_losses": [],
+    "engine_pair_losses": [],
     "engine_stages": [],
     "engine_environments": [],
     "engine_trackers": [],

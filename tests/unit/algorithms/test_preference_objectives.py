@@ -9,6 +9,8 @@ import torch
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.algorithms.preference_columns import with_shares
 from engine_core.algorithms.preference_objectives import kto, mismatch_kl, preference, reward_model
+from engine_core.errors import PluginError
+from engine_core.specs import PairLoss
 from engine_core.types import Batch, LossCall
 
 LENGTHS = [(2, 1), (1, 3), (2, 2)]  # tokens of the chosen and the rejected response of each pair
@@ -240,3 +242,26 @@ def test_without_a_kl_kto_is_apo_zero_of_single_responses():
     d = [sum(a) - sum(b) for a, b in zip(ours, theirs, strict=True)]
     expected = [1 - sigma(0.7 * d[0]), sigma(0.7 * d[1]), 1 - sigma(0.7 * d[2])]
     assert found == pytest.approx(sum(expected) / 3)
+
+
+def test_a_loss_whose_column_is_missing_is_named():
+    with pytest.raises(ValueError, match=r"The pair loss 'bco_pair' needs the column 'shift'\."):
+        run(preference, pairs(), loss="bco_pair", beta=0.7)
+
+
+def squared(chosen, rejected, beta, label_smoothing):
+    return (1 - beta * (chosen - rejected)) ** 2 + label_smoothing
+
+
+def test_a_loss_of_a_plugin_is_given_scores_and_what_it_reads():
+    mine = PairLoss(load=squared, reads=frozenset({"label_smoothing"}))
+    found, *_ = run(preference, pairs(), loss="squared", beta=0.7, label_smoothing=0.25, offered=mine)
+    ours, theirs = (by_sequence(pairs(), name) for name in ("log_probs", "ref_log_probs"))
+    d = [sum(a) - sum(b) for a, b in zip(ours, theirs, strict=True)]
+    expected = sum((1 - 0.7 * (d[i] - d[i + 1])) ** 2 + 0.25 for i in (0, 2, 4)) / 3
+    assert found == pytest.approx(expected)
+    wrong = PairLoss(load=lambda chosen, rejected, beta: (chosen - rejected).sum())
+    with pytest.raises(
+        PluginError, match=r"dpo\.loss = 'mine' must give \[P\] = \[3\], one loss a pair; it gave \[\]"
+    ):
+        run(preference, pairs(), loss="mine", beta=0.7, offered=wrong)
