@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine_core.assemble import peft_missing
 from engine_core.engines import state
+from engine_core.engines.quantized import QuantizedLinear
 from engine_core.engines.weights import near
 from engine_core.errors import ConfigError, DataError
 
@@ -274,7 +275,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _tell(module: nn.Module, lora: LoRAConfig, targets: Collection[str]) -> None:
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    every = sum(p.numel() for p in module.parameters())
+    quantized = [part for part in module.modules() if isinstance(part, QuantizedLinear)]
+    every = sum(p.numel() for p in module.parameters()) + sum(part.shape.numel() for part in quantized)
     ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
     log.info(
         "LoRA: rank %d on %d layers (%s); %s of %s parameters are trained (%.2g%%).",

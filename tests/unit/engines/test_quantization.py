@@ -257,6 +257,14 @@ def test_an_exported_adapter_is_one_of_peft(make_engine, batch, tmp_path):
         torch.testing.assert_close(model(ids).logits, merged(ids).logits, rtol=0, atol=2e-4)
 
 
+def test_the_share_that_is_trained_is_told_of_all_weights(make_engine, caplog):
+    caplog.set_level("INFO", "engine")
+    for method in (None, "nf4"):
+        make_engine("llama", lora={"rank": 4}, quantize=method)
+    whole, quantized = (line for line in caplog.messages if line.startswith("LoRA: "))
+    assert quantized == whole
+
+
 def test_modules_that_are_trained_whole_are_not_quantised(make_engine, batch):
     engine = adapted(
         make_engine,
