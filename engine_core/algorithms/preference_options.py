@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from engine_core.specs import Options, PairLoss
+from engine_core.errors import PluginError, did_you_mean
+from engine_core.specs import NoOptions, Options, PairLoss
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -51,6 +52,28 @@ PAIR_LOSSES: dict[str, PairLoss] = {
     "sppo_hard": PairLoss(load=_HERE + "sppo_hard"),
 }
 """The core's own."""
+
+
+READABLE = ("label_smoothing", "simpo_gamma", "discopop_tau")
+"""Keys of ``[dpo]`` that a pair loss may read, besides beta."""
+
+
+def check_offered(name: str, spec: PairLoss) -> None:
+    """Refuse a plugin's pair loss that asks for what it would not be given.
+
+    Raises:
+        PluginError: an option table, or a key that is none of ``READABLE``.
+    """
+    if spec.config is not NoOptions:
+        raise PluginError(
+            f"Pair loss '{name}': it has an option table, and pair losses have none. They read keys of [dpo]: "
+            f"PairLoss(reads=...) of {', '.join(READABLE)}."
+        )
+    if unknown := sorted(spec.reads - set(READABLE)):
+        raise PluginError(
+            f"Pair loss '{name}' reads '{unknown[0]}', which is not given to pair losses."
+            + did_you_mean(unknown[0], READABLE)
+        )
 
 
 class DPOOptions(Options):
@@ -101,7 +124,7 @@ class DPOOptions(Options):
         given = self.model_fields_set
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         changed = {name for name in given if getattr(self, name) != defaults[name]}
-        for name in sorted(changed & {"label_smoothing", "simpo_gamma", "discopop_tau"}):
+        for name in sorted(changed & set(READABLE)):
             if name not in traits.reads:
                 having = ", ".join(sorted(loss for loss, t in PAIR_LOSSES.items() if name in t.reads))
                 raise ValueError(

@@ -15,6 +15,7 @@ import torch
 
 from engine_core.algorithms import preference_columns as columns
 from engine_core.algorithms.objectives import resolve_loss
+from engine_core.algorithms.preference_options import check_offered
 from engine_core.data import Judged, Pair, PairSource
 from engine_core.errors import ConfigError
 from engine_core.runtime.base import Role
@@ -146,6 +147,7 @@ class DPOTrainer(PreferenceRun[Pair]):
     """Learn which of two responses is better: DPO and its relatives, ORPO, SimPO and CPO."""
 
     def prepare(self) -> None:
+        check_offered(self.config.options.loss, self.spec)
         self.plugins.function("pair_losses", self.config.options.loss)  # refused before a worker resolves it
         try:
             self.options.judge(self.spec)

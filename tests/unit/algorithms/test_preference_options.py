@@ -1,7 +1,9 @@
 import pytest
 from pydantic import ValidationError
 
-from engine_core.algorithms.preference_options import PAIR_LOSSES, DPOOptions
+from engine_core.algorithms.preference_options import PAIR_LOSSES, DPOOptions, check_offered
+from engine_core.errors import PluginError
+from engine_core.specs import PairLoss
 
 
 def test_every_loss_of_the_table_can_be_chosen():
@@ -62,3 +64,15 @@ def test_a_default_that_is_written_out_is_no_problem():
 def test_what_follows_from_the_loss(keys, reference, normalises, nll):
     options = DPOOptions(**keys)
     assert (options.needs_reference, options.normalises, options.nll_weight) == (reference, normalises, nll)
+
+
+def test_a_pair_loss_that_asks_for_what_it_is_not_given_is_refused():
+    check_offered("mine", PairLoss(load=max, reads=frozenset({"label_smoothing"})))
+    with pytest.raises(
+        PluginError, match=r"Pair loss 'mine': it has an option table, and pair losses have none"
+    ):
+        check_offered("mine", PairLoss(load=max, config=DPOOptions))
+    with pytest.raises(
+        PluginError, match=r"reads 'simpo_gama', which is not given .* Did you mean 'simpo_gamma'\?"
+    ):
+        check_offered("mine", PairLoss(load=max, reads=frozenset({"simpo_gama"})))

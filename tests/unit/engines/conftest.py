@@ -80,6 +80,12 @@ def model_folder(tmp_path):
     return write
 
 
+def exact(options):
+    """The device of these tests, and float32 on it where a test asks for no other type."""
+    types = {} if options.get("param_dtype") == "bf16" else {"param_dtype": "fp32", "compute_dtype": "fp32"}
+    return {"device": DEVICE, **types}
+
+
 @pytest.fixture
 def make_engine(model_folder):
     """Builds an engine: ``make_engine("llama", budget=64, optim={...}, param_dtype="bf16")``."""
@@ -104,7 +110,7 @@ def make_engine(model_folder):
             max_tokens_per_rank=budget,
             optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),
             lora=None if lora is None else LoRAConfig(**lora),
-            options=TorchOptions(device=DEVICE, **options),
+            options=TorchOptions(**{**exact(options), **options}),
         )
         context = WorkerContext(
             plugins=plugins(**(hooks or {})),
