@@ -33,6 +33,11 @@ class Bench:
         self.stack = contextlib.ExitStack()
 
     @property
+    def shared(self) -> Path:
+        """A folder for both halves of a contract that goes on on another number of ranks."""
+        return Path(self.settings["shared"])
+
+    @property
     def name(self) -> str:
         """The name that is tested."""
         return str(self.settings["backend"])

@@ -28,6 +28,7 @@ class Contract:
     function: Callable[[Any], None]
     capability: str | None  # runs exactly when the spec declares it
     catches: tuple[str, ...]  # planted faults that only this contract must catch, for the docs
+    follow: Callable[[Any], None] | None = None  # its second half, on other numbers of ranks
 
     @property
     def name(self) -> str:
@@ -36,7 +37,13 @@ class Contract:
     @property
     def case(self) -> str:
         """``module:qualname``: how a worker finds it."""
-        return f"{self.function.__module__}:{self.function.__qualname__}"
+        return _named(self.function)
+
+    @property
+    def follow_case(self) -> str:
+        """The same of the second half."""
+        assert self.follow is not None
+        return _named(self.follow)
 
     @property
     def promise(self) -> str:
@@ -44,13 +51,25 @@ class Contract:
         return " ".join((self.function.__doc__ or "").split("\n\n")[0].split())
 
 
+def _named(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
 def contract(
-    *, capability: str | None = None, catches: Sequence[str] = ()
+    *,
+    capability: str | None = None,
+    catches: Sequence[str] = (),
+    follow: Callable[[Any], None] | None = None,
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Mark a function of one bench as a contract."""
+    """Mark a function of one bench as a contract.
+
+    Args:
+        follow: a function that is run after it by each number of ranks of ``Suite.resumes_on``; the two share
+            the folder ``bench.shared``.
+    """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        function.contract = Contract(function, capability, tuple(catches))  # type: ignore[attr-defined]
+        function.contract = Contract(function, capability, tuple(catches), follow)  # type: ignore[attr-defined]
         return function
 
     return mark

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ class Suite:
             the folder of the test's file.
         unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "why"}``.
         world_size: ranks.
+        resumes_on: other numbers of ranks that must load what ``world_size`` ranks saved; none: not tested.
         worker_context: ``module:function`` or ``file.py:function``, a context manager called with
             ``rank`` and ``world_size`` that each worker enters once, before anything is built.
         process_group: backend of ``torch.distributed``, where ``world_size`` is over 1.
@@ -46,12 +48,14 @@ class Suite:
     plugins: Sequence[str] = ()
     unsupported: Mapping[str, str] = {}
     world_size: int = 1
+    resumes_on: Sequence[int] = ()
     worker_context: str = ""
     process_group: str = "gloo"
     env: Mapping[str, str] = {}
     deadline: float = 120.0
 
     _workers: ClassVar[Workers | None] = None
+    _others: ClassVar[dict[int, Workers]] = {}  # by number of ranks, of `resumes_on`
     _problem: ClassVar[str] = ""  # why nothing can be tested: one failure, the other tests are skipped
     _told: ClassVar[bool] = False
     _capabilities: ClassVar[frozenset[str]] = frozenset()
@@ -98,14 +102,17 @@ class Suite:
             cls._problem = f"{error}{cls._hint()}"
             return
         cls._capabilities = getattr(spec, "capabilities", frozenset())
-        cls._workers = Workers(
-            cls.world_size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline
-        )
+        cls._workers, cls._others = cls._group(cls.world_size), {}
+
+    @classmethod
+    def _group(cls, size: int) -> Workers:
+        return Workers(size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline)
 
     @classmethod
     def teardown_class(cls) -> None:
         if cls._workers is not None:
-            cls._workers.close()
+            for workers in (cls._workers, *cls._others.values()):
+                workers.close()
             cls._workers = None
 
     @classmethod
@@ -144,6 +151,8 @@ class Suite:
             self._report_problem()
         if made.capability and made.capability not in self._capabilities:
             pytest.skip(f"the spec of '{self.offered()}' does not declare the capability '{made.capability}'")
+        if made.follow and not self.resumes_on:
+            pytest.skip("`resumes_on` of this suite names no other number of ranks")
         if failure := self._failure(made):
             pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
 
@@ -157,10 +166,15 @@ class Suite:
 
     def _failure(self, made: Contract) -> str:
         assert self._workers is not None
-        try:
-            self._workers.run(self.bench, made.case, self.settings())
-        except CaseFailed as failure:
-            return str(failure)
+        with tempfile.TemporaryDirectory(prefix="engine-conformance-") as shared:
+            settings = {**self.settings(), "shared": shared}
+            try:
+                self._workers.run(self.bench, made.case, settings)
+                for size in self.resumes_on if made.follow else ():
+                    self._others.setdefault(size, self._group(size))
+                    self._others[size].run(self.bench, made.follow_case, settings)
+            except CaseFailed as failure:
+                return str(failure)
         return ""
 
 

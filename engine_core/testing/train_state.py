@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine_core.errors import EngineError
-from engine_core.testing.contracts import contract, identical
+from engine_core.testing.contracts import contract, identical, near
 
 if TYPE_CHECKING:
+    from engine_core.engines.base import TrainEngine
     from engine_core.testing.train_bench import TrainBench
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
@@ -42,6 +45,42 @@ def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
         identical(
             bench.weights(resumed), bench.weights(straight), f"weights after step {number}", bench.exact
         )
+
+
+def _goes_on(bench: TrainBench) -> None:
+    """The second half of the contract below."""
+    engine = bench.engine(optim=OPTIM, path=bench.model(seed=1))
+    try:
+        engine.load(bench.shared / "state")
+    except EngineError as error:
+        raise AssertionError(
+            f"What other ranks saved does not load on {bench.place.world_size}: {error}"
+        ) from error
+    identical(bench.weights(engine), load_file(bench.shared / "weights.safetensors"), "weights after load")
+    for number, expected in enumerate(json.loads((bench.shared / "steps.json").read_text("utf-8"))):
+        for name, value in _step_of(bench, engine).items():
+            near(value, expected[name], 1e-4, f"{name}, {number + 1} steps after load")
+
+
+def _step_of(bench: TrainBench, engine: TrainEngine) -> dict[str, float]:
+    loss = bench.forward_backward(engine, bench.batch()).loss
+    step = engine.optimizer_step()
+    return {"loss": loss, "grad_norm": step.grad_norm, "lr": step.lr}
+
+
+@contract(follow=_goes_on, catches=("a checkpoint that only as many ranks can load",))
+def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
+    """``save`` on ``world_size`` ranks, ``load`` on those of ``resumes_on``: the same weights, and the same loss, norm and rate of two more steps."""
+    engine = bench.engine(optim=OPTIM)
+    for _ in range(2):
+        bench.step(engine, bench.batch())
+    engine.save(bench.shared / "state").result()
+    weights = bench.weights(engine)
+    steps = [_step_of(bench, engine) for _ in range(2)]
+    if bench.place.rank == 0:
+        save_file(weights, bench.shared / "weights.safetensors")
+        (bench.shared / "steps.json").write_text(json.dumps(steps), encoding="utf-8")
+    bench.barrier()
 
 
 @contract(catches=("random state not saved",))

@@ -83,6 +83,13 @@ class HalfSums(DataParallelEngine):
         return super().optimizer_step()
 
 
+class BoundToItsRanks(DataParallelEngine):
+    def load(self, folder):
+        if (folder / "random-1.json").exists() and self.context.world_size == 1:
+            raise DataError("This checkpoint is of 2 ranks, and here is 1.")
+        super().load(folder)
+
+
 class MicroBatchMean(TorchEngine):
     def _micro_batches(self, batch):
         for indices, micro in super()._micro_batches(batch):

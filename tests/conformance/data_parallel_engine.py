@@ -33,13 +33,14 @@ class DataParallelEngine(TorchEngine):
         for parameter in self._trainable_parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+            if dist.is_initialized():
+                dist.all_reduce(parameter.grad)
         return super().optimizer_step()
 
     def save(self, folder):
         if self.context.rank == 0:
             super().save(folder)
-        dist.barrier()
+        _barrier()
         state.save_json(self._own(folder), state.random_state(self.device))
         done = Future()
         done.set_result(None)
@@ -52,7 +53,7 @@ class DataParallelEngine(TorchEngine):
     def export(self, folder):
         if self.context.rank == 0:
             super().export(folder)
-        dist.barrier()
+        _barrier()
 
     def _own(self, folder):
         return folder / f"random-{self.context.rank}.json"
@@ -60,8 +61,14 @@ class DataParallelEngine(TorchEngine):
     @staticmethod
     def _reduced(value, kind):
         tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, kind)
+        if dist.is_initialized():
+            dist.all_reduce(tensor, kind)
         return tensor.item()
+
+
+def _barrier():
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _nothing(batch):

@@ -5,3 +5,4 @@ class TestTwoRanks(TrainEngineSuite):
     backend = "data_parallel"
     plugins = ["data_parallel_plugin.py"]
     world_size = 2
+    resumes_on = (1,)

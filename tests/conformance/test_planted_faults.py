@@ -47,6 +47,7 @@ FAULTS = [
     (Train, "AppliesNaN", "a step with a NaN gradient is applied", "a_gradient_that_is_not_finite_skips_the_step"),
     (Train, "ForgetsOptimizer", "optimizer state not saved", "a_resumed_run_continues_exactly"),
     (Train, "ForgetsSchedule", "schedule not saved", "a_resumed_run_continues_exactly"),
+    (TwoRanks, "BoundToItsRanks", "a checkpoint that only as many ranks can load", "a_run_goes_on_on_another_number_of_ranks"),
     (Train, "ForgetsRandom", "random state not saved", "the_random_state_comes_back"),
     (Train, "LoadsAnything", "another model's state loaded", "the_state_of_another_model_is_refused"),
     (Train, "DropsWeight", "a weight left out of named_weights", "named_weights_are_those_of_the_model_folder"),
@@ -130,11 +131,16 @@ def workers():
 @pytest.mark.parametrize(
     ("suite", "name", "fault", "contract"), FAULTS, ids=[f"{f[0].__name__}-{f[1]}" for f in FAULTS]
 )
-def test_a_planted_fault_is_caught_by_its_contract(workers, suite, name, fault, contract):
+def test_a_planted_fault_is_caught_by_its_contract(workers, tmp_path, suite, name, fault, contract):
     made = suite.contracts[f"test_{contract}"]
     key = "name" if suite is Rewards else "backend"
+    settings = {**suite.settings(), key: name, "shared": str(tmp_path)}
+    case, size = made.case, suite.world_size
+    if made.follow:
+        workers(size).run(suite.bench, case, settings)
+        case, size = made.follow_case, 1
     with pytest.raises(CaseFailed) as caught:
-        workers(suite.world_size).run(suite.bench, made.case, {**suite.settings(), key: name})
+        workers(size).run(suite.bench, case, settings)
     assert not caught.value.crashed, f"It failed for another reason: {caught.value}"
     assert fault in made.catches
 

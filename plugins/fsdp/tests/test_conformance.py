@@ -6,11 +6,21 @@ from engine_core.testing import TrainEngineSuite
 class TestTwoRanks(TrainEngineSuite):
     backend = "fsdp"
     world_size = 2
+    resumes_on = (1,)
 
 
 @pytest.mark.slow
 class TestOneRank(TrainEngineSuite):
     backend = "fsdp"
+    resumes_on = (2, 4)
+
+
+@pytest.mark.slow
+class TestFourRanks(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 4
+    resumes_on = (2,)
+    options = {"sharding": "hybrid", "shard_group_size": 2}
 
 
 OF_ADAPTER = "the gradient is the adapter's, not that of the whole model; the case below compares it"
