@@ -278,3 +278,13 @@ def an_adapter_learns_as_alone(bench):
 
     if bench.place.rank == 0:
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model.path), bench.folder / "adapter")
+
+
+def another_model_on_a_rank(bench):
+    with refused("a model that differs between ranks", "other weights on rank 1", "model.seed"):
+        bench.engine()
+
+
+def nobody_shards(bench):
+    with refused("a model with its own optimizer on two ranks", "would not be summed over the 2 ranks"):
+        bench.engine()

@@ -55,8 +55,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_gradient_is_the_same_in_every_configuration(ranks, name):
+QUICK = ("grad_op", "none", "hybrid", "params_offload", "selective_recompute", "two_layers_a_unit")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_gradient_is_the_same_in_other_configurations(ranks, name):
     ranks(2, GRADIENT, OPTIONS[name])
 
 
@@ -152,3 +155,11 @@ def test_a_model_that_does_not_load_fails_on_every_rank(ranks):
 @pytest.mark.parametrize("settings", [{}, {"dora": True}, {"whole": ["norm"]}], ids=["lora", "dora", "whole"])
 def test_an_adapter_learns_as_in_one_process(ranks, settings):
     ranks(2, "an_adapter_learns_as_alone", **settings)
+
+
+def test_a_model_that_differs_between_ranks_is_refused(ranks):
+    ranks(2, "another_model_on_a_rank", plugins=["unequal_model.py"])
+
+
+def test_a_model_that_nobody_shards_is_refused_on_several_ranks(ranks):
+    ranks(2, "nobody_shards", plugins=["own_optimizer.py"], backend="own")

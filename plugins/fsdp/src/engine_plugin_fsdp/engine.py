@@ -36,7 +36,7 @@ from engine_plugin_fsdp.ranks import Ranks
 from engine_plugin_fsdp.recompute import offload_activations, recompute
 from engine_plugin_fsdp.sharding import Root, check, shard, sharded_modules, units_of
 from engine_plugin_fsdp.skeleton import Skeleton
-from engine_plugin_fsdp.start import check_same, tell
+from engine_plugin_fsdp.start import check_distributed, check_same, tell
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig
@@ -149,6 +149,7 @@ class FSDPEngine(Keeping):
     def _make_forward(self) -> PackedForward:
         if self.root is None:  # a plugin brought a module that is distributed already, or its own optimizer
             self.root = Root(self.module)
+            check_distributed(self.root, self.ranks, self.trainable, self.context.role)
         self._sharded = sharded_modules(self.root)
         made = super()._make_forward()
         with torch.no_grad():

@@ -17,11 +17,7 @@ from torch.utils.checkpoint import (
 from engine_core.engines.units import checkpoint_units
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+ATTENTION = ("attention", "attn")  # in the names of operators: flash, efficient, cudnn, varlen
 
 
 def recompute(module: nn.Module, units: Sequence[str], how: str | int) -> list[str]:
@@ -73,7 +69,7 @@ class _Keep:
         self.products = {False: 0, True: 0}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator in ATTENTION:
+        if any(word in str(operator) for word in ATTENTION):
             return CheckpointPolicy.MUST_SAVE
         if operator in PRODUCTS:
             self.products[context.is_recompute] += 1

@@ -110,12 +110,15 @@ def shard(
         made.append(part[0])
     fully_shard(root, **settings)
     for holder in sharded_modules(root):
-        holder.set_gradient_divide_factor(
-            1.0
-        )  # a loss is a sum over the whole batch, so gradients are summed
-        holder.set_force_sum_reduction_for_comms(True)
+        sum_gradients(holder)
     _prefetch(made, options)
     return root
+
+
+def sum_gradients(holder: FSDPModule) -> None:
+    """Sum gradients over ranks, where FSDP takes their mean: a loss is a sum over the whole batch."""
+    holder.set_gradient_divide_factor(1.0)
+    holder.set_force_sum_reduction_for_comms(True)
 
 
 def policy(options: FSDPOptions, precision: Precision) -> MixedPrecisionPolicy:

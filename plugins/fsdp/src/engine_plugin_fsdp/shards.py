@@ -89,7 +89,8 @@ class Shards:
         elif not files:
             raise DataError(f"{whole} is missing: this is not a whole checkpoint of a train engine.")
         else:
-            size = int(files[0].stem.rpartition("-")[2])
+            last = files[0].stem.rpartition("-")[2]
+            size = int(last) if last.isdigit() else 0
             if missing := [
                 n for rank in range(size) if not (folder / (n := shard_file(kind, rank, size))).is_file()
             ]:

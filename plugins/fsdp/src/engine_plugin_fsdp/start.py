@@ -13,6 +13,7 @@ from torch import nn
 from engine_core.engines.sharded import here
 from engine_core.engines.weights import identity, own_weights
 from engine_core.errors import PluginError
+from engine_plugin_fsdp.sharding import sharded_modules, sum_gradients
 
 if TYPE_CHECKING:
     from engine_plugin_fsdp.options import FSDPOptions
@@ -47,6 +48,22 @@ def check_same(module: nn.Module, ranks: Ranks, values: bool, role: str) -> None
             f"The model of role '{role}' has other {what} on rank {other} than on rank 0. What builds it must give the "
             "same on every rank: draw first weights from model.seed, not from the process's own generator."
         )
+
+
+def check_distributed(root: nn.Module, ranks: Ranks, trainable: bool, role: str) -> None:
+    """Refuse a trained model that a plugin brought in a state in which its gradients would not be summed over ranks.
+
+    Raises:
+        PluginError: nothing of it is sharded with FSDP2, and there are several ranks.
+    """
+    if trainable and ranks.size > 1 and not sharded_modules(root):
+        raise PluginError(
+            f"The model of role '{role}' comes from a plugin with its own optimizer, or sharded by engine_shard_model, and "
+            f"no part of it is sharded with fully_shard: its gradients would not be summed over the {ranks.size} ranks. "
+            "Return the module alone from _build_model_optimizer, and this engine shards it."
+        )
+    for holder in sharded_modules(root):
+        sum_gradients(holder)
 
 
 def tell(

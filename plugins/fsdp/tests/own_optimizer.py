@@ -1,0 +1,19 @@
+"""A plugin that brings its own optimizer and shards nothing."""
+
+import torch
+from engine_plugin_fsdp.engine import FSDPEngine
+from engine_plugin_fsdp.options import FSDPOptions
+
+from engine_core import hookimpl
+from engine_core.specs import TrainBackend
+
+
+class OwnOptimizer(FSDPEngine):
+    def _build_model_optimizer(self, **arguments):
+        module = super()._build_model_optimizer(**arguments).to_empty(device="cpu")
+        return module, torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+@hookimpl
+def engine_train_engines():
+    return {"own": TrainBackend(load=OwnOptimizer, config=FSDPOptions)}
