@@ -170,13 +170,13 @@ def _one_token(
     return out.flatten(1, 2)[:, None]
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def varlen_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """No mask for a pack, else that of ``sdpa``."""
     return None if _PACKED.get() else sdpa_mask(*args, **kwargs)
 
 
 AttentionInterface.register("varlen", varlen)
-AttentionMaskInterface.register("varlen", _mask)
+AttentionMaskInterface.register("varlen", varlen_mask)
 
 
 def _cuda(

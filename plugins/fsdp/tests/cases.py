@@ -288,3 +288,8 @@ def another_model_on_a_rank(bench):
 def nobody_shards(bench):
     with refused("a model with its own optimizer on two ranks", "would not be summed over the 2 ranks"):
         bench.engine()
+
+
+def refused_model(bench):
+    with refused("this model", *bench.settings["words"]):
+        bench.engine(role=bench.settings.get("role", "actor"))

@@ -23,6 +23,13 @@ class TestFourRanks(TrainEngineSuite):
     options = {"sharding": "hybrid", "shard_group_size": 2}
 
 
+@pytest.mark.slow
+class TestSequenceParallel(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 2
+    options = {"sp": 2}
+
+
 OF_ADAPTER = "the gradient is the adapter's, not that of the whole model; the case below compares it"
 
 

@@ -55,7 +55,16 @@ OPTIONS = {
 }
 
 
-QUICK = ("grad_op", "none", "hybrid", "params_offload", "selective_recompute", "two_layers_a_unit")
+OPTIONS["sequences"] = {"sp": 2, "activation_checkpointing": "full"}
+QUICK = (
+    "sequences",
+    "grad_op",
+    "none",
+    "hybrid",
+    "params_offload",
+    "selective_recompute",
+    "two_layers_a_unit",
+)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -131,6 +140,7 @@ def test_a_critic_learns_as_in_one_process(ranks):
 
 def test_what_does_not_fit_is_refused_by_its_key(ranks):
     refused = [
+        ({"sp": 3}, ["actor.fsdp.sp is 3", "2 ranks", "1, 2"]),
         (
             {"sharding": "hybrid", "shard_group_size": 3},
             ["actor.fsdp.shard_group_size is 3", "2 ranks", "1, 2"],
@@ -163,3 +173,20 @@ def test_a_model_that_differs_between_ranks_is_refused(ranks):
 
 def test_a_model_that_nobody_shards_is_refused_on_several_ranks(ranks):
     ranks(2, "nobody_shards", plugins=["own_optimizer.py"], backend="own")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.rpartition(":")[2])
+def test_two_ranks_share_tokens_and_two_share_sequences(ranks, case):
+    ranks(4, case, {"sp": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"sp": 2}, {"model": {"num_key_value_heads": 1}}, ["actor.fsdp.sp is 2", "1 key-value heads"]),
+        ({"sp": 2}, {"role": "critic"}, ["critic.fsdp.sp", "language models"]),
+    ],
+)
+def test_a_model_whose_tokens_cannot_be_shared_is_refused(ranks, options, settings, words):
+    ranks(2, "refused_model", options, words=words, **settings)

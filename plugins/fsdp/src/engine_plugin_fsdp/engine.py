@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from engine_plugin_fsdp.loss_scale import LossScale
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks
 from engine_plugin_fsdp.recompute import offload_activations, recompute
+from engine_plugin_fsdp.sequence import SequenceForward, share_sequences
 from engine_plugin_fsdp.sharding import Root, check, shard, sharded_modules, units_of
 from engine_plugin_fsdp.skeleton import Skeleton
 from engine_plugin_fsdp.start import check_distributed, check_same, tell
@@ -131,6 +132,8 @@ class FSDPEngine(Keeping):
         check(module, units, self.context.role)
         check_same(module, self.ranks, values=not self._first_reads, role=self.context.role)
         self.skeleton = Skeleton(module, self.device)
+        if self.ranks.sequence is not None:
+            share_sequences(module, self.ranks.sequence, self.model_config.attention, self.context.role)
         recomputed: list[str] = []
         if self._compiles:
             compile_units(module, units)
@@ -151,11 +154,18 @@ class FSDPEngine(Keeping):
             self.root = Root(self.module)
             check_distributed(self.root, self.ranks, self.trainable, self.context.role)
         self._sharded = sharded_modules(self.root)
-        made = super()._make_forward()
+        made = self._new_forward()
         with torch.no_grad():
             self.root(made.settle)
         self._reshard()
         return made
+
+    def _new_forward(self) -> PackedForward:
+        if self.ranks.sequence is None:
+            return super()._make_forward()
+        chunk, recompute = self.options.log_prob_chunk_tokens, self.options.log_prob_recompute
+        settings: dict[str, Any] = {"chunk": chunk, "recompute": recompute, "group": self.ranks.sequence}
+        return SequenceForward(self.module, self.device, self._compute_dtype, **settings)
 
     # -- forward and backward -----------------------------------------------
 

@@ -63,6 +63,8 @@ class FSDPOptions(ForwardOptions):
     """Activations that a unit keeps lie in host memory until its backward pass."""
     compile: bool | Literal["auto"] = False
     """Compile each unit and the log-probs with torch.compile; ``auto``: on an accelerator."""
+    sp: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each micro-batch (sequence parallelism), for sequences that one rank does not hold. Must divide the model's key-value heads and the ranks."""
     loading: Literal["auto", "broadcast", "every_rank"] = "auto"
     """How the model folder is read. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
     weights_bucket_mb: int = Field(default=256, gt=0)
@@ -80,6 +82,8 @@ class FSDPOptions(ForwardOptions):
                 f"shard_group_size {self.shard_group_size} has no effect with sharding '{self.sharding}': "
                 "set sharding = 'hybrid', or leave it out."
             )
+        if self.sp > 1 and self.compile:
+            raise ValueError(f"sp {self.sp} cannot be combined with compile: leave one out.")
         if self.param_dtype == "bf16" and self.compute_dtype not in ("auto", "bf16"):
             raise ValueError(
                 f"mixed_precision.param_dtype '{self.compute_dtype}' over param_dtype 'bf16': "

@@ -39,6 +39,7 @@ class Ranks:
     Attributes:
         mesh: ``replicate`` x ``shard``, or ``shard`` alone: what weights are spread over.
         layout: place of this rank among those that get data.
+        sequence: group of the ranks that share the tokens of a micro-batch; None where they do not.
     """
 
     def __init__(self, options: FSDPOptions, context: WorkerContext, device: torch.device) -> None:
@@ -51,7 +52,13 @@ class Ranks:
         if options.sharding == "none":
             shape, names = (self.size, 1), ("replicate", "shard")
         self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        self.layout = Layout(self.rank, self.size)
+        self.sequence: dist.ProcessGroup | None = None
+        if options.sp > 1:
+            grid = init_device_mesh(
+                device.type, (self.size // options.sp, options.sp), mesh_dim_names=("dp", "sp")
+            )
+            self.sequence = grid.get_group("sp")
+        self.layout = Layout(self.rank // options.sp, self.size // options.sp, self.rank % options.sp == 0)
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks, float64, on the CPU."""
@@ -109,6 +116,11 @@ def mesh_shape(options: FSDPOptions, size: int, role: str) -> tuple[int, int]:
     Raises:
         ConfigError: the number of ranks does not fit.
     """
+    if size % options.sp:
+        raise ConfigError(
+            f"{role}.fsdp.sp is {options.sp}, which does not divide the {size} ranks of this run. "
+            f"Set it to one of {_divisors(size)}, or start another number of ranks."
+        )
     if options.sharding == "none":
         return size, 1
     if options.sharding != "hybrid":
