@@ -23,9 +23,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+
+if TYPE_CHECKING:
+    from engine_core.runtime.worker_process import WorkerHandle
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TOKEN = "ENGINE_TOKEN"
@@ -57,45 +60,65 @@ class Launch:
         """Host, port and prefix of the rendezvous of a pool in this session."""
         return self.address, self.port, f"engine/{self.attempt}/{_sessions}/{pool}"
 
-    def gather(self, seconds: float) -> list[Any]:
+    def gather(self, seconds: float) -> list[WorkerHandle]:
         """Start a session: rank 0's worker as a child, the others as they come; in the order of ranks.
 
         Raises:
-            EnvironmentProblem: the port cannot be had, or not all came in time.
+            EnvironmentProblem: the address cannot be listened on, or not all came in time.
         """
-        from engine_core.runtime.channel import accept, listen, new_token
+        from engine_core.runtime.channel import listen, new_token
         from engine_core.runtime.worker_process import WorkerHandle
 
-        global _sessions
         token = os.environ.get(TOKEN) or new_token()
-        workers: dict[int, WorkerHandle] = {}
         try:
             listener = listen(self.host)
         except OSError as error:
             raise EnvironmentProblem(f"No control channel on {self.host}: {error}.") from error
+        workers: dict[int, WorkerHandle] = {}
         with listener:
-            host, port = listener.getsockname()[:2]
-            shown = None if os.environ.get(TOKEN) else token
-            _sessions += 1
-            _store(self).set(self._key(_sessions), json.dumps({"host": host, "port": port, "token": shown}))
-            workers[0] = WorkerHandle.start(0, {})
-            deadline = time.monotonic() + seconds
-            while len(workers) < self.world_size:
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                try:
-                    found = accept(listener, token)
-                except TimeoutError:
-                    missing = sorted(set(range(self.world_size)) - set(workers))
-                    for worker in workers.values():
-                        worker.kill()
-                    raise EnvironmentProblem(
-                        f"Rank {', '.join(map(str, missing))} of {self.world_size} did not come within {seconds / 60:g} "
-                        "minutes (runtime.torchrun.start_minutes). Does torchrun run the same command on every node, "
-                        f"with the same {TOKEN}?"
-                    ) from None
-                if found is not None and 0 < found[0] < self.world_size and found[0] not in workers:
-                    workers[found[0]] = WorkerHandle(found[0], found[1], None, found[1].peer)
+            self._announce(listener, token)
+            try:
+                workers[0] = WorkerHandle.start(0, {})
+                self._take_in(listener, token, workers, seconds)
+            except BaseException:
+                for worker in workers.values():
+                    worker.kill()
+                raise
         return [workers[rank] for rank in range(self.world_size)]
+
+    def _announce(self, listener: socket.socket, token: str) -> None:
+        """Tell the other ranks where to come to, and the token where they do not have it."""
+        global _sessions
+        _sessions += 1
+        host, port = listener.getsockname()[:2]
+        shown = None if os.environ.get(TOKEN) else token
+        _store(self).set(self._key(_sessions), json.dumps({"host": host, "port": port, "token": shown}))
+
+    def _take_in(
+        self, listener: socket.socket, token: str, workers: dict[int, WorkerHandle], seconds: float
+    ) -> None:
+        """Wait for the other ranks; whoever does not know the token, or is none of them, is sent away."""
+        from engine_core.runtime.channel import accept
+        from engine_core.runtime.worker_process import WorkerHandle
+
+        deadline = time.monotonic() + seconds
+        while missing := sorted(set(range(self.world_size)) - set(workers)):
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                found = accept(listener, token)
+            except TimeoutError:
+                raise EnvironmentProblem(
+                    f"Rank {', '.join(map(str, missing))} of {self.world_size} did not come within {seconds / 60:g} "
+                    "minutes (runtime.torchrun.start_minutes). Does torchrun run the same command on every node, "
+                    f"with the same {TOKEN}?"
+                ) from None
+            if found is None:
+                continue
+            rank, channel = found
+            if rank in missing:
+                workers[rank] = WorkerHandle(rank, channel, None, channel.peer)
+            else:
+                channel.close()
 
     def _key(self, session: int) -> str:
         return f"engine/{self.attempt}/session/{session}"

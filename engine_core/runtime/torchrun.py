@@ -4,8 +4,8 @@
 so that no port is taken and two runs never meet. Started by an external ``torchrun``, on one or many nodes, the
 process of rank 0 is the controller and the others become workers (``elastic``).
 
-Why not torch's own ``elastic_launch`` as a library: it blocks its caller, takes the signals, opens a store on every
-interface, and knows of an end only its exit code, while a run is to be stopped, saved and told what happened.
+Why not torch's own ``elastic_launch`` as a library: it blocks its caller, takes the signals that save a run, and has
+no channel to what it started.
 """
 
 from __future__ import annotations

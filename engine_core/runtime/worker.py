@@ -96,7 +96,7 @@ class Worker:
 
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
         """Join the pool, load the run's plugins, build the engines; what each role is like."""
-        from engine_core.runtime.starting import join_pool, make_host
+        from engine_core.runtime.starting import describe, join_pool, make_host
 
         self.order = message
         self._forward_logs(message["log_level"])
@@ -106,8 +106,6 @@ class Worker:
         if message["listen"]:
             self.listener = listen(message["listen"])
             found["address"] = self.listener.getsockname()[:2]
-        from engine_core.runtime.starting import describe
-
         return found | {
             "roles": {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
         }
