@@ -315,15 +315,13 @@ class Crew:
             for worker in self.workers:
                 worker.notice_death()
             with self._lock:
-                commands = list(self.open.values())
-            for command in commands:
-                if command.failed_at and command.waiting and now - command.failed_at > command.patience:
-                    self._leave_stragglers(command)
-            for worker in self.workers:
-                number, since = worker.at()
-                late = self.open.get(number) if number is not None else None
-                if late is not None and now - since > late.deadline and self.broken is None:
-                    self._stalled(late)
+                failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
+                at = [(self.open.get(number), since) for number, since in (w.at() for w in self.workers)]
+                late = [command for command, since in at if command and now - since > command.deadline]
+            for command in failed:
+                self._leave_stragglers(command)
+            if late and self.broken is None:
+                self._stalled(late[0])
 
     def _leave_stragglers(self, command: Command) -> None:
         """Some ranks failed and others wait for them: the error is told, and the others are lost."""

@@ -78,9 +78,9 @@ class WorkerHandle:
             self._mailbox.remove(number)
             self._since = time.monotonic()
 
-    def at(self) -> tuple[int | None, float]:
-        """The command in hand, and since when."""
-        return (self._mailbox[0] if self._mailbox else None), self._since
+    def at(self) -> tuple[int, float]:
+        """The command in hand (0: none), and since when."""
+        return (self._mailbox[0] if self._mailbox else 0), self._since
 
     # -- its end ------------------------------------------------------------
 
