@@ -103,8 +103,9 @@ class FSDPEngine(Keeping):
         return torch.device("cpu")
 
     def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read by the first rank alone; one that is given from Python, or built by a plugin, is on every rank."""
-        self._first_reads = live is None and self.ranks.size > 1 and self.options.loading != "every_rank"
+        """Read by the first rank alone; one that is given from Python, or built or sharded by a plugin, is on every rank."""
+        own = live is not None or self.context.plugins.overrides("engine_shard_model")
+        self._first_reads = not own and self.ranks.size > 1 and self.options.loading != "every_rank"
         if not self._first_reads:
             return super()._load(model, live)
         module, error = None, None
@@ -120,9 +121,8 @@ class FSDPEngine(Keeping):
         return module
 
     def _place(self, module: nn.Module) -> nn.Module:
-        return cast_parameters(
-            module, self._param_dtype
-        )  # unit by unit goes to the device when it is sharded
+        # On the CPU still: unit by unit goes to the device when it is sharded.
+        return cast_parameters(module, self._param_dtype)
 
     def _units(self, module: nn.Module) -> list[str]:
         return units_of(module, self.options, self.context.role)
