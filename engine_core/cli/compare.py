@@ -10,6 +10,7 @@ import typer
 
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_json, print_table
+from engine_core.config.evaluation import UNNAMED
 from engine_core.errors import DataError, did_you_mean
 from engine_core.rollout_files import read_rollouts
 from engine_core.tracking import RunFolder
@@ -82,7 +83,7 @@ def evaluations(target: str) -> dict[str, Path]:
     newest = {file.parent: file for file in sorted(folder.rglob("step_*.parquet"))}
     if not newest:
         raise DataError(f"'{target}' holds no evaluation. Write one: engine eval {target} --out DIR.")
-    return {"validation" if parent == folder else parent.name: file for parent, file in newest.items()}
+    return {UNNAMED if parent == folder else parent.name: file for parent, file in newest.items()}
 
 
 def paired(first: Path, second: Path, score: str | None) -> tuple[Estimate, Estimate, Estimate]:

@@ -30,6 +30,10 @@ INHERITED = (
 """Keys of ``[eval]`` that a set may have for itself."""
 
 
+UNNAMED = "validation"
+"""What files call the set of `data.validation`."""
+
+
 class EvalSetConfig(Table):
     """``[[eval.set]]``: one held-out set with metrics of its own, ``eval/NAME/...``; a key that it lacks is that of ``[eval]``."""
 
@@ -147,6 +151,9 @@ def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:
         if count > 1:
             text = f"'{name}' stands {count} times; each name may stand once. Rename one."
             yield Problem(("eval", "set", name), text)
+        if name == UNNAMED:
+            text = f"'{name}' is the name of data.validation in files. Rename the set."
+            yield Problem(("eval", "set", name, "name"), text)
     for held_out in held_out_sets(config):
         samples = held_out.samples_per_prompt
         if max(held_out.k, default=0) > samples:

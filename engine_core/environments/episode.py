@@ -128,7 +128,7 @@ class Episode:
         self.messages += messages
 
     async def call(
-        self, tool: Callable[..., Any], *arguments: Any, seconds: float | None = None, **named: Any
+        self, tool: Callable[..., Any], /, *arguments: Any, seconds: float | None = None, **named: Any
     ) -> str:
         """Run a tool and give its answer as text; an error or a missing answer is a text too.
 
@@ -168,16 +168,13 @@ class Episode:
         if not problem and tool is None:
             problem = f"unknown tool '{call.name}'.{did_you_mean(call.name, tools)}"
         elif not problem:
-            try:
-                inspect.signature(tool).bind(**call.arguments)  # type: ignore[arg-type]
-            except TypeError as error:
-                problem = f"{call.name}: {error}"
+            problem = _misfit(call, tool)
         if problem:
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += 1
             return f"error: {problem}"
         assert tool is not None
-        return await self.call(tool, **call.arguments)
+        return await self.call(partial(tool, **call.arguments))  # bound here: names such as "seconds" are the tool's
 
     def rollout(self, rewards: Mapping[str, float | None] | None = None) -> Rollout:
         """The episode as it is now.
@@ -222,6 +219,19 @@ class Episode:
             messages=[dict(message) for message in self.messages],
             extras={**extras, "turns": turns},
         )
+
+
+def _misfit(call: ToolCall, tool: Any) -> str:
+    """Why the arguments are not the tool's; empty where they are, or where a tool in C does not say what it takes."""
+    try:
+        signature = inspect.signature(tool)
+    except ValueError:
+        return ""
+    try:
+        signature.bind(**call.arguments)
+    except TypeError as error:
+        return f"{call.name}: {error}"
+    return ""
 
 
 def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:

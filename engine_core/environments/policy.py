@@ -88,7 +88,10 @@ class Policy:
 
         Raises:
             LimitReached: the episode has no turn or no token left; nothing was sampled.
+            ValueError: ``max_tokens`` is under 1.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         room = self.limits.tokens - len(token_ids)
         if self.turns_left < 1 or room < 1:
             what = "turn" if self.turns_left < 1 else "token"
@@ -117,7 +120,7 @@ class Policy:
             raise TypeError(f"stop must be a list of strings, got the text {stop!r}: write [{stop!r}]")
         changed: Sampling = dataclasses.replace(
             sampling,
-            max_response_tokens=min(room, sampling.max_response_tokens, max_tokens or room),
+            max_response_tokens=min(room, sampling.max_response_tokens, room if max_tokens is None else max_tokens),
             stop=sampling.stop if stop is None else tuple(stop),
             stop_token_ids=sampling.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids),
             seed=None if sampling.seed is None else turn_seed(sampling.seed, number),

@@ -132,24 +132,24 @@ class EnvironmentRunner:
     def close(self) -> None:
         """Stop the loop; an environment that is an object with ``close`` is closed, on the loop where that is asynchronous."""
         close = getattr(self.play, "close", None)
-        if close is not None:
-            self.play = None  # type: ignore[assignment]
-            made = close()
+        self.play = None  # type: ignore[assignment]
+        try:
+            made = close() if close is not None else None
             if inspect.isawaitable(made):
                 self._finish(made)
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        except Exception as error:  # the run is over and keeps what it has
+            log.warning("%s failed to close: %s: %s", self.label, type(error).__name__, error)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+                self._loop = None
 
     def _finish(self, awaitable: Any) -> None:
         async def wait() -> None:
             await awaitable
 
         self._loop = self._loop or LoopThread()
-        try:
-            asyncio.run_coroutine_threadsafe(wait(), self._loop.loop).result(self.config.tool_timeout_seconds)
-        except Exception as error:
-            log.warning("%s failed to close: %s: %s", self.label, type(error).__name__, error)
+        asyncio.run_coroutine_threadsafe(wait(), self._loop.loop).result(self.config.tool_timeout_seconds)
 
     def _serve(
         self, group: WorkerGroup, session: Session, requests: Sequence[Request], running: set[str]

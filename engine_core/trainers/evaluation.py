@@ -14,7 +14,7 @@ from engine_core.algorithms.evaluation import (
     mean_interval,
     pass_at_k,
 )
-from engine_core.config.evaluation import HeldOut, held_out_sets
+from engine_core.config.evaluation import UNNAMED, HeldOut, held_out_sets
 from engine_core.data import PromptSource
 from engine_core.rollout_files import write_rollouts
 from engine_core.types import Sampling
@@ -89,7 +89,7 @@ class Evaluation:
                 metrics |= {held_out.prefix + name: value for name, value in environment.metrics().items()}
             if out is not None:
                 write_rollouts(
-                    out / f"{held_out.name or 'validation'}.parquet", self.run.step_done, rollouts, about
+                    out / f"{held_out.name or UNNAMED}.parquet", self.run.step_done, rollouts, about
                 )
             elif self.run.folder and self.run.running:
                 folder = self.run.folder.rollouts_dir / "eval" / held_out.name

@@ -70,6 +70,10 @@ def test_sets_are_written_as_they_are_read(config_of):
             "eval.set.a: 'a' stands 2 times; each name may stand once.",
         ),
         (
+            "[[eval.set]]\nname = 'validation'\npath = 'a'",
+            "eval.set.validation.name: 'validation' is the name of data.validation in files. Rename the set.",
+        ),
+        (
             "[[eval.set]]\nname = 'a/b'\npath = 'a'",
             "eval.set.\"a/b\".name: got 'a/b', expected a text that matches",
         ),

@@ -62,6 +62,21 @@ def test_a_broken_call_is_told_to_the_policy(environment, scripted, requests, pl
     assert rollout.messages[2]["content"] == "sorry"
 
 
+def test_arguments_of_a_tool_are_the_tools_whatever_they_are_called(environment, scripted, requests, play):
+    source = """
+    def wait(seconds, tool, self): return f"{seconds} {tool} {self}"
+    turn = turn
+    await episode.answer_calls(turn, {"wait": wait, "chr": chr, "max": max})
+    """
+    call = '{"name": "wait", "arguments": {"seconds": 1e-9, "tool": "x", "self": "y"}}'
+    unnamed = '{"name": "max", "arguments": {"a": 1}}'  # a function in C that tells no signature
+    said = "".join(f"<tool_call>{each}</tool_call>" for each in (call, unnamed))
+    rollout = one(environment, scripted, requests, play, source, lambda r: (said, "stop"))
+    assert rollout.failure == ""
+    assert rollout.messages[1]["content"] == "1e-09 x y"
+    assert rollout.messages[2]["content"].startswith("error: TypeError: max")
+
+
 def test_stops_and_lengths_of_a_turn_reach_the_sampler(environment, scripted, requests, play):
     engine = scripted()
     source = "await episode.sample(stop=['|'], stop_token_ids=[5], max_tokens=3); await episode.sample(max_tokens=9999)"
@@ -93,6 +108,7 @@ def test_a_turns_text_shows_special_tokens_but_not_the_end(environment, scripted
     [
         ("await asyncio.gather(episode.sample(), episode.sample())", "The sequence was changed while"),
         ("await episode.sample(stop='</calc>')", "stop must be a list of strings, got the text '</calc>'"),
+        ("await episode.sample(max_tokens=0)", "max_tokens must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_work_is_told(environment, scripted, requests, play, caplog, source, message):

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from engine_core.environments.policy import turn_seed
@@ -177,6 +178,26 @@ def test_a_class_is_made_once_with_its_options_and_closed_on_the_loop(environmen
     runner.close()
     runner.close()
     assert (kind.made, kind.closed) == (["magic"], [True])
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_an_environment_that_fails_to_close_is_told_and_no_thread_is_left(
+    environment, scripted, requests, play, caplog, kind
+):
+    source = f"""
+    class mine:
+        async def __call__(self, episode):
+            return episode.rollout()
+
+        {kind} close(self):
+            raise OSError("the pipe is gone")
+    """
+    runner = environment(source)
+    play(runner, scripted(), requests(1))
+    thread = runner._loop._thread
+    runner.close()
+    assert not thread.is_alive()
+    assert "environment 'mine' failed to close: OSError: the pipe is gone" in caplog.text
 
 
 def test_an_episodes_own_draws_follow_its_seed(environment, scripted, requests, play):
