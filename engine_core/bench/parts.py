@@ -16,6 +16,7 @@ import torch
 from engine_core.assemble import plugins_for
 from engine_core.bench.shapes import Cost, peak_flops
 from engine_core.bench.work import requests, train_batch
+from engine_core.config.models import CheckpointConfig
 from engine_core.data import load_tokenizer
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError
@@ -38,7 +39,7 @@ def bench_train(
         Medians over ``steps``: seconds of a step, tokens a second; ``first_step_s``, with what is compiled
         in it; MFU where the device's peak is known.
     """
-    model = load_hf_config(config.model).to_dict()
+    model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
     with _workers(config, {"actor": Role("train")}) as (_, groups):
         actor, seconds, micro = groups["actor"], [], 0
         _reset_peak_memory()
@@ -134,7 +135,9 @@ def bench_step(
     """
     with tempfile.TemporaryDirectory() as folder:
         config.run.dir, config.run.steps = folder, warmup + steps
-        config.checkpoint.every_steps = config.eval.every_steps = 0
+        config.checkpoint = CheckpointConfig(at_end=False)
+        config.tracking.trackers = []  # no service hears of it
+        config.eval.every_steps = 0
         config.eval.at_start = config.eval.at_end = False
         trainer = make(config)
         _reset_peak_memory()

@@ -47,6 +47,31 @@ def test_step_shows_the_phases_and_leaves_nothing(engine, rl_run):
     assert sorted(path.name for path in rl_run.parent.iterdir()) == before
 
 
+SPY = """
+import pathlib
+from engine_core import hookimpl
+from engine_core.specs import TrackerSpec
+from engine_core.tracking import Tracker
+
+class Spy(Tracker):
+    def log(self, step, metrics): pathlib.Path("spied").write_text("heard of it")
+
+@hookimpl
+def engine_trackers():
+    return {"spy": TrackerSpec(load=Spy)}
+"""
+
+
+def test_steps_save_nothing_and_tell_no_tracker(engine, rl_run):
+    (rl_run.parent / "spy.py").write_text(SPY)
+    rl_run.write_text(rl_run.read_text().replace('["dice.py"]', '["dice.py", "spy.py"]'))
+    told = ["--set", 'tracking.trackers=["spy"]', "--set", "checkpoint.best_metric=reward/mean"]
+    answer = engine("bench", "step", "rl.toml", "--steps", "1", "--warmup", "1", *told)
+    assert answer.code == 0, answer.err
+    assert "Checkpoint:" not in answer.err
+    assert not (rl_run.parent / "spied").exists()
+
+
 def test_the_table_is_for_people(engine, sft_run):
     answer = engine(
         "bench", "train", "run.toml", "--sequences", "2", "--length", "8", "--prompt", "2", "--steps", "1"
