@@ -174,7 +174,9 @@ class Episode:
             self.counts["tool_errors"] += 1
             return f"error: {problem}"
         assert tool is not None
-        return await self.call(partial(tool, **call.arguments))  # bound here: names such as "seconds" are the tool's
+        return await self.call(
+            partial(tool, **call.arguments)
+        )  # bound here: names such as "seconds" are the tool's
 
     def rollout(self, rewards: Mapping[str, float | None] | None = None) -> Rollout:
         """The episode as it is now.

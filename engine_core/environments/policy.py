@@ -120,7 +120,9 @@ class Policy:
             raise TypeError(f"stop must be a list of strings, got the text {stop!r}: write [{stop!r}]")
         changed: Sampling = dataclasses.replace(
             sampling,
-            max_response_tokens=min(room, sampling.max_response_tokens, room if max_tokens is None else max_tokens),
+            max_response_tokens=min(
+                room, sampling.max_response_tokens, room if max_tokens is None else max_tokens
+            ),
             stop=sampling.stop if stop is None else tuple(stop),
             stop_token_ids=sampling.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids),
             seed=None if sampling.seed is None else turn_seed(sampling.seed, number),
