@@ -58,10 +58,17 @@ class PendingWrites:
 
         Raises:
             OSError: it still cannot be written; it waits on.
+            Exception: what else a write raises; that one would fail again, and waits no more.
         """
         count = len(self._waiting)
         while self._waiting:
-            self._waiting[0][2]()
+            try:
+                self._waiting[0][2]()
+            except OSError:
+                raise
+            except Exception:
+                self._waiting.popleft()
+                raise
             self._waiting.popleft()
         if count > 1:
             log.info("What could not be written before is written now: %d writes.", count)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine_core.engines.units import compiled
+from engine_core.engines.units import compiled_where_possible
 from engine_core.types import SUPPORT
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def gather_outputs(
         columns: [N, ...] each, what outputs read: ``candidate_ids`` [N, K] int64, K different tokens;
             ``support_ids`` [N, K] int32, the tokens that the target was drawn from, -1 behind them.
         top_k: K of the outputs ``top_...``.
-        compile: by ``torch.compile``.
+        compile: by ``torch.compile``; where that fails the log says so, and it runs as it is.
         recompute: logits are not kept for the backward pass but computed again, a chunk at a time.
 
     Returns:
@@ -178,9 +178,15 @@ def gather_outputs(
     parts = zip(
         rows.split(chunk), targets.split(chunk), *(v.split(chunk) for v in read.values()), strict=True
     )
-    run = compiled(one) if compile else one
-    if recompute:
-        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        return (
+            partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else function
+        )
+
+    run = compiled_where_possible(one, "What computes log-probs", around) if compile else around(one)
     pieces = [run(*part) for part in parts if len(part[1])]
     if not pieces:  # no row: zero of them, still part of the graph
         empty = zeros_of(names, 0, read, top_k, rows.device)

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from engine_core.errors import PluginError
 
 log = logging.getLogger("engine")
 
+_PLAIN: set[CodeType] = set()  # of functions that could not be compiled, see `compiled_where_possible`
 VARIANTS = 64  # graphs of one function: roles, with and without gradient, kinds of layers
 
 
@@ -76,15 +78,45 @@ class CompiledForward:
         try:
             return self.compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
-            log.warning(
-                "%s cannot be compiled and runs as it is, which is slower. compile = false says so at once. (%s: %s)",
-                self.name,
-                type(error).__name__,
-                reason,
-            )
+            _say_that_it_runs_plain(self.name, error)
             self.compiled = None
             return self.plain(*args, **kwargs)
+
+
+def compiled_where_possible(
+    function: Callable[..., Any], name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """``around(function)``, compiled, or as it is once that has failed; for a function that is made anew for each use.
+
+    torch keeps graphs by a function's code, and so it is remembered here which ones cannot be compiled.
+
+    Args:
+        function: of a ``def``.
+        name: for the log.
+        around: what it runs in, such as ``checkpoint``, which nothing of a failed try may stay in.
+    """
+    run, plain, code = around(compiled(function)), around(function), function.__code__
+
+    def call(*args: Any) -> Any:
+        if code in _PLAIN:
+            return plain(*args)
+        try:
+            return run(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            _say_that_it_runs_plain(name, error)
+            _PLAIN.add(code)
+            return plain(*args)
+
+    return call
+
+
+def _say_that_it_runs_plain(name: str, error: Exception) -> None:
+    log.warning(
+        "%s cannot be compiled and runs as it is, which is slower. compile = false says so at once. (%s: %s)",
+        name,
+        type(error).__name__,
+        str(error).strip().partition("\n")[0],
+    )
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@
     200         {"scores": [1.0], "errors": {}}
 
 A float32 score passes unchanged: JSON has the shortest decimal that reads back as the same number.
-Limits: length of a request, samples in it, seconds to send it, connections at once; above the last a
+Limits: length of a request, samples in it, seconds to send it and to take the answer, connections at once; above the last a
 client is told to come again (503). Only JSON is taken, and on loopback only requests for a loopback
 host, so that a page in a browser cannot ask.
 """
@@ -54,7 +54,7 @@ class RewardServer(ThreadingHTTPServer):
         token: that every request must bring.
         max_body_bytes: longest request.
         max_samples: in one request.
-        read_seconds: to send a request.
+        read_seconds: to send a request, and again to take the answer.
         max_connections: at once.
 
     Raises:
@@ -132,13 +132,17 @@ class Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         """Read within the time, answer, close."""
         self.close_connection = True
-        self.late = threading.Timer(self.server.read_seconds, self._hang_up)
-        self.late.daemon = True
-        self.late.start()
+        self._begin_to_wait()
         try:
             self.handle_one_request()
         finally:
             self.late.cancel()
+
+    def _begin_to_wait(self) -> None:
+        """From here on the client has its time, and then loses the connection."""
+        self.late = threading.Timer(self.server.read_seconds, self._hang_up)
+        self.late.daemon = True
+        self.late.start()
 
     def do_GET(self) -> None:
         self._respond(self._health)
@@ -165,6 +169,8 @@ class Handler(BaseHTTPRequestHandler):
             status, body = 500, {"error": "the reward failed; see the server's log"}
         data = json.dumps(body, allow_nan=False).encode()
         self.close_connection = True
+        self.late.cancel()
+        self._begin_to_wait()  # for the client to take it: one that does not would keep its place, and hold up a stop
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

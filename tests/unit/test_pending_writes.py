@@ -76,6 +76,8 @@ def test_another_error_than_of_the_disk_is_not_kept():
     pending = PendingWrites()
     with pytest.raises(ZeroDivisionError):
         pending.do("x", lambda: 1 / 0)
+    assert not pending.waiting
+    pending.finish()  # at the end of the run, which has failed of it
 
 
 def test_a_line_that_fails_halfway_leaves_the_file_as_it_was(tmp_path):

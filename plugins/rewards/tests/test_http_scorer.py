@@ -120,8 +120,17 @@ def test_no_more_requests_run_at_once_than_connections(scorer_server):
 
 @pytest.mark.parametrize(
     "fault",
-    [status(500), status(503), status(429), hang_up, break_off, sleep_for(0.8), drip],
-    ids=["500", "503", "429", "hangs up", "breaks off", "no answer in time", "drips"],
+    [
+        status(500),
+        status(503),
+        status(503, headers=[("Retry-After", "soon")]),
+        status(429),
+        hang_up,
+        break_off,
+        sleep_for(0.8),
+        drip,
+    ],
+    ids=["500", "503", "no such pause", "429", "hangs up", "breaks off", "no answer in time", "drips"],
 )
 def test_what_may_pass_is_tried_again(scorer_server, fault):
     server = scorer_server(fault, scorer_server.lengths)
@@ -232,6 +241,9 @@ def test_the_token_is_sent_and_in_no_message(scorer_server, monkeypatch):
     (error,) = ask(server.url, ["a"], token_env="SCORER_TOKEN")
     assert server.seen[0][1]["Authorization"] == "Bearer s3cr3t-value"
     assert str(error) == "status 401: 'bad header Bearer [redacted]'"
+    of_sample = body('{"scores": [null], "errors": {"0": "bad header Bearer s3cr3t-value"}}')
+    (error,) = ask(scorer_server(of_sample).url, ["a"], token_env="SCORER_TOKEN")
+    assert str(error) == "bad header Bearer [redacted]"
 
 
 @pytest.mark.parametrize("value", [None, "", "two words", "line\nbreak", "schlüssel"])

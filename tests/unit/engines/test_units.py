@@ -11,6 +11,7 @@ import torch._inductor.exc
 
 from engine_core.engines import units
 from engine_core.engines.attention import packed
+from engine_core.engines.log_probs import gather_outputs
 from engine_core.types import LossCall
 
 NLL = LossCall("nll")
@@ -84,6 +85,26 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_the_log_says_so(no_compiler, 
     assert len(no_compiler) == 1  # not tried again
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "layers.3 cannot be compiled and runs as it is"
+    ]
+
+
+def test_log_probs_that_cannot_be_compiled_are_the_same_and_the_log_says_so(no_compiler, caplog, monkeypatch):
+    monkeypatch.setattr(units, "_PLAIN", set())
+    project, rows = torch.nn.Linear(4, 9), torch.randn(5, 4)
+    targets = torch.tensor([0, 8, 3, 3, 1])
+
+    def of(compile):
+        mine = rows.clone().requires_grad_()
+        found = gather_outputs(project, mine, targets, temperature=0.7, chunk=2, compile=compile)["log_probs"]
+        found.square().sum().backward()
+        return found, mine.grad
+
+    with caplog.at_level(logging.WARNING, logger="engine"):
+        torch.testing.assert_close(of(True), of(False), rtol=0, atol=0)
+        of(True)
+    assert len(no_compiler) == 1  # for all chunks and calls
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "What computes log-probs cannot be compiled and runs as it is"
     ]
 
 

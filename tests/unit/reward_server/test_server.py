@@ -171,6 +171,23 @@ def test_a_client_that_does_not_finish_loses_its_connection(serve, sent):
     assert status == 200
 
 
+def test_a_client_that_does_not_take_its_answer_loses_its_connection(serve):
+    server = serve(read_seconds=0.2, max_connections=1)
+    server.service.fault = DataError("x" * (8 << 20))  # more than the buffers of both sides hold
+    request = json.dumps(samples("a")).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.server_port))
+        client.sendall(
+            b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(request), request)
+        )
+        assert server.service.begun.wait(20)
+        places = [server.slots.acquire(timeout=20)]  # its place is free again, though it is still there
+    server.slots.release()
+    assert places == [True]
+
+
 def test_more_connections_than_there_are_places_for_are_told_to_come_again(serve):
     server = serve(max_connections=1)
     server.service.gate = threading.Event()

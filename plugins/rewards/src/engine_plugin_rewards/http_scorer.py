@@ -145,10 +145,14 @@ class Scorer:
             {"prompts": batch["prompts"], "completions": batch["completions"], "columns": extra}
         ).encode()
         try:
-            return read_scores(self._answer(body, deadline), count)
+            found = read_scores(self._answer(body, deadline), count)
         except (ScorerError, TimeoutError) as error:
-            shown = str(error) if self.token is None else str(error).replace(self.token, "[redacted]")
-            return [type(error)(shown)] * count
+            found = [error] * count
+        return [self._without_token(score) if isinstance(score, Exception) else score for score in found]
+
+    def _without_token(self, error: Exception) -> Exception:
+        """The same error; servers quote what they were sent."""
+        return error if self.token is None else type(error)(str(error).replace(self.token, "[redacted]"))
 
     def _answer(self, body: bytes, deadline: float) -> bytes:
         """The body of a response with status 200.
@@ -219,8 +223,7 @@ class Scorer:
         response.release_conn()
         body = b"".join(parts)
         if response.status in PASSING:
-            wait = Retry().get_retry_after(response)
-            raise Passing(f"status {response.status}: {_shown(body)}", wait)
+            raise Passing(f"status {response.status}: {_shown(body)}", _pause_asked_for(response))
         if response.status != 200:
             raise ScorerError(f"status {response.status}: {_shown(body)}")
         return body
@@ -266,6 +269,14 @@ def _number(score: Any, position: int) -> Score:
         if math.isfinite(value)
         else ScorerError(f"score {position} of the response is {value}, not finite")
     )
+
+
+def _pause_asked_for(response: Any) -> float | None:
+    """Seconds of its ``Retry-After``; None where it has none, or one that is neither a number nor a date."""
+    try:
+        return Retry().get_retry_after(response)
+    except urllib3.exceptions.InvalidHeader:
+        return None
 
 
 def _shown(body: bytes) -> str:
