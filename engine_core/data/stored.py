@@ -1,7 +1,7 @@
 """Stored rollouts as training data: whole groups from the files that runs and ``engine generate`` write.
 
 Everything is looked at once before anything is built: columns, the tokenizer that the files name, token
-ids, lengths, log-probs, the sizes of groups. Afterwards only the groups of a step are read.
+ids, lengths, log-probs, rewards, the sizes of groups. Afterwards only the groups of a step are read.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _checked(path: Path, fit: Fit) -> list[list[int]]:
             "%s was sampled at temperature %s; the policy that is trained has rollout.temperature = %s.",
             path, about["temperature"], fit.temperature,
         )  # fmt: skip
-    table = file.table([*TENSORS, "prompt_ids", "group_id", "greedy_reward"])
+    table = file.table([*TENSORS, "prompt_ids", "group_id", "reward", "valid", "greedy_reward"])
     for row, wrong in itertools.islice(_wrong(table, fit), 1):
         raise DataError(f"{path}, row {row}: {wrong}")
     groups: dict[int, list[int]] = {}
@@ -200,6 +200,9 @@ def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
             int(owner[at]),
             f"a sampled token has the log-prob {log_probs[at]}; expected a finite one of at most 0.",
         )
+    rewards = table["reward"].to_numpy()  # null: NaN
+    if len(odd := np.flatnonzero(table["valid"].to_numpy() & ~np.isfinite(rewards))):
+        yield int(odd[0]), f"its reward is {rewards[odd[0]]}; expected a finite number, or valid = false."
     if fit.greedy and table["greedy_reward"].null_count == len(table):  # single ones may have failed
         yield 0, NOT_GREEDY
 

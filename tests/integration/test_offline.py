@@ -286,10 +286,12 @@ def put(tensor, at, value):
         (edit(loss_mask=lambda r: r.loss_mask[1:]), {}, r"row 5: loss_mask has \d+ values, token_ids \d+"),
         (edit(rollout_log_probs=lambda r: put(r.rollout_log_probs, -1, float("nan"))), {}, "row 5.*log-prob nan"),
         (edit(rollout_log_probs=lambda r: put(r.rollout_log_probs, -1, 0.5)), {}, "row 5.*log-prob 0.5"),
+        (edit(reward=lambda r: float("nan")), {}, "row 5: its reward is nan; expected a finite number"),
+        (edit(reward=lambda r: None), {}, "row 5: its reward is nan; expected a finite number"),
         (edit(prompt=lambda r: dataclasses.replace(r.prompt, token_ids=[1] * 99)), {}, "row 5: its prompt has 99"),
         (lambda r: None, {"tokenizer": "another"}, "sampled with another tokenizer"),
     ],
-    ids=["unequal", "beyond", "negative", "lengths", "nan", "positive", "prompt", "tokenizer"],
+    ids=["unequal", "beyond", "negative", "lengths", "nan", "positive", "reward", "no_reward", "prompt", "tokenizer"],
 )  # fmt: skip
 def test_rollouts_that_do_not_fit_are_refused_before_any_model_is_built(
     offline, sampled, tmp_path, monkeypatch, change, about, said
