@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,19 +70,24 @@ def find_head(module: nn.Module) -> Head | None:
 
 @dataclass
 class Distribution:
-    """``p = softmax(logits / temperature)`` of some rows, and what outputs are read at."""
+    """``p = softmax(logits / temperature)`` of some rows, and what outputs are read at.
+
+    Attributes:
+        log_sum: [n], what a logit is less to be a log-prob.
+
+    No ``cached_property`` here: until Python 3.12 it takes a lock, at which ``torch.compile`` gives the whole function up.
+    """
 
     logits: Tensor  # [n, V] float32, divided by the temperature
     targets: Tensor  # [n] int64
     columns: Mapping[str, Tensor]  # of the batch, at these rows
     top_k: int  # K of the outputs ``top_...``
 
-    @cached_property
-    def log_sum(self) -> Tensor:
-        """[n]: what a logit is less to be a log-prob."""
-        return self.logits.logsumexp(-1)
+    def __post_init__(self) -> None:
+        self.log_sum = self.logits.logsumexp(-1)
+        self._top_ids: Tensor | None = None  # once asked for
 
-    @cached_property
+    @property
     def log_norm(self) -> Tensor:
         """[n]: the same of the targets: over the tokens of ``support_ids``, where the batch tells them."""
         ids = self.columns.get(SUPPORT)
@@ -95,14 +100,16 @@ class Distribution:
         over = at.masked_fill(~kept & ~whole[:, None], -torch.inf).logsumexp(-1)
         return torch.where(whole, self.log_sum, over)
 
-    @cached_property
+    @property
     def top_ids(self) -> Tensor:
         """[n, K] int64: the likeliest tokens, the likeliest first."""
         if not 0 < self.top_k <= self.logits.shape[-1]:
             raise ValueError(
                 f"Batch.top_k is {self.top_k}; the outputs 'top_...' are of 1 to {self.logits.shape[-1]} tokens a position."
             )
-        return self.logits.topk(self.top_k, dim=-1).indices
+        if self._top_ids is None:
+            self._top_ids = self.logits.topk(self.top_k, dim=-1).indices
+        return self._top_ids
 
     def log_probs_of(self, ids: Tensor) -> Tensor:
         """[n, K] ids -> [n, K]."""

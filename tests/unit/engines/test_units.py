@@ -88,6 +88,31 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_the_log_says_so(no_compiler, 
     ]
 
 
+def test_what_computes_log_probs_is_compiled_whole(monkeypatch):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append([node.name for node in graph.graph.nodes])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    project, rows = torch.nn.Linear(4, 9), torch.randn(6, 4)
+    ids = torch.tensor([[0, 3], [8, 2], [5, 4], [1, 0], [2, 6], [7, 1]])
+    arguments = {
+        "targets": ids[:, 0],
+        "temperature": 0.7,
+        "chunk": 3,
+        "grad": ("log_probs", "log_probs_at", "log_rest"),
+        "watched": ("entropy", "sum_pi_squared", "top_ids", "top_log_probs", "top_log_rest"),
+        "columns": {"candidate_ids": ids},
+        "top_k": 2,
+    }
+    found = gather_outputs(project, rows, **arguments, compile=True)
+    assert len(graphs) == 1
+    assert any("logsumexp" in name for name in graphs[0])
+    torch.testing.assert_close(found, gather_outputs(project, rows, **arguments), rtol=0, atol=0)
+
+
 def test_log_probs_that_cannot_be_compiled_are_the_same_and_the_log_says_so(no_compiler, caplog, monkeypatch):
     monkeypatch.setattr(units, "_PLAIN", set())
     project, rows = torch.nn.Linear(4, 9), torch.randn(5, 4)
