@@ -149,11 +149,12 @@ def rank_matched(batch: Batch, scores: Tensor) -> Batch:
     return dataclasses.replace(matched, keep_together=torch.arange(len(better)).repeat_interleave(2))
 
 
-def mismatched(batch: Batch) -> Batch:
+def mismatched(batch: Batch, max_tokens: int) -> Batch:
     """KTO: each prompt with the response of the sequence before it (the first with the last's).
 
     Args:
         batch: sequences whose responses are the tokens from the first loss token on.
+        max_tokens: a longer sequence is cut: a long prompt and a long response may have more positions than the model.
 
     Returns:
         As many sequences, with the column ``loss_mask``.
@@ -162,7 +163,8 @@ def mismatched(batch: Batch) -> Batch:
     parts: list[tuple[Tensor, Tensor]] = []
     for i in range(len(batch)):
         (prompt, _), (_, response) = _split(batch, ends, i), _split(batch, ends, i - 1)
-        parts.append((torch.cat([prompt[0], response[0]]), torch.cat([prompt[1], response[1]])))
+        ids, mask = (torch.cat([prompt[k], response[k]])[:max_tokens] for k in (0, 1))
+        parts.append((ids, mask))
     return Batch(
         token_ids=torch.cat([ids for ids, _ in parts]),
         lengths=torch.tensor([len(ids) for ids, _ in parts], dtype=torch.int64),

@@ -23,7 +23,7 @@ class KTOTrainer(PreferenceRun[Judged]):
     """Make desirable responses likelier and undesirable ones less likely, against z.
 
     z is the KL to the reference, estimated before each update from responses put after other prompts of
-    the mini-batch: two more passes without gradient.
+    the mini-batch, cut to `kto.max_tokens`: two more passes without gradient.
     """
 
     needs_reference = True
@@ -70,7 +70,7 @@ class KTOTrainer(PreferenceRun[Judged]):
 
     def mismatch_kl(self, batch: Batch) -> float:
         """z, of this batch's responses after other prompts."""
-        others = mismatched(batch)
+        others = mismatched(batch, self.options.max_tokens)
         return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
 
     def loss_call(self) -> LossCall:

@@ -96,10 +96,13 @@ def test_each_prompt_gets_the_response_before_it():
         lengths=torch.tensor([3, 2, 4]),
         tokens={"loss_mask": torch.tensor([False, True, True, False, True, False, False, True, True])},
     )
-    made = mismatched(batch)
+    made = mismatched(batch, 4)
     assert made.token_ids.tolist() == [10, 32, 33, 20, 11, 12, 30, 31, 21]
     assert made.lengths.tolist() == [3, 3, 3]
     assert made["loss_mask"].tolist() == [False, True, True, False, True, True, False, False, True]
+    cut = mismatched(batch, 2)
+    assert cut.token_ids.tolist() == [10, 32, 20, 11, 30, 31]
+    assert cut["loss_mask"].tolist() == [False, True, False, True, False, False]
 
 
 def test_tokens_by_which_a_response_is_longer_count_less():
