@@ -174,9 +174,8 @@ class Episode:
             self.counts["tool_errors"] += 1
             return f"error: {problem}"
         assert tool is not None
-        return await self.call(
-            partial(tool, **call.arguments)
-        )  # bound here: names such as "seconds" are the tool's
+        bound = partial(tool, **call.arguments)  # here: names such as "seconds" are the tool's
+        return await self.call(bound)
 
     def rollout(self, rewards: Mapping[str, float | None] | None = None) -> Rollout:
         """The episode as it is now.
