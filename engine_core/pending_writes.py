@@ -120,7 +120,7 @@ class LineFile:
             self._write(data[: len(data) // 2])
             faults.point("metrics.half_written")
             self._write(data[len(data) // 2 :])
-        except OSError:
+        except BaseException:  # a stop by the keyboard too: the line is tried again at the end
             self._file.truncate(end)
             raise
 

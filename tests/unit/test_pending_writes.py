@@ -96,6 +96,20 @@ def test_a_line_that_fails_halfway_leaves_the_file_as_it_was(tmp_path):
     assert (tmp_path / "lines").read_text() == "one\ntwo\n"
 
 
+def test_a_line_that_is_stopped_halfway_by_the_keyboard_is_whole_after_the_next_try(tmp_path, monkeypatch):
+    def stop(name):
+        raise KeyboardInterrupt
+
+    file, pending = LineFile(tmp_path / "lines"), PendingWrites()
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "point", stop)
+        with pytest.raises(KeyboardInterrupt):
+            pending.do("x", lambda: file.append("a line of some length"))
+    pending.finish()
+    file.close()
+    assert (tmp_path / "lines").read_text() == "a line of some length\n"
+
+
 def test_lines_are_appended_to_what_is_there(tmp_path):
     (tmp_path / "lines").write_text("before\n")
     file = LineFile(tmp_path / "lines")
