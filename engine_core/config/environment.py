@@ -27,7 +27,7 @@ class EnvironmentConfig(Table):
     max_concurrent: NonNegativeInt = 0
     """Episodes that run at once; 0: all of a step."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
-    """When an episode raises: leave its rollout out of the update, give it reward 0, or end the run."""
+    """When an episode raises, or never asks the policy: leave its rollout out of the update, give it reward 0, or end the run."""
     on_timeout: Literal["drop", "zero", "fail"] = "drop"
     """The same for one that misses its deadline."""
     max_failure_share: Fraction = 0.5

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 TRACE_CHARACTERS = 3000
 CLOSE_SECONDS = 1.0
+NOTHING_SAMPLED = (
+    "the episode is over and the policy was never asked, so there is nothing to learn from. Call "
+    "'await episode.sample(...)' at least once"
+)
 
 
 class LoopThread:
@@ -206,8 +210,12 @@ class Session:
             return Finished(number, episode.rollout(), "error", "the episode cancelled itself")
         error = task.exception()
         if error is None:
-            return Finished(number, check_rollout(self.label, task.result(), episode))
-        if isinstance(error, LimitReached):
+            made = check_rollout(self.label, task.result(), episode)
+            if episode.policy.turns:
+                return Finished(number, made)
+            if len(episode.prompt.token_ids) < episode.policy.limits.tokens:
+                return Finished(number, made, "error", NOTHING_SAMPLED)
+        if error is None or isinstance(error, LimitReached):
             return Finished(number, self._truncated(episode), limited=True)
         if isinstance(error, EngineError):
             raise error

@@ -117,7 +117,9 @@ def test_the_custom_model_passes_its_own_tests_as_an_installed_wheel(custom_mode
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert re.search(r"[89] passed", done.stdout), done.stdout
+    assert re.search(r"\b[5-9]\d passed", done.stdout), (
+        done.stdout
+    )  # its own and those of the conformance kit
 
 
 @pytest.mark.slow

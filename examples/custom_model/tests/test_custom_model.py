@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from engine_plugin_custom_model.engine import GRUEngine
+from engine_plugin_custom_model.plugin import GRUOptions
 from engine_plugin_custom_model.sampler import GRUSampler
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
@@ -34,7 +35,11 @@ def context():
 @pytest.fixture
 def engine(context, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
-    config = RoleConfig(backend="gru", optim=OptimConfig(lr=0.4, weight_decay=0.1))
+    config = RoleConfig(
+        backend="gru",
+        options=GRUOptions(),
+        optim=OptimConfig(lr=0.4, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1),
+    )
     return GRUEngine(config, ModelConfig(path=str(tmp_path)), context)
 
 
@@ -69,13 +74,23 @@ def test_log_probs_of_packed_sequences_are_those_of_each_alone(engine):
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_embedding_has_a_quarter_of_the_rate_and_no_decay(engine):
-    embedding, layers = engine.optimizer.param_groups
+def test_the_embedding_has_a_quarter_of_the_rate(engine):
+    embedding, matrices, biases = engine.optimizer.param_groups
     assert [id(p) for p in embedding["params"]] == [id(engine.module.embed.weight)]
-    assert (embedding["lr"], embedding["weight_decay"]) == (pytest.approx(0.1), 0.0)
-    assert (layers["lr"], layers["weight_decay"]) == (pytest.approx(0.4), 0.1)
+    assert embedding["lr"] == pytest.approx(0.1)
+    assert [group["lr"] for group in (matrices, biases)] == pytest.approx([0.4, 0.4])
     engine.set_lr(0.8)
-    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.2, 0.8])
+    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.2, 0.8, 0.8])
+
+
+def test_every_setting_of_the_optimizer_reaches_every_group(engine):
+    groups = engine.optimizer.param_groups
+    assert [(group["betas"], group["eps"]) for group in groups] == [((0.8, 0.9), 1e-4)] * 3
+    for group, decay, dimensions in zip(groups, (0.1, 0.1, 0.0), (2, 2, 1), strict=True):
+        assert group["weight_decay"] == decay
+        assert {p.ndim for p in group["params"]} == {dimensions}
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in engine.module.parameters())
 
 
 def test_a_resumed_engine_has_the_weights_and_the_rates(engine, context, tmp_path):
@@ -84,7 +99,7 @@ def test_a_resumed_engine_has_the_weights_and_the_rates(engine, context, tmp_pat
     other.module.embed.weight.data.zero_()
     other.load(tmp_path / "state")
     assert torch.equal(other.module.embed.weight, engine.module.embed.weight)
-    assert [group["lr"] for group in other.optimizer.param_groups] == pytest.approx([0.1, 0.4])
+    assert [group["lr"] for group in other.optimizer.param_groups] == pytest.approx([0.1, 0.4, 0.4])
 
 
 def test_an_export_is_a_folder_that_the_engine_builds_from(engine, context, tmp_path):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
 
 WITH_OPTIONS = """
 class MineOptions(Options):
@@ -90,6 +90,46 @@ def test_a_reward_that_is_none_is_a_failure_of_the_episode(
     (rollout,) = play(runner, scripted(), requests(1))
     assert rollout.failure == "error"
     assert message in caplog.text
+
+
+@pytest.mark.parametrize("asks", ["", "episode.sample().close()"])  # the latter: not awaited
+def test_an_episode_without_a_sample_fails_and_says_what_is_missing(
+    environment, scripted, requests, play, caplog, asks
+):
+    source = f"""
+    SPEC = {{"rewards": frozenset({{"solved"}})}}
+
+    async def mine(episode):
+        if episode.prompt.columns["number"] == 0:
+            await episode.sample()
+        {asks}
+        episode.append("answered for it")
+        return episode.rollout({{"solved": 1.0}})
+    """
+    runner = environment(source, max_failure_share=0.5)
+    rollouts = play(runner, scripted(), requests(2, group_size=1))
+    assert [(r.failure, r.valid) for r in rollouts] == [("", True), ("error", False)]
+    assert "Call 'await episode.sample(...)' at least once" in caplog.text
+    assert runner.metrics()["environment/errors"] == 1.0
+    with pytest.raises(TrainingFailed, match=r"1 of 1 episodes.*await episode\.sample"):
+        play(runner, scripted(), requests(2, group_size=1)[1:])
+
+
+def test_a_prompt_that_leaves_no_room_is_truncated_though_nothing_is_sampled(
+    environment, scripted, requests, play
+):
+    source = """
+    SPEC = {"rewards": frozenset({"solved"})}
+
+    async def mine(episode):
+        while episode.goes_on:
+            await episode.sample()
+        return episode.rollout({"solved": 1.0})
+    """
+    runner = environment(source, max_tokens=2)  # the prompt has two
+    (rollout,) = play(runner, scripted(), requests(1))
+    assert (rollout.failure, rollout.finish_reason, rollout.rewards) == ("", "length", {"solved": 0.0})
+    assert runner.metrics()["environment/limited"] == 1.0
 
 
 def test_rewards_that_do_not_apply_are_none(environment, scripted, requests, play):

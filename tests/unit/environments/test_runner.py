@@ -187,6 +187,7 @@ def test_an_environment_that_fails_to_close_is_told_and_no_thread_is_left(
     source = f"""
     class mine:
         async def __call__(self, episode):
+            await episode.sample()
             return episode.rollout()
 
         {kind} close(self):

@@ -37,9 +37,15 @@ class GRUEngine(TorchEngine):
         if optim_config is None:  # a reference model is not trained: the engine goes on alone
             return module
         module = self._place(module)  # on the device, in the type that is trained
-        embedding = {"params": module.embed.parameters(), "lr": optim_config.lr / 4}
-        layers = {"params": module.gru.parameters(), "weight_decay": optim_config.weight_decay}
-        optimizer = torch.optim.AdamW([embedding, layers], lr=optim_config.lr, weight_decay=0.0)
+        lr, decay = optim_config.lr, optim_config.weight_decay
+        matrices = [p for p in module.gru.parameters() if p.ndim >= 2]
+        biases = [p for p in module.gru.parameters() if p.ndim < 2]
+        groups = [
+            {"params": [module.embed.weight], "lr": lr * self.options.embedding_rate, "weight_decay": decay},
+            {"params": matrices, "weight_decay": decay},
+            {"params": biases, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=optim_config.betas, eps=optim_config.eps)
         return module, optimizer, build_schedule(optimizer, optim_config, self.context.total_steps, role)
 
     def export(self, folder):
