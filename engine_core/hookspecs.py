@@ -125,15 +125,19 @@ def engine_shard_model(role: str, module: nn.Module, units: list[str], options: 
 @hookspec(firstresult=True)
 def engine_build_optimizer(
     role: str, module: nn.Module, optim_config: OptimConfig, options: Any
-) -> tuple[Optimizer, LRScheduler] | None:
+) -> tuple[Optimizer, LRScheduler | None] | None:
     """Build the optimizer and the learning-rate schedule of one role.
 
     :param role: as in ``engine_build_model``; a reference model has no optimizer.
     :param module: what ``engine_shard_model`` gave.
-    :param optim_config: the role's ``optim`` table (``[actor.optim]``).
+    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the
+        number of optimizer steps after which a schedule ends: where the run file has 0, the run's
+        length (0 only where that is not known).
     :param options: the role's backend table.
-    :returns: the optimizer over the parameters that require gradients, and its scheduler, which the
-        engine steps once after each optimizer step that was not skipped.
+    :returns: ``(optimizer, lr_scheduler)``: the optimizer holds every parameter that requires
+        gradients, in groups with rates of their own if wanted, the fastest at ``optim_config.lr``;
+        the engine steps the scheduler once after each optimizer step that was not skipped. None in
+        its place: the rates stay.
 
     Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
 

@@ -191,7 +191,9 @@ class PluginSet:
 
         Returns:
             The step hooks by name, as functions of keyword arguments; each gives the first answer,
-            or None when the default is to be used.
+            or None when the default is to be used. A first, positional argument may be a function
+            that tells what is wrong with an answer ("" where nothing is); it is refused with the
+            plugin's name.
         """
         asked = self.named[::-1]
         if backend is not None:
@@ -218,9 +220,23 @@ class PluginSet:
         others = [other.module for other in self.plugins if other is not plugin]
         return self.manager.subset_hook_caller(hook, others)
 
-    def _first(self, asked: Sequence[Plugin], role: str, hook: str, /, **arguments: Any) -> Any:
-        answers = (self.ask(plugin, role, hook, **arguments) for plugin in asked)
-        return next((answer for answer in answers if answer is not None), None)
+    def _first(
+        self,
+        asked: Sequence[Plugin],
+        role: str,
+        hook: str,
+        problem_of: Callable[[Any], str] | None = None,
+        /,
+        **arguments: Any,
+    ) -> Any:
+        for plugin in asked:
+            answer = self.ask(plugin, role, hook, **arguments)
+            if answer is None:
+                continue
+            if problem_of is not None and (problem := problem_of(answer)):
+                raise PluginError(f"{plugin.label}: {hook} ({role}) {problem}")
+            return answer
+        return None
 
     def ask(self, plugin: Plugin, asker: str, hook: str, /, **arguments: Any) -> Any:
         """Call a hook of one plugin; what it raises carries its name and version."""

@@ -349,5 +349,5 @@ class StepOutput:
     """What ``optimizer_step`` returns."""
 
     grad_norm: float  # before clipping
-    lr: float  # that this step used
+    lr: float  # that this step used; the largest of its parameter groups
     skipped: bool = False  # a gradient was not finite: weights and optimizer were left alone

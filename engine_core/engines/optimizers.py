@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from engine_core.config import OptimConfig
@@ -65,6 +65,39 @@ def build_schedule(
         return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
     return LambdaLR(optimizer, factor)
+
+
+def optimizer_problem(built: Any) -> str:
+    """What is wrong with an answer of ``engine_build_optimizer``; "" where nothing is."""
+    pair = isinstance(built, (tuple, list)) and len(built) == 2
+    if pair and hasattr(built[0], "param_groups") and (built[1] is None or hasattr(built[1], "step")):
+        return ""
+    found = type(built).__name__
+    if isinstance(built, (tuple, list)):
+        found += f" of {len(built)} ({', '.join(type(part).__name__ for part in built)})"
+    return (
+        f"returned {found}; expected (optimizer, lr_scheduler), or (optimizer, None) for rates that stay. "
+        "None leaves it to the next plugin."
+    )
+
+
+def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str) -> None:
+    """Refuse an optimizer without some parameters that require gradients.
+
+    The gradient of such a parameter would never be cleared, and would count in the norm that is clipped.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = {name: id(p) for name, p in module.named_parameters() if p.requires_grad}
+    left_out = [name for name, parameter in trainable.items() if parameter not in held]
+    if left_out:
+        shown = ", ".join(f"'{name}'" for name in left_out[:3]) + (
+            f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        )
+        raise PluginError(
+            f"The optimizer ({type(optimizer).__name__}) of the role '{role}' has {len(left_out)} of its "
+            f"{len(trainable)} trainable parameters in no group: {shown}. Put them in a group, or set "
+            "requires_grad to False."
+        )
 
 
 def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> None:

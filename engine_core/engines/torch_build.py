@@ -18,12 +18,12 @@ from torch import nn
 from engine_core.engines.base import TrainEngine
 from engine_core.engines.lora import attach
 from engine_core.engines.model_loading import adopt_live, cast_parameters, load_model
-from engine_core.engines.optimizers import build_optimizer, set_peak_lr
+from engine_core.engines.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
 from engine_core.engines.precision import Precision, choose, find_device
 from engine_core.engines.quantization import Change, check_quantized, quantize
 from engine_core.engines.torch_options import TorchOptions
-from engine_core.engines.units import check_units, checkpoint_units, compile_units, decoder_layers
+from engine_core.engines.units import checkpoint_units, compile_units, decoder_layers, units_problem
 from engine_core.engines.value_forward import ValueForward
 from engine_core.engines.value_models import HEAD, VALUE_ROLES, load_value_model
 from engine_core.engines.weights import base_weights, identity
@@ -144,6 +144,8 @@ class TorchBuild(TrainEngine):
             raise PluginError(
                 f"{type(self).__name__}._build_model_optimizer returned no optimizer for a trained role."
             )
+        else:
+            check_groups(self.module, self.optimizer, self.context.role)
 
     def _refuse_changes(self) -> None:
         """A model that comes with its optimizer stays as it is."""
@@ -168,22 +170,21 @@ class TorchBuild(TrainEngine):
         if self.config.lora is not None:
             path = self.config.path or self.model_config.path
             self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head, base)
-        units = self._steps.engine_wrap_policy(role=role, module=module, options=options)
+        units = self._steps.engine_wrap_policy(
+            lambda named: units_problem(named, module), role=role, module=module, options=options
+        )
         if units is None:
             units = self._units(module)
-        else:
-            check_units(units, module)
         sharded = self._steps.engine_shard_model(role=role, module=module, units=units, options=options)
         self.module = self._shard(module, units) if sharded is None else sharded
         if not self.trainable:
             return
-        optim = self.config.optim
+        optim, total_steps = self.config.optim, self.context.total_steps
+        resolved = optim.model_copy(update={"decay_steps": optim.decay_steps or total_steps})
         built = self._steps.engine_build_optimizer(
-            role=role, module=self.module, optim_config=optim, options=options
+            optimizer_problem, role=role, module=self.module, optim_config=resolved, options=options
         )
-        self.optimizer, self.lr_scheduler = built or build_optimizer(
-            self.module, optim, self.context.total_steps, role
-        )
+        self.optimizer, self.lr_scheduler = built or build_optimizer(self.module, optim, total_steps, role)
 
     def _units(self, module: nn.Module) -> list[str]:
         """Units where no plugin names any."""
@@ -271,8 +272,8 @@ class TorchBuild(TrainEngine):
 
     @property
     def lr(self) -> float:
-        """Learning rate that the next step uses."""
-        return float(self._trained().param_groups[0]["lr"])
+        """Learning rate that the next step uses: the largest, where groups have rates of their own."""
+        return max(float(group["lr"]) for group in self._trained().param_groups)
 
     def set_lr(self, lr: float) -> None:
         set_peak_lr(self._trained(), self.lr_scheduler, lr)

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_core.engines.attention import is_packed, packed
 from engine_core.engines.weights import near
-from engine_core.errors import PluginError
 
 log = logging.getLogger("engine")
 
@@ -127,12 +126,17 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def check_units(units: Sequence[str], module: nn.Module) -> None:
-    """Refuse a name of ``engine_wrap_policy`` that the module does not have."""
+def units_problem(units: Any, module: nn.Module) -> str:
+    """What is wrong with an answer of ``engine_wrap_policy``; "" where nothing is."""
+    if not isinstance(units, (list, tuple)) or not all(isinstance(name, str) for name in units):
+        return f"returned {units!r:.200}; expected a list of names of submodules, or None for the decoder layers."
     known = {name for name, _ in module.named_modules() if name}
     for name in units:
         if name not in known:
-            raise PluginError(
-                f"engine_wrap_policy named '{name}', which is no submodule of {type(module).__name__}."
-                + near(name, known)
-            )
+            return f"named '{name}', which is no submodule of {type(module).__name__}." + near(name, known)
+    for name in units:
+        outer = next((other for other in units if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            return f"named '{name}', which lies inside '{outer}', named too. Name one of the two."
+    repeated = next((name for name in units if units.count(name) > 1), None)
+    return "" if repeated is None else f"named '{repeated}' twice. Name each submodule once."
