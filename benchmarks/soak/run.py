@@ -63,14 +63,14 @@ class Watched(Trainer):
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self.samples: list[Sample] = []
+        self.taken: list[Sample] = []
         self.process = psutil.Process()
 
     def step(self, step: int) -> dict[str, float]:
         """The step, then the sample."""
         metrics = super().step(step)
         if step % self.every == 0:
-            self.samples.append(self._sample(step))
+            self.taken.append(self._sample(step))
         return metrics
 
     def _sample(self, step: int) -> Sample:
@@ -81,7 +81,7 @@ class Watched(Trainer):
             step=step,
             rss_mib=self.process.memory_info().rss / 2**20,
             worker_rss_mib=sum(child.memory_info().rss for child in children) / 2**20,
-            objects=len(gc.get_objects()) - len(self.samples),
+            objects=len(gc.get_objects()) - len(self.taken),
             threads=self.process.num_threads(),
             children=len(children),
             open_files=self.process.num_fds(),
@@ -129,7 +129,7 @@ def soak(steps: int, folder: Path, every: int = 10) -> list[Sample]:
     run.every = every
     with contextlib.closing(run):
         run.train()
-    return run.samples
+    return run.taken
 
 
 def _prepare(folder: Path) -> Path:

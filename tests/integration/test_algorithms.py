@@ -2,10 +2,13 @@
 
 import json
 import math
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_core import Trainer, load_config
 from engine_core.builtin import engine_advantages
@@ -52,10 +55,20 @@ def dynamic(**options):
     return {"stage": [{"name": "dynamic_sampling", "dynamic_sampling": options}], "rollout.group_size": 2}
 
 
+def teacher(grpo, folder):
+    """The student's model with weights of its own."""
+    shutil.copytree(grpo["model.path"], folder / "teacher")
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(grpo["model.path"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "teacher")
+    return str(folder / "teacher")
+
+
 @pytest.mark.parametrize("name", sorted(engine_advantages()))
-def test_an_estimator_trains_two_steps(grpo, name):
+def test_an_estimator_trains_two_steps(grpo, name, tmp_path):
     rewards = [digits, even] if name == "gdpo" else [digits]
-    lines = trained(trainer(grpo, {"algorithm.advantage": name}, rewards))
+    changes = {"teacher.path": teacher(grpo, tmp_path)} if name == "distill" else {}
+    lines = trained(trainer(grpo, {"algorithm.advantage": name, **changes}, rewards))
     assert [line["step"] for line in lines] == [1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     assert all(line["actor/grad_norm"] > 0 for line in lines)

@@ -37,8 +37,8 @@ def apart(monkeypatch):
 
     whole = Batch.from_rollouts.__func__
 
-    def noisy(cls, rollouts, temperature=1.0):
-        batch = whole(cls, rollouts, temperature)
+    def noisy(cls, rollouts, *settings):
+        batch = whole(cls, rollouts, *settings)
         noise = 0.3 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(len(rollouts)))
         moved = (batch["rollout_log_probs"] + noise * batch["loss_mask"]).clamp(max=-1e-4)
         return batch.with_columns(tokens={"rollout_log_probs": moved * batch["loss_mask"]})

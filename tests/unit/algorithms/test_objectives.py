@@ -157,6 +157,6 @@ def test_a_loss_is_resolved_by_name_with_its_options():
 def test_an_unknown_objective_is_named():
     with pytest.raises(
         ValueError,
-        match=r"Unknown objective 'ppo'. Known: kto, nll, policy, preference, reward_model, value.",
+        match=r"Unknown objective 'ppo'. Known: distill, kto, nll, policy, preference, reward_model, value.",
     ):
         resolve_loss(LossCall("ppo"), None)
