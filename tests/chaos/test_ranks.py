@@ -39,7 +39,7 @@ def ranks(tiny, tmp_path):
         for file in FILES:
             shutil.copy(file, folder)
         if hurt:
-            (folder / "hurt.json").write_text(json.dumps(hurt))
+            tell(folder, hurt)
         return path
 
     return write
@@ -70,10 +70,17 @@ def lost(run, hurt, cause):
     assert "Traceback" not in run.err
 
 
+def tell(folder, hurt):
+    """Write ``hurt.json`` whole: ranks that run read it at any moment."""
+    part = folder / "hurt.part"
+    part.write_text(json.dumps(hurt))
+    part.rename(folder / "hurt.json")
+
+
 def hurt_later(engine, run, hurt):
     """Hurt a rank once there is a checkpoint."""
     run.until(lambda: list(engine.folder.glob("runs/r/checkpoints/step_*1")), "a checkpoint")
-    (engine.folder / "hurt.json").write_text(json.dumps(hurt))
+    tell(engine.folder, hurt)
     run.until((engine.folder / "done").exists, "the rank is hurt")
 
 
@@ -91,7 +98,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_ends_as_the_straight_one(
     assert return_code(run) == code, run.err
     assert "Traceback" not in run.err
     hurt = ["actor", 1, "forward", "kill"]
-    (engine.folder / "hurt.json").write_text(json.dumps(hurt))
+    tell(engine.folder, hurt)
     ended(again := engine.start("resume", "r"))  # and does not wait for the deadline of an hour
     lost(again, hurt, "killed by SIGKILL")
     ended(resumed := engine.start("resume", "r"))
