@@ -84,7 +84,7 @@ def test_a_power_tower_is_stopped(score):
     # sympy evaluates it in one call into C; math-verify's own time-out is off.
     began = time.monotonic()
     values, metrics = score("math", {}, ["$5^{5^{5^{5^{5}}}}$", "2"], ["2", "2"], timeout_seconds=2.0)
-    assert values == [None, 1.0]
+    assert values == [0.0, 1.0]  # no way around a bad reward
     assert metrics["reward/math/timeouts"] == 1
     assert time.monotonic() - began < 20
 
@@ -93,7 +93,7 @@ def test_a_pattern_that_backtracks_without_end_is_stopped(score):
     values, metrics = score(
         "format", {"pattern": "(a+)+"}, ["a" * 50 + "b", "aaa"], [0, 0], timeout_seconds=1.0
     )
-    assert values == [None, 1.0]
+    assert values == [0.0, 1.0]
     assert metrics["reward/format/timeouts"] == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 
 # A sign counts where it cannot be a minus between two operands ("10-12" holds 10 and 12), and where
 # no space follows it ("- 5" may be an item of a list).
@@ -16,6 +16,9 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)|\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+
+
+_WIDE = Context(Emax=MAX_EMAX, Emin=MIN_EMIN)  # a million digits are a wrong answer, and no overflow
 
 
 def numeric(
@@ -38,9 +41,16 @@ def numeric(
     """
     if answer is None:
         return None
-    expected = last_number(str(answer))
+    with localcontext(_WIDE):
+        return _compared(completion, str(answer), tolerance, relative_tolerance, boxed)
+
+
+def _compared(
+    completion: str, answer: str, tolerance: float, relative_tolerance: float, boxed: str
+) -> dict[str, float | str | None]:
+    expected = last_number(answer)
     if expected is None:
-        raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
+        raise ValueError(f"the answer {answer[:60]!r} holds no number")
     inside = last_boxed(completion) if boxed != "ignore" else None
     if boxed == "only" and inside is None:
         return {"score": 0.0, "pred": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -12,7 +13,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
 from engine_core.redaction import names_secret
-from engine_core.specs import Options, Reward
+from engine_core.specs import CodeLanguage, Options, Reward
+from engine_plugin_rewards.code_options import CodeOptions
+from engine_plugin_rewards.http_address import AddressRefused, check_address, literal
+from engine_plugin_rewards.http_chat import ChatOptions  # noqa: TC001 (pydantic reads it)
+
+OWN_HEADERS = frozenset(
+    {"host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding"}
+)
 
 
 class ExactMatchOptions(Options):
@@ -92,10 +100,18 @@ class HTTPOptions(Options):
     """What is sent besides prompts and completions: columns of the data such as ``answer``, or arguments of a reward such as ``response_lengths``."""
     token_env: str | None = None
     """Environment variable with the server's token, sent as ``Authorization: Bearer``. Its name must say that it is one: a word of it TOKEN, KEY or SECRET."""
+    secret_headers: dict[str, str] = {}
+    """Further headers, such as ``{ "X-Api-Key" = "JUDGE_KEY" }``: the environment variable of each value, named as in ``token_env``."""
+    allow_addresses: list[str] = []
+    """Addresses and networks, such as ``"10.1.0.0/16"``, that the server may have besides public ones, and loopback if ``url`` says so. A cloud's metadata service must be named alone."""
+    chat: ChatOptions | None = None
+    """Its table makes the server a language model that is asked about each response."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Samples in one request. A worker has at most 32 at a time."""
     connections: Annotated[int, Field(ge=1, le=256)] = 4
     """Requests of one worker at the same time."""
+    requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most requests of one worker in a second, tries counted, at even distances."""
     try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Time for one try. All tries together have nine tenths of `timeout_seconds` of the ``[[reward]]``."""
     retries: Annotated[int, Field(ge=0)] = 4
@@ -114,8 +130,40 @@ class HTTPOptions(Options):
         secret = any(names_secret(name) for name, _ in parse_qsl(parts.query))
         if secret or parts.username is not None or parts.password is not None:
             raise ValueError("a name, password or token in the address would be written down; set token_env.")
+        if not (url.isascii() and url.isprintable()) or set(url) & set(" \\@"):
+            raise ValueError(
+                "spaces, backslashes, @ and what is not ASCII are read differently by different programs."
+            )
         _ = parts.port  # refuses one that is no number
         return url
+
+    @field_validator("allow_addresses")
+    @classmethod
+    def _networks(cls, networks: list[str]) -> list[str]:
+        for network in networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as exc:
+                raise ValueError(f'{exc}. Expected such as "10.1.2.3" or "10.1.0.0/16".') from exc
+        return networks
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if self.chat is not None and self.columns:
+            raise ValueError(
+                "columns are sent to a server of scores; the prompt of chat names its columns itself."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _may_go_there(self) -> Self:
+        host = urlsplit(self.url).hostname or ""
+        if literal(host) is not None:  # a name is looked up when the run starts
+            try:
+                check_address(host, host, [ipaddress.ip_network(each) for each in self.allow_addresses])
+            except AddressRefused as refused:
+                raise ValueError(str(refused)) from None
+        return self
 
     @field_validator("columns")
     @classmethod
@@ -130,11 +178,25 @@ class HTTPOptions(Options):
     @field_validator("token_env")
     @classmethod
     def _kept_secret(cls, variable: str | None) -> str | None:
-        if variable is not None and not names_secret(variable):
-            raise ValueError(
-                f"the value of ${variable} would not be kept out of logs. Name it so that it says what it is: SCORER_TOKEN."
-            )
+        if variable is not None:
+            _says_it_is_secret(variable)
         return variable
+
+    @field_validator("secret_headers")
+    @classmethod
+    def _headers(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, variable in headers.items():
+            if not re.fullmatch(r"[A-Za-z0-9-]+", name) or name.lower() in OWN_HEADERS:
+                raise ValueError(f"'{name}' is no header that can be set here.")
+            _says_it_is_secret(variable)
+        return headers
+
+
+def _says_it_is_secret(variable: str) -> None:
+    if not names_secret(variable):
+        raise ValueError(
+            f"the value of ${variable} would not be kept out of logs. Name it so that it says what it is: SCORER_TOKEN."
+        )
 
 
 class PythonOptions(Options):
@@ -169,13 +231,34 @@ class PythonOptions(Options):
 def engine_rewards() -> Mapping[str, Reward]:
     here = "engine_plugin_rewards"
     return {
+        "code": Reward(
+            load=f"{here}.code:make_code",
+            config=CodeOptions,
+            factory=True,
+            health=f"{here}.code:health",
+            workers="cores",
+            check=f"{here}.code_check:make_check",
+        ),
         "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions, answers=True),
-        "format": Reward(load=f"{here}.text:make_format", config=FormatOptions, factory=True),
+        "format": Reward(
+            load=f"{here}.text:make_format", config=FormatOptions, factory=True, on_timeout="zero"
+        ),
         "http": Reward(load=f"{here}.http_scorer:make_http", config=HTTPOptions, factory=True),
         "length": Reward(load=f"{here}.text:soft_overlong", config=LengthOptions),
-        "math": Reward(load=f"{here}.mathematics:same_mathematics", config=MathOptions, answers=True),
+        "math": Reward(
+            load=f"{here}.mathematics:same_mathematics",
+            config=MathOptions,
+            answers=True,
+            workers="cores",
+            on_timeout="zero",
+        ),
         "numeric": Reward(load=f"{here}.numeric:numeric", config=NumericOptions, answers=True),
         "python": Reward(
             load=f"{here}.python_file:make_python", config=PythonOptions, factory=True, answers=True
         ),
     }
+
+
+@hookimpl
+def engine_code_languages() -> Mapping[str, CodeLanguage]:
+    return {"python": CodeLanguage(load="engine_plugin_rewards.code_languages:python")}

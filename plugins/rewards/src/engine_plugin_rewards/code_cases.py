@@ -1,0 +1,348 @@
+"""Tests of a program, from the forms in which data sets have them.
+
+========================================================================= =====================
+form                                                                      seen in
+========================================================================= =====================
+``{"inputs": [...], "outputs": [...]}``, with ``fn_name``: of a function    APPS, TACO, PRIME
+``[{"input": ..., "output": ..., "testtype": "stdin" | "functional"}]``     LiveCodeBench
+``{"test_cases": [{"input", "output", "type", "fn_name"}]}``                verification_info
+``["assert f(1) == 2", ...]``, or ``{"test_list": ...}``                    MBPP, AceCode
+``"def check(candidate): ..."`` and the column ``entry_point``              HumanEval
+``"def test_a(): ..."`` with ``from solution import f``                     KodCode, pytest
+``[{"stdin", "stdout"}, {"function", "arguments", "expected"}]``            written by hand
+========================================================================= =====================
+
+Each may be text of JSON. An assertion that compares with a literal, or asserts something as it stands,
+becomes an ``Expression``: the program gives the value, the engine compares, and the program cannot know
+with what. Other assertions run in the program's process, see ``Assertions``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_plugin_rewards.sandbox.inside.python_tests import encode
+
+ASSERTING = re.compile(r"assert|check|raises|test|exit", re.IGNORECASE)
+JSON_STARTS = ("{", "[")
+FUNCTION_NAMES = ("fn_name", "func_name", "function", "entry_point")
+LISTS = ("test_cases", "test_list", "tests", "cases")
+FORMS = (
+    '{"inputs": [...], "outputs": [...]}, {"test_cases": [...]} or a list of {"input", "output"}, {"stdin", "stdout"} or '
+    '{"function", "arguments", "expected"}; ["assert f(1) == 2"]; code with functions test_..., or check(candidate) and the '
+    "column entry_point"
+)
+"""For messages; the whole table is above and in docs/code_reward.md."""
+SETUPS = ("setup", "test_setup_code", "test_imports")
+
+
+@dataclass(frozen=True)
+class Stdin:
+    """The program reads a text and must print another."""
+
+    stdin: str
+    stdout: str
+
+    kind = "stdin"
+
+    def asked(self) -> dict[str, Any]:
+        """What the program's process is told; never what is expected."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of the program must give a value."""
+
+    function: str
+    arguments: Sequence[Any]
+    expected: Any
+    wrapped: bool = False  # the data set may have put the value into a list of one
+
+    kind = "call"
+
+    def asked(self) -> dict[str, Any]:
+        """As for ``Stdin``."""
+        return {"function": self.function, "arguments": self.arguments}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression in the program's names must have a value."""
+
+    expression: str
+    setup: str = ""
+    expected: Any = None
+    truth: bool | None = None  # only whether it counts as true
+
+    kind = "expression"
+
+    def asked(self) -> dict[str, Any]:
+        """As for ``Stdin``."""
+        return {"expression": self.expression, "setup": self.setup}
+
+
+@dataclass(frozen=True)
+class Assertions:
+    """Python code that raises where the program is wrong; it runs in the program's process."""
+
+    test: str
+    entry_point: str = ""
+    functions: Sequence[str] = ()
+
+    kind = "assert"
+
+    def asked(self) -> dict[str, Any]:
+        """As for ``Stdin``."""
+        return {"test": self.test, "entry_point": self.entry_point, "functions": self.functions}
+
+
+Case = Stdin | Call | Expression | Assertions
+
+
+class BadTests(ValueError):
+    """Tests of no known form; the message says what was found."""
+
+
+def parse(tests: Any, entry_point: str | None = None, setup: str | None = None) -> list[Case]:
+    """The tests of one row.
+
+    Args:
+        tests: in one of the forms above.
+        entry_point: the function that they are about, where they do not say it.
+        setup: Python code that goes before assertions.
+
+    Raises:
+        BadTests: there are none, or they have no known form.
+    """
+    try:
+        cases = list(_cases(tests, entry_point or "", setup or ""))
+    except BadTests:
+        raise
+    except (TypeError, ValueError) as exc:  # a number where a list should be; a NUL in code
+        raise BadTests(f"{exc}: {_shown(tests)}") from exc
+    except (RecursionError, MemoryError) as exc:  # what json and ast raise
+        raise BadTests("they are nested too deeply") from exc
+    if not cases:
+        raise BadTests("there are no tests")
+    return cases
+
+
+def _cases(tests: Any, entry_point: str, setup: str) -> Iterator[Case]:
+    if isinstance(tests, str):
+        if tests.lstrip().startswith(JSON_STARTS) and (loaded := _loaded(tests)) is not None:
+            tests = loaded
+        else:
+            yield from _of_code(tests, entry_point, setup)
+            return
+    if isinstance(tests, Mapping):
+        entry_point = next((str(tests[name]) for name in FUNCTION_NAMES if tests.get(name)), entry_point)
+        setup = "\n".join([setup, *(_lines(tests[name]) for name in SETUPS if tests.get(name))]).strip()
+        if "inputs" in tests and "outputs" in tests:
+            yield from _of_columns(tests["inputs"], tests["outputs"], entry_point)
+        elif "test" in tests:
+            yield from _cases(tests["test"], entry_point, setup)
+        elif found := [tests[name] for name in LISTS if name in tests]:
+            yield from _cases(found[0], entry_point, setup)
+        else:
+            yield _of_table(tests, entry_point)
+    elif isinstance(tests, Sequence) and not isinstance(tests, bytes):
+        for test in tests:
+            if isinstance(test, str):
+                yield from _of_code(test, entry_point, setup)
+            elif isinstance(test, Mapping):
+                yield from _of_item(test, entry_point, setup)
+            else:
+                raise BadTests(f"a test is {_shown(test)}; expected text or a table")
+    else:
+        raise BadTests(f"got {_shown(tests)}; expected text, a list or a table")
+
+
+def _of_item(test: Mapping[str, Any], entry_point: str, setup: str) -> Iterator[Case]:
+    if "assert" in test:
+        yield from _of_code(str(test["assert"]), entry_point, setup)
+    else:
+        yield _of_table(test, entry_point)
+
+
+def _of_table(test: Mapping[str, Any], entry_point: str) -> Case:
+    function = next((str(test[name]) for name in FUNCTION_NAMES if test.get(name)), entry_point)
+    if "stdin" in test and "stdout" in test:
+        return Stdin(_lines(test["stdin"]), _lines(test["stdout"]))
+    if "arguments" in test and "expected" in test:
+        if not function:
+            raise BadTests(f"a test has arguments and no function: {_shown(test)}")
+        return Call(function, list(test["arguments"]), test["expected"])
+    if "input" in test and "output" in test:
+        kind = str(test.get("testtype") or test.get("type") or "")
+        if kind in ("stdin", "stdin_stdout") or not (kind or function):
+            return Stdin(_lines(test["input"]), _lines(test["output"]))
+        if not function:
+            raise BadTests(f"a test of a function does not name it: {_shown(test)}")
+        return Call(function, _arguments(test["input"]), _value(test["output"]), wrapped=True)
+    raise BadTests(f"a test has the keys {', '.join(map(str, test)) or 'none'}: none of the known forms")
+
+
+def _of_columns(inputs: Sequence[Any], outputs: Sequence[Any], function: str) -> Iterator[Case]:
+    if len(inputs) != len(outputs):
+        raise BadTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    for given, expected in zip(inputs, outputs, strict=True):
+        if function:
+            yield Call(function, _arguments(given), _value(expected), wrapped=True)
+        else:
+            yield Stdin(_lines(given), _lines(expected))
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list is the arguments; a text has one value of JSON a line."""
+    if isinstance(given, str):
+        return [_value(line) for line in given.splitlines() if line.strip()]
+    return list(given) if isinstance(given, Sequence) else [given]
+
+
+def _value(text: Any) -> Any:
+    """A text that is JSON as what it says, any other value as it is."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _lines(value: Any) -> str:
+    """Text, or lines of it."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "\n".join(map(str, value))
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80} ({type(value).__name__})"
+
+
+# -- assertions ---------------------------------------------------------------
+
+
+def _of_code(test: str, entry_point: str, setup: str) -> Iterator[Case]:
+    """Expressions where all of the code is assertions that the engine can judge, else the code."""
+    try:
+        tree = ast.parse(test)
+    except SyntaxError as exc:
+        raise BadTests(f"{exc.msg} in line {exc.lineno} of a test: {_shown(test)}") from exc
+    imports: list[str] = []
+    found: list[Expression] = []
+    if all(_judged(node, entry_point, setup, imports, found) for node in tree.body) and found:
+        yield from found
+        return
+    functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and _is_test(node))
+    checks = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
+    calls = any("check(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Expr))
+    entry_point = entry_point if checks and not calls else ""
+    _check_that_it_tests(tree, test, bool(functions or entry_point), checks and not calls)
+    yield Assertions(f"{setup}\n{test}", entry_point, functions)
+
+
+def _check_that_it_tests(tree: ast.Module, test: str, called: bool, needs_entry_point: bool) -> None:
+    """Refuse code that any program would pass, because it asserts nothing, or nothing calls what asserts.
+
+    Args:
+        tree: of the code.
+        test: the code, for the message.
+        called: there are functions in it that will be called.
+        needs_entry_point: it has a ``check(candidate)`` that only that could call.
+    """
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    acting = (ast.Assert, ast.Raise, ast.Call)
+    runs = any(
+        isinstance(part, acting)
+        for node in tree.body
+        if not isinstance(node, defined)
+        for part in ast.walk(node)
+    )
+    asserts = any(
+        isinstance(part, ast.Assert | ast.Raise)
+        or (isinstance(part, ast.Call) and ASSERTING.search(ast.unparse(part.func)))
+        for part in ast.walk(tree)
+    )
+    if not asserts:
+        raise BadTests(f"code that asserts nothing: {_shown(test)}")
+    if needs_entry_point and not called:
+        raise BadTests("code with check(candidate), and nothing in the column 'entry_point'")
+    names = [getattr(node, "name", "") for node in tree.body if isinstance(node, defined)]
+    left_out = [name for name in names if name.lower().startswith("test")]
+    if not (called or runs):
+        what = f"'{left_out[0]}', which takes arguments or is a class" if left_out else "what asserts"
+        raise BadTests(f"code in which nothing calls {what}: {_shown(test)}")
+
+
+def _is_test(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.args.args
+
+
+def _judged(
+    node: ast.stmt, entry_point: str, setup: str, imports: list[str], found: list[Expression]
+) -> bool:
+    """Whether a statement needs no running as it stands; what it asserts goes into ``found``."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        imports.append(ast.unparse(node))
+        return True
+    if isinstance(node, ast.Assert):
+        before = "\n".join([setup, *imports]).strip()
+        asserted = _expression(node.test, before)
+        if asserted is not None:
+            found.append(asserted)
+        return asserted is not None
+    if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        return True
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METADATA":
+        return True
+    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        names = [argument.arg for argument in node.args.args]
+        if node.name == "check" and len(names) == 1 and entry_point:
+            inner = f"{setup}\n{names[0]} = {entry_point}".strip()
+            return all(_judged(line, entry_point, inner, imports, found) for line in node.body)
+        if _is_test(node):
+            return all(_judged(line, entry_point, setup, imports, found) for line in node.body)
+    return False
+
+
+def _expression(asserted: ast.expr, setup: str) -> Expression | None:
+    """``E == literal``, ``E``, ``not E``; None where the engine could not judge the value."""
+    if isinstance(asserted, ast.UnaryOp) and isinstance(asserted.op, ast.Not):
+        return Expression(ast.unparse(asserted.operand), setup, truth=False)
+    if isinstance(asserted, ast.Constant):
+        return Expression("True", setup, truth=True) if asserted.value else None
+    if isinstance(asserted, ast.Call) and _calls_the_program(asserted):
+        return Expression(ast.unparse(asserted), setup, truth=True)
+    if not (isinstance(asserted, ast.Compare) and len(asserted.ops) == 1):
+        return None
+    left, (operator,), (right,) = asserted.left, asserted.ops, asserted.comparators
+    if not isinstance(operator, ast.Eq | ast.Is):
+        return None
+    for value, literal in ((left, right), (right, left)):
+        try:
+            expected = ast.literal_eval(literal)
+            encode(expected)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return Expression(ast.unparse(value), setup, expected=expected)
+    return None
+
+
+def _calls_the_program(call: ast.Call) -> bool:
+    """``f(...)``: its truth is the program's own answer; that of ``isclose(f(...), 1.0)`` is the test's."""
+    builtin = {"all", "any", "isinstance", "callable", "hasattr", "issubclass", "len", "set", "bool"}
+    return isinstance(call.func, ast.Name) and call.func.id not in builtin

@@ -1,0 +1,1 @@
+"""The process in the box. It is started by path and without site packages, so its modules import each other by bare name."""

@@ -1,0 +1,153 @@
+"""What runs in the fork: a program, and what a test asks of it.
+
+Everything here is in the program's hands: it shares the process. So nothing here judges. A value goes
+out as data through descriptor 3 and is compared by the engine, which alone knows the expected one.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import types
+
+TOLD = 3  # descriptor
+DEEPEST = 100  # lists in lists
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8"}
+
+
+class Source(importlib.abc.SourceLoader):
+    """A module from text."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self.text, self.path = text, path
+
+    def get_data(self, path: str) -> bytes:
+        return self.text.encode()
+
+    def get_filename(self, name: str) -> str:
+        return self.path
+
+    def get_source(self, name: str) -> str:
+        return self.text
+
+
+def load(text: str, name: str, path: str, into: types.ModuleType | None = None) -> types.ModuleType:
+    """Run a program as a module, or in the names of one."""
+    loader = Source(text, path)
+    module = into
+    if module is None:
+        spec = importlib.util.spec_from_loader(name, loader, origin=path)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+    loader.exec_module(module if into is None else _view_of(into, name))
+    return module
+
+
+def _view_of(module: types.ModuleType, name: str) -> types.ModuleType:
+    """The same module under another name, whose code is then found by the loader."""
+    module.__name__ = name
+    return module
+
+
+def tell(message: dict) -> None:
+    """Send a line to the engine."""
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(TOLD, data) :]
+
+
+def run(what: dict) -> None:
+    """Do what a test asks: ``kind`` is ``stdin``, ``call``, ``expression``, ``assert`` or ``command``."""
+    sys.argv = ["solution.py"]
+    _fresh_streams()
+    kind = what["kind"]
+    if kind == "command":
+        _command(what)
+    if kind == "stdin":
+        load(what["source"], "__main__", "solution.py")
+        return
+    module = load(what["source"], "solution", "solution.py")
+    if kind == "call":
+        tell({"value": encode(_function(module, what["function"])(*what["arguments"]))})
+    elif kind == "expression":
+        load(f"{what['setup']}\n__value__ = ({what['expression']}\n)", "test", "test.py", into=module)
+        tell({"value": encode(module.__value__)})
+    else:
+        nonce = what["nonce"]
+        load(what["test"], "test", "test.py", into=module)
+        _run_test_functions(module, what)
+        tell({"nonce": nonce})
+
+
+def _command(what: dict) -> None:
+    """A program of another language: its file, perhaps a compiler, then itself in place of this process."""
+    with open(what["file"], "w", encoding="utf-8") as file:
+        file.write(what["source"])
+    os.closerange(TOLD, 64)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what it starts would too
+    if what["build"] and (code := os.spawnve(os.P_WAIT, what["build"][0], what["build"], ENVIRONMENT)):
+        sys.exit(code if code > 0 else 1)
+    os.execve(what["run"][0], what["run"], ENVIRONMENT)
+
+
+def _fresh_streams() -> None:
+    """Text streams over the descriptors; those of the parent were of other files."""
+    kept = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    sys.stdin = os.fdopen(0, "r", **kept)
+    sys.stdout = os.fdopen(1, "w", **kept)
+    sys.stderr = os.fdopen(2, "w", buffering=1, **kept)
+
+
+def _function(module: types.ModuleType, name: str) -> object:
+    """``f``, ``Class.f`` of a fresh object, or ``f`` of a class ``Solution``."""
+    owner: object = module
+    *classes, name = name.split(".")
+    if not classes and not hasattr(module, name) and hasattr(module, "Solution"):
+        classes = ["Solution"]
+    for inner in classes:
+        owner = getattr(owner, inner)()
+    return getattr(owner, name)
+
+
+def _run_test_functions(module: types.ModuleType, what: dict) -> None:
+    """``check(candidate)`` as HumanEval has it, and every ``test_...`` function that the test defined."""
+    if what["entry_point"]:
+        module.check(_function(module, what["entry_point"]))
+    for name in what["functions"]:
+        getattr(module, name)()
+
+
+def encode(value: object, depth: int = 0) -> object:
+    """A value as JSON can hold it: what JSON lacks is a list that begins with its type's name.
+
+    Raises:
+        TypeError: it is no data.
+    """
+    if depth > DEEPEST:
+        raise TypeError(f"nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, bool | str):
+        return value if value is None or isinstance(value, bool) else str(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if abs(number) < 2**63 else ["int", hex(number)]
+    if isinstance(value, float):
+        number = float(value)
+        return number if math.isfinite(number) else ["float", repr(number)]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", bytes(value).hex()]
+    if isinstance(value, dict):
+        return ["dict", [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, [encode(item, depth + 1) for item in value]]
+    if hasattr(value, "tolist"):  # NumPy
+        return encode(value.tolist(), depth + 1)
+    raise TypeError(f"a test can compare data, not {type(value).__name__}")

@@ -1,0 +1,139 @@
+"""Namespaces: a process tree, a network and a file system of their own.
+
+The file system holds what is to be read, read-only, four devices, and an empty folder ``/box``, in which
+every program gets a small disk in memory. There is no ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import syscalls
+from syscalls import MS_BIND, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC
+
+APART = (
+    syscalls.CLONE_NEWUSER
+    | syscalls.CLONE_NEWPID
+    | syscalls.CLONE_NEWNET
+    | syscalls.CLONE_NEWIPC
+    | syscalls.CLONE_NEWUTS
+    | syscalls.CLONE_NEWNS
+    | syscalls.CLONE_NEWCGROUP
+)
+DEVICES = ("null", "zero", "random", "urandom")
+LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # to usr/..., on most systems
+WORK = "/box"
+NOBODY, OVERFLOW = 0x7FFF0000, 65534
+"""Users from the first on, or the second, stand for a box when the engine is root, for whom limits do not count."""
+
+
+def enter(readable: list[str]) -> None:
+    """Go into namespaces of one's own; returns in a new process, which is the first of its process tree.
+
+    The process that called it stays outside, waits, and ends as that one does.
+
+    Raises:
+        OSError: the machine does not allow it.
+    """
+    # Root shows the files to the box first and is then no longer root; others may do that only in a user namespace.
+    root = os.geteuid() == 0
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    if root:
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        _build(readable)
+        _become(NOBODY + os.getpid())
+    user, group = os.getuid(), os.getgid()
+    syscalls.unshare(APART)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(descriptor, text.encode())
+        os.close(descriptor)
+    os.close(proc)
+    if not root:
+        _build(readable)
+    parent = os.getpid()
+    first = os.fork()
+    if first:
+        _wait_for(first)
+    end_with_parent(parent, apart=True)
+
+
+def end_with_parent(parent: int, apart: bool = False) -> None:
+    """Have the kernel kill this process when the one that started it is gone."""
+    syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not apart and os.getppid() != parent:  # it went before
+        os._exit(1)
+
+
+def _become(identity: int) -> None:
+    os.setgroups([])
+    try:
+        os.setresgid(identity, identity, identity)
+    except OSError:  # a container that knows only so many users
+        identity = OVERFLOW
+        os.setresgid(identity, identity, identity)
+    os.setresuid(identity, identity, identity)
+    syscalls.control(syscalls.PR_SET_DUMPABLE, 1)  # or /proc/self would still be root's
+    syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user had undone it
+
+
+def _wait_for(process: int) -> None:
+    os.closerange(0, 64)  # the channel ends when the box does
+    _, status = os.waitpid(process, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _build(readable: list[str]) -> None:
+    """A root with what is listed, read-only; the old one is gone afterwards."""
+    syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)
+    chosen = _outermost(readable)
+    # Held open, because the new root is laid over a folder that they may be in.
+    opened = {path: os.open(path, os.O_PATH) for path in chosen}
+    devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
+    proc = os.open("/proc", os.O_PATH)
+    base = next(folder for folder in ("/tmp", "/mnt", "/var") if os.path.isdir(folder))
+    syscalls.mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.chdir(base)
+    for path, descriptor in {**opened, **devices}.items():
+        target = Path(base + path)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # by its name it may be hidden now
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+        syscalls.mount(f"/proc/self/fd/{descriptor}", str(target), None, MS_BIND | MS_REC)
+        if path in opened:
+            syscalls.make_read_only(str(target))
+    for descriptor in (*opened.values(), *devices.values(), proc):
+        os.close(descriptor)
+    for name in LINKED:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{base}/{name}")
+    os.makedirs(base + WORK, exist_ok=True)
+    os.mkdir(base + "/.old")
+    syscalls.pivot_root(base, base + "/.old")
+    os.chdir("/")
+    syscalls.unmount("/.old")
+    os.rmdir("/.old")
+    syscalls.make_read_only("/", recursive=False)
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """What exists of them, without links and without what lies below another."""
+    real = sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
+    return [p for p in real if not any(p != other and p.startswith(other + "/") for other in real)]
+
+
+def fresh_disk(size_mb: int) -> None:
+    """An empty ``/box`` for the program that is about to run, and the folder that it is in.
+
+    Args:
+        size_mb: MiB that it may hold, in at most 64 files for each.
+    """
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC)
+    options = f"size={size_mb}m,nr_inodes={64 * size_mb + 2},mode=700"
+    syscalls.mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.chdir(WORK)

@@ -1,0 +1,343 @@
+"""The reward ``http`` against servers and name servers that mean harm: time, memory, addresses, secrets."""
+
+import contextlib
+import gzip
+import ipaddress
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+from engine_plugin_rewards import http_scorer
+from engine_plugin_rewards.http_address import METADATA, AddressRefused, check_address
+from engine_plugin_rewards.http_scorer import Pace, make_http
+from engine_plugin_rewards.plugin import HTTPOptions
+from pydantic import ValidationError
+
+from engine_core.errors import ConfigError
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+QUICK = {"try_seconds": 4.0, "backoff_seconds": 0.01, "retries": 1}
+
+
+def ask(url, words=("a", "bb"), timeout=5.0, **options):
+    settings = HTTPOptions(url=url, **{**QUICK, **options})
+    function = make_http(**settings.model_dump(), timeout=timeout)
+    return function(prompts=["Q"] * len(words), completions=list(words))
+
+
+@pytest.fixture
+def raw_server():
+    """``raw_server(write)``: an address; ``write(connection)`` answers each connection, and what breaks it ends it."""
+    opened = []
+
+    def serve(write):
+        listener = socket.create_server(("127.0.0.1", 0))
+        opened.append(listener)
+
+        def answer(connection):
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                write(connection)
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+    yield serve
+    for listener in opened:
+        listener.close()
+
+
+def again_and_again(start, part):
+    """Something every 10 ms, for longer than any try may take, though not for ever."""
+
+    def write(connection):
+        connection.sendall(start)
+        for _ in range(600):
+            connection.sendall(part)
+            time.sleep(0.01)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("start", "part"),
+    [
+        (HEAD + b"X: ", b"x"),
+        (HEAD, b"X: x\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (HEAD + b"Content-Length: 9000\r\n\r\n", b" "),
+    ],
+    ids=["a header", "headers", "continue", "the length of a chunk", "chunks", "a body"],
+)
+def test_an_answer_that_never_ends_costs_its_tries_and_no_more(raw_server, start, part):
+    found = ask(raw_server(again_and_again(start, part)), try_seconds=0.3)
+    # more than 100 headers are refused before the time is over
+    ends = ("no whole answer within 0.3 s (try 2 of 2)", "got more than 100 headers (try 2 of 2)")
+    assert all(str(error).endswith(ends) for error in found), found
+
+
+def test_a_body_of_gigabytes_is_left_where_it_is(raw_server):
+    found = ask(
+        raw_server(again_and_again(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * 500_000)),
+        try_seconds=5,
+        max_response_kb=64,
+    )
+    assert {str(error) for error in found} == {"the response is longer than 64 KB (max_response_kb)"}
+
+
+def test_a_packed_answer_is_not_unpacked(scorer_server):
+    bomb = gzip.compress(b'{"scores": [1, 2]}' + b" " * 50_000_000)
+
+    def packed(handler, sent):
+        handler.answer(bomb, headers=[("Content-Encoding", "gzip")])
+
+    found = ask(scorer_server(packed).url, try_seconds=5)
+    assert all("the response is no JSON: '\\x1f" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_wherever_it_leads(scorer_server, code):
+    other = scorer_server()
+    for target in (other.url, "http://169.254.169.254/latest/meta-data/"):
+
+        def redirect(handler, sent, target=target):
+            handler.answer(b"", code, [("Location", target)])
+
+        assert {str(error) for error in ask(scorer_server(redirect).url)} == {f"status {code}: ''"}
+    assert other.seen == []
+
+
+# -- addresses --------------------------------------------------------------
+
+
+REFUSED = [
+    *sorted(map(str, METADATA)),
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "127.0.0.1",
+    "0.0.0.0",
+    "100.64.0.1",
+    "169.254.1.1",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::",
+    "::1",
+    "fe80::1",
+    "fe80::1%eth0",
+    "fc00::1",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "::ffff:169.254.169.254",
+    "::ffff:a9fe:a9fe",
+    "::169.254.169.254",
+    "64:ff9b::10.0.0.1",
+    "2002:a9fe:a9fe::1",
+]
+
+
+@pytest.mark.parametrize("address", REFUSED)
+def test_a_name_that_leads_to_an_address_that_is_not_public_is_refused(address):
+    with pytest.raises(AddressRefused, match=r"'scorer\.test' leads to .* allow_addresses = "):
+        check_address("scorer.test", address, [])
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
+def test_public_addresses_are_allowed(address):
+    check_address("scorer.test", address, [])
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("localhost", "127.0.0.1"), ("LOCALHOST", "::1"), ("127.0.0.1", "127.0.0.1"), ("[::1]", "::1")],
+)
+def test_loopback_is_allowed_where_the_run_file_says_it(host, address):
+    check_address(host, address, [])
+
+
+def test_what_is_named_is_allowed_and_a_metadata_service_only_by_itself():
+    networks = [ipaddress.ip_network(each) for each in ("10.1.0.0/16", "169.254.0.0/16", "fd00::/8")]
+    check_address("scorer.test", "10.1.2.3", networks)
+    check_address("scorer.test", "::ffff:10.1.2.3", networks)
+    for address in ("10.2.0.1", "169.254.169.254", "fd00:ec2::254"):
+        with pytest.raises(AddressRefused):
+            check_address("scorer.test", address, networks)
+    check_address("scorer.test", "169.254.169.254", [ipaddress.ip_network("169.254.169.254")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "http://169.254.169.254/latest"}, "which is a cloud's metadata service"),
+        ({"url": "http://[::ffff:169.254.169.254]/"}, r'allow_addresses = \["169\.254\.169\.254"\]'),
+        ({"url": "http://10.0.0.1/"}, "which is not a public address"),
+        ({"url": "http://h\\@169.254.169.254/"}, "written down|read differently"),
+        ({"url": "http://h/\tx"}, "read differently"),
+        ({"url": "http://h\u3002test/"}, "read differently"),
+        (
+            {"url": "http://h/", "allow_addresses": ["10.0.0.1/8"]},
+            r'has host bits set.*such as "10\.1\.2\.3"',
+        ),
+        ({"url": "http://h/", "secret_headers": {"Host": "A_KEY"}}, "'Host' is no header that can be set"),
+        ({"url": "http://h/", "secret_headers": {"X: y\r\nZ": "A_KEY"}}, "no header that can be set"),
+        ({"url": "http://h/", "secret_headers": {"X-Key": "JUDGE"}}, "would not be kept out of logs"),
+        ({"url": "http://h/", "requests_per_second": 0}, "greater than 0"),
+    ],
+)
+def test_an_address_or_header_that_may_not_be_is_refused_with_the_options(options, message):
+    with pytest.raises(ValidationError, match=message):
+        HTTPOptions(**options)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """``names(address, address, ...)``: what ``scorer.test`` leads to, question by question; the list of what was asked."""
+    really, asked = socket.getaddrinfo, []
+
+    def use(*addresses):
+        answers = list(addresses)
+
+        def look_up(host, port, *args, **kwargs):
+            asked.append(host)
+            if host == "scorer.test":
+                host = answers.pop(0) if len(answers) > 1 else answers[0]
+            return really(host, port, *args, **kwargs)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        return asked
+
+    return use
+
+
+def test_a_name_that_leads_inside_is_refused_before_anything_is_sent(names):
+    names("169.254.169.254")
+    with pytest.raises(
+        ConfigError, match=r"\[reward\.http\] url: 'scorer\.test' leads to 169\.254\.169\.254"
+    ):
+        ask("http://scorer.test/")
+
+
+def test_the_address_that_was_judged_is_the_one_that_is_connected_to(scorer_server, names):
+    server = scorer_server()
+    url = server.url.replace("127.0.0.1", "scorer.test")
+    asked = names(
+        "127.0.0.1", "127.0.0.1", "169.254.169.254"
+    )  # at the start, for the connection, and then rebound
+    assert ask(url, allow_addresses=["127.0.0.1"], try_seconds=5) == [1.0, 2.0]
+    assert asked.count("scorer.test") == 2
+    assert server.seen[0][1]["Host"] == f"scorer.test:{server.server_port}"
+
+
+def test_a_name_that_is_rebound_later_is_refused_then(scorer_server, names):
+    def closing(handler, sent):
+        scorer_server.lengths(handler, sent)
+        handler.close_connection = True
+
+    server = scorer_server(closing)
+    names("127.0.0.1", "127.0.0.1", "169.254.169.254")
+    url = server.url.replace("127.0.0.1", "scorer.test")
+    found = ask(url, allow_addresses=["127.0.0.1"], try_seconds=5, batch_size=1, connections=1)
+    assert found[0] == 1.0
+    assert "'scorer.test' leads to 169.254.169.254, which is a cloud's metadata service" in str(found[1])
+    assert len(server.seen) == 1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_over_tls_the_certificate_must_be_the_names_though_the_address_is_connected_to(
+    scorer_server, names, monkeypatch, tmp_path
+):
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=scorer.test",
+    ]
+    made += ["-addext", "subjectAltName=DNS:scorer.test", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    server = scorer_server()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    names("127.0.0.1")
+    port = server.server_port
+    options = {"allow_addresses": ["127.0.0.1"], "try_seconds": 5}
+    assert ask(f"https://scorer.test:{port}/", **options) == [1.0, 2.0]
+    refused = ask(f"https://localhost:{port}/", **options)
+    assert all("certificate" in str(error) for error in refused), refused
+    assert len(server.seen) == 1
+
+
+# -- secrets and pace -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "token", ["s3cr3t-" + "v" * 400, "a'b\\c\"d", "abc"], ids=["long", "quotes", "short"]
+)
+@pytest.mark.parametrize("place", [0, 155])
+def test_no_part_of_a_secret_is_in_a_message_wherever_the_message_is_cut(
+    scorer_server, monkeypatch, token, place
+):
+    monkeypatch.setenv("SCORER_TOKEN", token)
+    monkeypatch.setenv("JUDGE_KEY", token[::-1])
+
+    def echo(handler, sent):
+        said = handler.headers["Authorization"].removeprefix("Bearer ") + handler.headers["X-Api-Key"]
+        quoted = "." * place + said
+        if len(server.seen) == 1:
+            handler.answer({"scores": [quoted, None], "errors": {"1": quoted}})
+        else:
+            handler.answer(quoted.encode(), 400)
+
+    server = scorer_server(echo)
+    options = {"token_env": "SCORER_TOKEN", "secret_headers": {"X-Api-Key": "JUDGE_KEY"}}
+    for _ in range(2):
+        for error in ask(server.url, **options):
+            assert isinstance(error, Exception)
+            assert token[:3] not in str(error).replace("'", "", 1)
+            assert "[reda" in str(error)
+
+
+def test_a_header_whose_variable_is_not_set_is_refused_by_name(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"secret_headers\.X-Api-Key: \$JUDGE_KEY is not set"):
+        ask("http://127.0.0.1/", secret_headers={"X-Api-Key": "JUDGE_KEY"})
+
+
+def test_requests_go_out_at_even_distances_and_none_waits_past_its_deadline(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(http_scorer.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(http_scorer.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    pace, sent = Pace(4.0), []
+    for _ in range(4):
+        assert pace.wait(deadline=101.0)
+        sent.append(clock[0])
+    assert sent == [100.0, 100.25, 100.5, 100.75]
+    assert not pace.wait(deadline=101.0)
+    clock[0] = 200.0
+    assert pace.wait(deadline=201.0)  # no credit for the time in which nothing was asked, and no debt
+    assert (clock[0], pace.next) == (200.0, 200.25)
+
+
+def test_more_requests_than_the_pace_allows_are_time_outs(scorer_server):
+    server = scorer_server()
+    found = ask(server.url, ["a"] * 4, batch_size=1, requests_per_second=0.01, timeout=2.0)
+    assert sorted(map(str, found)) == ["1.0", *["requests_per_second leaves no time for a try"] * 3]
+    assert len(server.seen) == 1
