@@ -30,6 +30,30 @@ class TestSequenceParallel(TrainEngineSuite):
     options = {"sp": 2}
 
 
+@pytest.mark.slow
+class TestTensorParallel(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 2
+    resumes_on = (4,)
+    options = {"tp": 2}
+
+
+@pytest.mark.slow
+class TestTensorAndDataParallel(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 4
+    resumes_on = (2,)
+    options = {"tp": 2}
+
+
+@pytest.mark.slow
+class TestTensorAndSequenceParallel(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 4
+    options = {"tp": 2, "sp": 2}
+    model = {"num_key_value_heads": 4}
+
+
 OF_ADAPTER = "the gradient is the adapter's, not that of the whole model; the case below compares it"
 
 

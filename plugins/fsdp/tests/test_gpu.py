@@ -24,8 +24,20 @@ class TestOffload(TestNCCL):
     options = {"cpu_offload": "params", "mixed_precision": {"param_dtype": "fp32"}}
 
 
+class TestOptimizerOffload(TestNCCL):
+    options = {"cpu_offload": "optimizer", "mixed_precision": {"param_dtype": "fp32"}}
+
+
 class TestCompiled(TestNCCL):
     options = {"compile": True, "mixed_precision": {"param_dtype": "fp32"}}
+
+
+class TestTensorParallel(TestNCCL):
+    options = {"tp": 2, "mixed_precision": {"param_dtype": "fp32"}}
+
+
+class TestSequenceParallel(TestNCCL):
+    options = {"sp": 2, "mixed_precision": {"param_dtype": "fp32"}}
 
 
 class TestBf16(TestNCCL):
@@ -33,3 +45,7 @@ class TestBf16(TestNCCL):
     tolerance = 0.1  # nats, of logits with a standard deviation of about 5 in 8 bits
     gradient_tolerance = 0.1
     norm_tolerance = 0.02
+
+
+class TestTensorParallelBf16(TestBf16):
+    options = {"tp": 2, "mixed_precision": {"param_dtype": "bf16"}}

@@ -14,3 +14,9 @@ def test_a_loss_scale_without_fp16_is_refused():
     with pytest.raises(ValidationError, match="loss_scale has no effect"):
         FSDPOptions(loss_scale=2.0)
     assert FSDPOptions(loss_scale=2.0, mixed_precision={"param_dtype": "fp16"}).loss_scale == 2.0
+
+
+@pytest.mark.parametrize("name", ["sp", "tp"])
+def test_ranks_that_share_a_pack_compile_nothing(name):
+    with pytest.raises(ValidationError, match=f"{name} 2 cannot be combined with compile"):
+        FSDPOptions(**{name: 2, "compile": True})

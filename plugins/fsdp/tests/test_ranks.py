@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import TrainEngineSuite
+from engine_core.testing import TrainEngineSuite, reference
 from engine_core.testing.launcher import Workers
 
 HERE = Path(__file__).parent
@@ -52,6 +52,11 @@ OPTIONS = {
     "two_layers_a_unit": {"wrap": {"layers_per_unit": 2}, "forward_prefetch": 1, "backward_prefetch": 2},
     "inner_units": {"wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]}},
     "every_rank_reads": {"loading": "every_rank"},
+    "chunks": {"sequence_chunk_tokens": 4, "activation_checkpointing": "selective"},
+    "chunks_of_units": {
+        "sequence_chunk_tokens": 4,
+        "wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]},
+    },
 }
 
 
@@ -64,12 +69,13 @@ QUICK = (
     "params_offload",
     "selective_recompute",
     "two_layers_a_unit",
+    "chunks",
 )
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, "layers"])
 def test_the_gradient_is_the_same_in_other_configurations(ranks, name):
-    ranks(2, GRADIENT, OPTIONS[name])
+    ranks(2, GRADIENT, {"tp": 2} if name == "layers" else OPTIONS[name])  # more of tp: test_mesh.py
 
 
 @pytest.mark.slow
@@ -117,6 +123,17 @@ def test_a_run_of_the_torch_engine_goes_on(ranks, tmp_path):
     ranks(2, "go_on_from_another_world", shared=str(tmp_path))
 
 
+def test_a_sharded_run_goes_on_in_the_torch_engine(ranks, tmp_path):
+    ranks(2, "save_for_another_world", shared=str(tmp_path))
+    ranks(1, "go_on_from_another_world", {}, backend="torch", shared=str(tmp_path))
+
+
+def test_a_run_that_was_in_the_torch_engine_between_is_as_if_it_had_stayed(ranks, tmp_path):
+    ranks(2, "save_for_another_world", shared=str(tmp_path))
+    ranks(1, "pass_on_to_another_world", {}, backend="torch", shared=str(tmp_path))
+    ranks(2, "go_on_exactly", shared=str(tmp_path))
+
+
 def test_half_a_checkpoint_is_refused(ranks):
     ranks(2, "half_a_checkpoint_is_refused")
 
@@ -162,6 +179,46 @@ def test_a_model_that_does_not_load_fails_on_every_rank(ranks):
     ranks(2, "a_folder_that_does_not_load_fails_everywhere")
 
 
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_norm_is_that_of_float64_on_any_number_of_ranks_packed_or_not(ranks, size):
+    ranks(size, "the_norm_is_the_references")
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_weight(ranks, tmp_path):
+    reference.write_model(tmp_path / "wider", {"intermediate_size": 96}, 0, True)
+    ranks(2, "another_models_checkpoint_is_refused", other=str(tmp_path / "wider"))
+
+
+def test_a_module_that_a_plugin_sharded_is_lent_on_one_rank_alone(ranks):
+    for size in (1, 2):
+        ranks(size, "what_is_lent", plugins=["own_shards.py"], lends=size == 1)
+
+
+def test_a_wrap_policy_that_names_nothing_is_warned_of(ranks):
+    ranks(2, "no_units_are_told", plugins=["no_units.py"])
+
+
+def test_batch_norm_is_refused_with_the_module_that_has_it(ranks):
+    ranks(
+        2,
+        "refused_model",
+        plugins=["batch_norm.py"],
+        words=["[actor.fsdp]: 'model.layers.0.mlp.1' is a BatchNorm1d"],
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"sharding": "grad_op"}, {"tp": 2}))],
+)
+def test_a_lent_module_is_the_whole_actor(ranks, options):
+    ranks(2, "a_lent_module_is_the_whole_actor", options)
+
+
+def test_a_module_that_does_not_fit_on_one_rank_is_lent_on_none(ranks):
+    ranks(2, "a_module_that_does_not_fit_on_one_rank_is_lent_on_none")
+
+
 @pytest.mark.parametrize("settings", [{}, {"dora": True}, {"whole": ["norm"]}], ids=["lora", "dora", "whole"])
 def test_an_adapter_learns_as_in_one_process(ranks, settings):
     ranks(2, "an_adapter_learns_as_alone", **settings)
@@ -181,12 +238,6 @@ def test_two_ranks_share_tokens_and_two_share_sequences(ranks, case):
     ranks(4, case, {"sp": 2})
 
 
-@pytest.mark.parametrize(
-    ("options", "settings", "words"),
-    [
-        ({"sp": 2}, {"model": {"num_key_value_heads": 1}}, ["actor.fsdp.sp is 2", "1 key-value heads"]),
-        ({"sp": 2}, {"role": "critic"}, ["critic.fsdp.sp", "language models"]),
-    ],
-)
-def test_a_model_whose_tokens_cannot_be_shared_is_refused(ranks, options, settings, words):
-    ranks(2, "refused_model", options, words=words, **settings)
+def test_a_model_whose_tokens_cannot_be_shared_is_refused(ranks):
+    words = ["actor.fsdp.sp is 2", "1 key-value heads"]
+    ranks(2, "refused_model", {"sp": 2}, words=words, model={"num_key_value_heads": 1})

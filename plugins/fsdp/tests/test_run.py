@@ -73,3 +73,23 @@ def test_a_sharded_run_that_stopped_goes_on(folder):
     resumed = [json.loads(line) for line in lines]
     for one, two in zip(straight, resumed, strict=True):
         assert one["actor/grad_norm"] == two["actor/grad_norm"]
+
+
+@pytest.mark.slow
+def test_a_run_moves_to_one_process_and_back_by_two_words(folder):
+    _, straight = train(folder, "stayed", *SHARDED, "run.steps=6")
+    train(folder, "moved", *SHARDED, "run.steps=2")
+    alone, both = ["actor.backend=torch", "runtime.backend=local"], SHARDED[:2]
+    for steps, words in ((4, alone), (6, both)):
+        told = engine(
+            folder,
+            "resume",
+            "runs/moved",
+            *(w for word in (f"run.steps={steps}", *words) for w in ("--set", word)),
+        )
+        assert "another engine computes the same with other roundings" in told
+    lines = (folder / "runs" / "moved" / "metrics.jsonl").read_text().splitlines()
+    for one, two in zip(straight, [json.loads(line) for line in lines], strict=True):
+        assert one["reward/mean"] == two["reward/mean"]
+        for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)

@@ -1,5 +1,16 @@
+import pytest
+
 from engine_core.testing import RolloutEngineSuite
 
 
 class TestHF(RolloutEngineSuite):
     backend = "hf"
+
+
+@pytest.mark.slow  # a process for nearly every contract
+class TestHFInAProcessOfItsOwn(RolloutEngineSuite):
+    backend = "hf"
+    process = {}
+    unsupported = {
+        "test_a_shared_module_is_followed_without_transport": "a module does not reach another process",
+    }

@@ -94,6 +94,19 @@ def test_first_tokens_come_as_often_as_softmax_says(run, make_model, make_reques
 # -- rows on their own --------------------------------------------------------
 
 
+def test_a_support_is_told_where_something_was_cut(run, make_model, make_requests, ragged, monkeypatch):
+    """Not where all tokens could come, though the request asks for it."""
+    model, looked = make_model("qwen3"), []
+    whole = decoding.support
+    monkeypatch.setattr(decoding, "support", lambda *given: looked.append(1) or whole(*given))
+    assert all(found.support is None for found in run(model, make_requests(ragged, max_support=8)))
+    assert not looked
+    assert all(
+        found.support is not None for found in run(model, make_requests(ragged, max_support=8, top_k=3))
+    )
+    assert looked
+
+
 def tokens_of(results):
     return [result.tokens for result in results]
 

@@ -1,11 +1,17 @@
-"""Which types a device computes."""
+"""Types of `mixed_precision`: which ones a device has, and that of buffers."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from engine_core.engines.precision import has_bf16
+import torch
+from torch import nn
+
+from engine_core.engines.precision import NAMED, has_bf16
 from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_plugin_fsdp.options import FSDPOptions
 
 
 def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -16,3 +22,44 @@ def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
     """
     if dtype == torch.bfloat16 and not has_bf16(device):
         raise ConfigError(f"{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp16' or 'fp32'.")
+    if dtype == torch.float16 and not has_fp16(device):
+        raise ConfigError(f"{key}: 'fp16', but {device} has no float16. Set it to 'fp32'.")
+
+
+def has_fp16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices in float16."""
+    try:
+        torch.ones(2, 2, dtype=torch.float16, device=device).mm(
+            torch.ones(2, 2, dtype=torch.float16, device=device)
+        )
+    except (RuntimeError, TypeError):  # as backends say that they have no such type
+        return False
+    return True
+
+
+def check_types(table: str, options: FSDPOptions, compute: torch.dtype, device: torch.device) -> None:
+    """Refuse what `mixed_precision` names and the device has not.
+
+    Args:
+        table: ``actor.fsdp``.
+        compute: of the forward pass, as ``auto`` was resolved.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    check_dtype(f"{table}.mixed_precision.param_dtype", compute, device)
+    for key in ("reduce_dtype", "output_dtype", "buffer_dtype"):
+        named = getattr(options.mixed_precision, key)
+        if named != "auto":
+            check_dtype(f"{table}.mixed_precision.{key}", NAMED[named], device)
+
+
+def cast_buffers(module: nn.Module, named: str) -> nn.Module:
+    """Give buffers of floating point another type in place; ``auto``: they keep theirs."""
+    if named == "auto":
+        return module
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(NAMED[named])
+    return module

@@ -8,42 +8,52 @@ and given away is in ``keeping``.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine_core.engines.log_probs import zero_outputs
-from engine_core.engines.model_loading import cast_parameters
+from engine_core.engines.blank import blank_model
+from engine_core.engines.feed_forward import chunk_feed_forwards, feed_forwards
+from engine_core.engines.folder_parts import check_folder
+from engine_core.engines.model_loading import cast_parameters, load_hf_config
+from engine_core.engines.precision import NAMED
 from engine_core.engines.sharded import copies, here
+from engine_core.engines.skeleton import Skeleton
 from engine_core.engines.units import compile_units
 from engine_core.engines.value_models import VALUE_ROLES
 from engine_core.engines.weights import own_weights
 from engine_core.errors import ConfigError, DataError
-from engine_core.packing import plan_micro_batches
-from engine_core.types import Batch, TrainOutput
-from engine_plugin_fsdp.dtypes import check_dtype
+from engine_plugin_fsdp.consistency import Probe, check_same
+from engine_plugin_fsdp.dtypes import cast_buffers, check_types
+from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
+from engine_plugin_fsdp.host_memory import HostMemory
 from engine_plugin_fsdp.keeping import Keeping
-from engine_plugin_fsdp.loading import allocate, blank_model, broadcast
+from engine_plugin_fsdp.loading import allocate, broadcast
 from engine_plugin_fsdp.loss_scale import LossScale
 from engine_plugin_fsdp.options import FSDPOptions
-from engine_plugin_fsdp.ranks import Ranks
-from engine_plugin_fsdp.recompute import offload_activations, recompute
-from engine_plugin_fsdp.sequence import SequenceForward, share_sequences
-from engine_plugin_fsdp.sharding import Root, check, shard, sharded_modules, units_of
-from engine_plugin_fsdp.skeleton import Skeleton
-from engine_plugin_fsdp.start import check_distributed, check_same, tell
+from engine_plugin_fsdp.ranks import Ranks, mesh_shape
+from engine_plugin_fsdp.reading import INSTEAD, read_slices
+from engine_plugin_fsdp.recompute import offload_activations, recompute, share_recomputed
+from engine_plugin_fsdp.sequence import check_heads, share_sequences
+from engine_plugin_fsdp.sharding import Root, check, gathered_dtype, shard, sharded_modules, units_of
+from engine_plugin_fsdp.sizing import held_by_rank
+from engine_plugin_fsdp.slices import SliceForward, SliceValueForward
+from engine_plugin_fsdp.start import check_distributed, tell
+from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
+from engine_plugin_fsdp.whole import Whole, excluded
 
 if TYPE_CHECKING:
-    from engine_core.config import ModelConfig
-    from engine_core.engines.base import Layout
+    from engine_core.config import ModelConfig, RoleConfig
+    from engine_core.engines.base import WorkerContext
+    from engine_core.engines.memory import Held
     from engine_core.engines.packed_forward import PackedForward
-    from engine_core.types import StepOutput
+    from engine_core.types import Batch, StepOutput
 
 log = logging.getLogger("engine")
 
@@ -55,12 +65,19 @@ class FSDPEngine(Keeping):
         root: holds the module and, sharded, is what a forward pass goes through.
         ranks: meshes, and sums over ranks.
         skeleton: the model without weights.
+        emulates_fp8: products in 8 bits are computed in float32, for tests on a device that has none.
     """
 
     options: FSDPOptions
     options_class = FSDPOptions
+    emulates_fp8 = False
 
     # -- building -----------------------------------------------------------
+
+    @classmethod
+    def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        super().check(config, context, trainable=trainable)
+        mesh_shape(cls._options(config), context.world_size, context.role)
 
     def _choose_device(self) -> torch.device:
         device = super()._choose_device()
@@ -72,7 +89,12 @@ class FSDPEngine(Keeping):
 
     def _prepare(self) -> None:
         role = self.context.role
-        check_dtype(f"{role}.fsdp.mixed_precision.param_dtype", self.precision.compute, self.device)
+        check_types(f"{role}.fsdp", self.options, self.precision.compute, self.device)
+        if self.options.fp8 is not None:
+            self._check_fp8(self.options.fp8)
+        if self.options.loading == "sharded":
+            path = self.config.path or self.model_config.path
+            check_folder(path, role, self.config.lora is not None, f"{role}.fsdp.loading", INSTEAD)
         if (
             self.config.lora is not None
             and self.options.cpu_offload == "params"
@@ -82,16 +104,37 @@ class FSDPEngine(Keeping):
                 f"{role}.fsdp.cpu_offload = 'params' cannot be combined with [{role}.lora]: the merged weights are computed "
                 "on the device. A model below an adapter has no optimizer state: leave cpu_offload out."
             )
+        self._check_model()
         self.ranks = Ranks(self.options, self.context, self.device)
+        self._host_memory = HostMemory()
+        self._probe: Probe | None = None
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None
-        self._first_reads = False
+        self._first_reads = self._each_reads = False
+        self._whole: Whole | None = None
         fp16 = self.precision.compute == torch.float16 and self.trainable
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
-    @property
-    def layout(self) -> Layout:
-        return self.ranks.layout
+    def _check_model(self) -> None:
+        """Refuse by its config, before it is built, a model whose tokens or layers cannot be shared."""
+        tp, sp, role = self.options.tp, self.options.sp, self.context.role
+        given = self.config.path is None and (self.context.live or {}).get("model") is not None
+        if tp * sp == 1 or given or self.context.plugins.overrides("engine_build_model"):
+            return  # what a plugin or the caller builds is looked at when it is there
+        path = self.config.path or self.model_config.path
+        config = load_hf_config(self.model_config.model_copy(update={"path": path}))
+        if tp > 1:
+            check_config(config, tp, role)
+        if sp > 1:
+            check_heads(config, sp, tp, role)
+
+    def _check_fp8(self, recipe: str) -> None:
+        if self.config.lora is not None:
+            raise ConfigError(
+                f"{self._table}.fp8 cannot be combined with [{self.context.role}.lora]: the base is not trained, and "
+                "an adapter's products are too small for 8 bits. Leave one out."
+            )
+        check_fp8(f"{self._table}.fp8", recipe, self.device, self.precision.compute, self.emulates_fp8)
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -103,14 +146,16 @@ class FSDPEngine(Keeping):
         return torch.device("cpu")
 
     def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read by the first rank alone; one that is given from Python, or built or sharded by a plugin, is on every rank."""
+        """Read by the first rank alone, or by each its part; one that is given from Python, or built or sharded by a plugin, is on every rank."""
         own = live is not None or self.context.plugins.overrides("engine_shard_model")
-        self._first_reads = not own and self.ranks.size > 1 and self.options.loading != "every_rank"
-        if not self._first_reads:
+        spread = not own and self.ranks.size > 1 and self.options.loading != "every_rank"
+        self._each_reads = spread and self.options.loading == "sharded"
+        self._first_reads = spread and not self._each_reads
+        if not spread:
             return super()._load(model, live)
         module, error = None, None
         try:
-            if self.ranks.rank == 0:
+            if self.ranks.rank == 0 and self._first_reads:
                 module = super()._load(model, live)
             else:
                 module = blank_model(model, self.context.role, self._param_dtype)
@@ -120,9 +165,18 @@ class FSDPEngine(Keeping):
         assert module is not None
         return module
 
+    def _adopt(self, built: Any) -> None:
+        if self.options.loading == "sharded" and self.ranks.size > 1 and not self._each_reads:
+            raise ConfigError(
+                f"{self._table}.loading = 'sharded': a plugin builds or shards this model, or it was given from Python, so "
+                "every rank has the whole of it. Leave loading out."
+            )
+        super()._adopt(built)
+
     def _place(self, module: nn.Module) -> nn.Module:
         # On the CPU still: unit by unit goes to the device when it is sharded.
-        return cast_parameters(module, self._param_dtype)
+        module = cast_parameters(module, self._param_dtype)
+        return cast_buffers(module, self.options.mixed_precision.buffer_dtype)
 
     def _units(self, module: nn.Module) -> list[str]:
         return units_of(module, self.options, self.context.role)
@@ -130,24 +184,92 @@ class FSDPEngine(Keeping):
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         options = self.options
         check(module, units, self.context.role)
-        check_same(module, self.ranks, values=not self._first_reads, role=self.context.role)
+        if not units and self.ranks.size > 1:
+            log.warning(
+                "%s.fsdp.wrap: there are no units, so that the whole model is gathered at once on every rank. Name "
+                "classes in wrap.layer_classes, or submodules in a plugin's engine_wrap_policy.",
+                self.context.role,
+            )
+        check_same(
+            module, self.ranks, values=not (self._first_reads or self._each_reads), role=self.context.role
+        )
+        kept = excluded(module, options.exclude, self.context.role)
         self.skeleton = Skeleton(module, self.device)
+        role, tp = self.context.role, options.tp
+        if not self._each_reads and (options.fp8 is None or options.probe is True):
+            self._probe = Probe(module.eval(), self.ranks, options, role)
+        plan = None if tp == 1 else plan_of(module, tp, role)
+        if plan is not None:
+            check_units(module, plan, units, role)
+        if options.fp8 is not None:  # not in the skeleton: samplers compute in the type of the forward pass
+            use_fp8(module, options.fp8, f"{self._table}.fp8", self.emulates_fp8)
         if self.ranks.sequence is not None:
-            share_sequences(module, self.ranks.sequence, self.model_config.attention, self.context.role)
-        recomputed: list[str] = []
+            share_sequences(module, self.ranks.sequence, role, tp)
+        chunk, recomputed = options.sequence_chunk_tokens, []
+        mode = options.compile_mode if self._compiles else None
+        full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
+        if kept:
+            self._whole = Whole(module, kept, self.ranks.mesh, self.device, gathered_dtype(self.precision))
+            # what is computed again in the backward pass is so outside of the unit that it lies in
+            self._whole.compute_locally(module, feed_forwards(module) if chunk else [])
+        chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
-            compile_units(module, units)
+            compile_units(module, units, options.compile_mode)
+        if self._whole is not None:
+            self._whole.compute_locally(module, units)
         if self.trainable:
-            recomputed = recompute(module, units, options.activation_checkpointing)
+            how = options.activation_checkpointing
+            if how == "auto":
+                how = "full" if self._recomputes(module) else "none"
+            recomputed = recompute(module, units, how)
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
-        full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
-        self.root = shard(module, units, options, self.precision, self.ranks)
-        if self._first_reads:
+        self.root = shard(module, units, options, self.precision, self.ranks, plan, self._whole)
+        if self._first_reads or self._each_reads:
             allocate(self.root, torch.device("cpu") if options.cpu_offload == "params" else self.device)
+        if self._first_reads:
             broadcast(module, full, self.device)
-        tell(module, units, recomputed, options, self.ranks, self.context.role)
+        elif self._each_reads:
+            self._read_slices(module)
+        tell(module, units, recomputed, options, self.ranks, role, 0 if plan is None else len(plan.layers))
         return module
+
+    def _held(self, module: nn.Module) -> Held:
+        whole = super()._held(module)
+        return held_by_rank(whole, module, self.options, self.precision, self.ranks.size, self.context.role)
+
+    @property
+    def _recomputed_share(self) -> float:
+        return share_recomputed(self.options.activation_checkpointing, self._recomputing)
+
+    @property
+    def _token_sharers(self) -> int:
+        return self.options.sp
+
+    def _read_slices(self, module: nn.Module) -> None:
+        path = self.config.path or self.model_config.path
+        error: Exception | None = None
+        found = ""
+        try:
+            count, found = read_slices(
+                module, self.model_config.model_copy(update={"path": path}), self.context.role
+            )
+            log.info("%s: this rank read %.1f MiB of '%s'.", self.context.role, count / 2**20, path)
+        except Exception as problem:
+            error = problem
+        self.ranks.share(error, f"Reading parts of '{path}'", DataError)
+        told = self.ranks.texts(found)
+        if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
+            raise DataError(
+                f"The folder '{path}' of role '{self.context.role}' holds other weights on the machine of rank {other} than on "
+                "that of rank 0: the model would be a mixture. Copy one of them to all machines."
+            )
+
+    def communicators(self) -> dict[str, dist.ProcessGroup]:
+        mesh, ranks = self.ranks.mesh, self.ranks
+        axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        axes |= {} if ranks.sequence is None else {"sp": ranks.sequence}
+        return {name: group for name, group in axes.items() if group.size() > 1}
 
     def _make_forward(self) -> PackedForward:
         if self.root is None:  # a plugin brought a module that is distributed already, or its own optimizer
@@ -157,15 +279,24 @@ class FSDPEngine(Keeping):
         made = self._new_forward()
         with torch.no_grad():
             self.root(made.settle)
+        if isinstance(made, SliceForward | SliceValueForward):
+            made.slice.check(made, self._table)
+        if self._probe is not None:
+            self.forward = made
+            rounded = self.options.mixed_precision.output_dtype in ("bf16", "fp16")
+            self._probe.compare(self._run, half=rounded or self.precision.compute.itemsize < 4)
         self._reshard()
+        self.ranks.share_random_state()
         return made
 
     def _new_forward(self) -> PackedForward:
-        if self.ranks.sequence is None:
+        if self.ranks.slice is None:
             return super()._make_forward()
+        common: Any = (self.module, self.device, self._compute_dtype)
+        if self.context.role in VALUE_ROLES:
+            return SliceValueForward(*common, ranks=self.ranks)
         chunk, recompute = self.options.log_prob_chunk_tokens, self.options.log_prob_recompute
-        settings: dict[str, Any] = {"chunk": chunk, "recompute": recompute, "group": self.ranks.sequence}
-        return SequenceForward(self.module, self.device, self._compute_dtype, **settings)
+        return SliceForward(*common, chunk=chunk, recompute=recompute, ranks=self.ranks)
 
     # -- forward and backward -----------------------------------------------
 
@@ -175,51 +306,14 @@ class FSDPEngine(Keeping):
         finally:
             self._reshard()
 
-    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
-        """A second try is for a rank that is alone: the others would not know of it."""
-        return self.ranks.size == 1 and super()._halve_budget(batch, error)
-
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """As many as the rank that needs most; those beyond this rank's own are two tokens that nothing is learned from."""
-        together = None if batch.keep_together is None else batch.keep_together.tolist()
-        lengths, budget = batch.lengths.tolist(), self.config.max_tokens_per_rank
-        plan = plan_micro_batches(lengths, budget, together)
-        plan = plan_micro_batches(lengths, budget, together, count=self.ranks.most(len(plan)))
-        for number, indices in enumerate(plan):
-            self._sync_gradients(self.options.gradient_sync == "each" or number == len(plan) - 1)
-            micro = batch.select(indices) if indices else filler(batch)
-            yield indices, micro.to(self.device)
-
-    def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Every rank runs the model, also where nothing is learned: every weight is gathered and has a gradient."""
-        assert self.root is not None
-        if self._learns(micro):
-            return self._run(micro, grad, watched)
-        found = self._run(filler(micro, learned=True), (self.forward.outputs[0],))
-        nothing = 0.0 * torch.stack([value.sum() for value in found.values()]).sum()
-        zeros = zero_outputs((*grad, *watched), micro, self.device)
-        return {n: v + nothing if v.is_floating_point() else v for n, v in zeros.items()}
-
-    def _run(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
-        """The forward pass inside of the root's. A model that takes one sequence at a time takes as many on all ranks."""
-        assert self.root is not None
-        if self.forward.packs:
-            return self.root(functools.partial(self.forward, micro, grad, watched))
-        count = int((micro.lengths > 0).sum())
-        padded = _with_single_tokens(micro, self.ranks.most(count) - count)
-        found = self.root(functools.partial(self.forward, padded, grad, watched))
-        return {name: value[: micro.num_tokens] for name, value in found.items()}
-
-    def _learns(self, micro: Batch) -> bool:
-        """Whether a forward pass goes through the head: a token is learned that has one before it."""
-        mask = micro["loss_mask"].clone()
-        if self.context.role not in VALUE_ROLES:
-            mask[micro.offsets[:-1][micro.lengths > 0]] = False
-        return bool(mask.any())
-
     def _backward(self, value: Tensor) -> None:
         value = value if self.loss_scale is None else value * self.loss_scale.factor
-        value.backward()
+        # The head's logits are computed again in it: with the plain copies of what stays whole.
+        with self.root.around() if isinstance(self.root, Root) else contextlib.nullcontext():
+            value.backward()
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        self._sync_gradients(self.options.gradient_sync == "each" or last)
 
     def _sync_gradients(self, wanted: bool) -> None:
         for part in self._sharded:
@@ -229,34 +323,12 @@ class FSDPEngine(Keeping):
         for part in self._sharded:
             part.reshard()
 
-    def _over_ranks(self, output: TrainOutput) -> TrainOutput:
-        """Sums and maxima over the data-parallel ranks; a rank without sequences has no metrics of its own."""
-        mine = (
-            [output.loss, *(output.metrics[n] for n in sorted(output.metrics))]
-            if self.layout.is_leader
-            else []
-        )
-        told = self.ranks.texts({"names": sorted(output.metrics)})
-        names = sorted({name for one in told for name in one["names"]})
-        largest = [name for name in names if name.startswith("max/")]
-        summed = [name for name in names if not name.startswith("max/")]
-        held = output.metrics if mine else {}
-        total = self.ranks.total(
-            torch.tensor(
-                [output.loss if mine else 0.0, *(held.get(n, 0.0) for n in summed)], dtype=torch.float64
-            )
-        ).tolist()
-        metrics = dict(zip(summed, total[1:], strict=True))
-        if largest:
-            low = -torch.finfo(torch.float64).max
-            most = torch.tensor([held.get(name, low) for name in largest], dtype=torch.float64)
-            metrics |= dict(zip(largest, self.ranks.largest(most).tolist(), strict=True))
-        return TrainOutput(total[0], metrics, output.num_micro_batches)
-
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
         self._move_optimizer(self._step_device)
+        if self._whole is not None:
+            self._whole.sum_gradients(NAMED[self.options.mixed_precision.reduce_dtype])
         step = super().optimizer_step()
         if self.options.cpu_offload == "optimizer":
             self._move_optimizer(torch.device("cpu"))
@@ -284,41 +356,5 @@ class FSDPEngine(Keeping):
 
     def close(self) -> None:
         super().close()
-        self.root, self.skeleton, self._sharded = None, None, []
+        self.root, self.skeleton, self._sharded, self._whole = None, None, [], None
         self.ranks.close()
-
-
-def filler(like: Batch, learned: bool = False) -> Batch:
-    """One sequence of two tokens with the columns of a batch, all 0.
-
-    Args:
-        learned: the second is a loss token, so that the head is used.
-    """
-    tokens = {name: column.new_zeros(2, *column.shape[1:]) for name, column in like.tokens.items()}
-    tokens["loss_mask"] = torch.tensor([False, learned], device=like.token_ids.device)
-    return dataclasses.replace(
-        like,
-        token_ids=like.token_ids.new_zeros(2),
-        lengths=like.lengths.new_full((1,), 2),
-        tokens=tokens,
-        sequences={name: column.new_zeros(1, *column.shape[1:]) for name, column in like.sequences.items()},
-        keep_together=None if like.keep_together is None else like.keep_together.new_zeros(1),
-    )
-
-
-def _with_single_tokens(micro: Batch, count: int) -> Batch:
-    """A batch with ``count`` sequences of one token behind its own, from which nothing is learned."""
-    if not count:
-        return micro
-    tokens = {
-        name: torch.cat([column, column.new_zeros(count, *column.shape[1:])])
-        for name, column in micro.tokens.items()
-    }
-    return dataclasses.replace(
-        micro,
-        token_ids=torch.cat([micro.token_ids, micro.token_ids.new_zeros(count)]),
-        lengths=torch.cat([micro.lengths, micro.lengths.new_ones(count)]),
-        tokens=tokens,
-        sequences={},
-        keep_together=None,
-    )

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.engines import state
-from engine_core.engines.sharded import here
-from engine_core.engines.torch_engine import TorchEngine
+from engine_core.engines.data_parallel import DataParallel
+from engine_core.engines.export import write_model
+from engine_core.engines.shards import own_parts, shard_file, write_parts
 from engine_core.engines.weights import own_weights, published_weights, take_weights, to_own_names
-from engine_plugin_fsdp.export import gathered, write_model
-from engine_plugin_fsdp.shards import Shards, optimizer_tensors, own_parts, shard_file, write_parts
+from engine_plugin_fsdp.export import gathered
 
 if TYPE_CHECKING:
+    from engine_core.engines.skeleton import Skeleton
+    from engine_plugin_fsdp.host_memory import HostMemory
     from engine_plugin_fsdp.loss_scale import LossScale
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
-    from engine_plugin_fsdp.skeleton import Skeleton
 
 
-class Keeping(TorchEngine):
+class Keeping(DataParallel):
     """The part of ``FSDPEngine`` that is about what it holds."""
 
     options: FSDPOptions
@@ -34,6 +35,7 @@ class Keeping(TorchEngine):
     root: nn.Module | None
     skeleton: Skeleton | None
     loss_scale: LossScale | None
+    _host_memory: HostMemory
 
     # -- weights ------------------------------------------------------------
 
@@ -69,6 +71,11 @@ class Keeping(TorchEngine):
             self.adapter.take(stream, mix)
             self.adapter.base_identity()  # now, where all ranks are here
 
+    @property
+    def lends_whole(self) -> bool:
+        """Not a module that a plugin has sharded: there is no copy of it to fill, and its forward pass is collective."""
+        return self.skeleton is not None or self.ranks.size == 1
+
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
         """The whole model on every rank, in the type of the forward pass; its memory is free again after it.
@@ -98,7 +105,6 @@ class Keeping(TorchEngine):
 
         The future is this rank's own. Training may go on at once; a second save waits for the first.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         self._wait_for_save()
         tensors, scalars = self._state()
         rank, size = self.ranks.rank, self.ranks.size
@@ -106,15 +112,17 @@ class Keeping(TorchEngine):
         mine = {"random": scalars.pop("random")}
         if self.loss_scale is not None:
             scalars["loss_scale"] = vars(self.loss_scale)
+        mesh = self.ranks.described
         done: Future[None] = Future()
 
         def write() -> None:
-            try:
+            try:  # all that a disk can refuse: up to here ranks may wait for each other, from here on none does
+                folder.mkdir(parents=True, exist_ok=True)
                 for kind, (held, places) in parts.items():
                     write_parts(folder / shard_file(kind, rank, size), held, places)
-                state.save_json(folder / f"rank-{rank:05d}.json", mine)
+                state.save_json(folder / state.rank_file(rank), mine)
                 if rank == 0:
-                    state.save_json(folder / state.STATE, {**scalars, "ranks": size})
+                    state.save_json(folder / state.STATE, {**scalars, **mesh})
             except BaseException as error:
                 done.set_exception(error)
             else:
@@ -125,24 +133,17 @@ class Keeping(TorchEngine):
         return done
 
     def load(self, folder: Path) -> None:
-        """From any number of ranks, and from the engine ``torch``. A rank beyond those that saved keeps its random state."""
+        """See ``TorchState``; a rank beyond those that saved keeps its random state.
+
+        On another mesh than that which saved, ranks that are given the same data go on with their leader's.
+        """
         self._wait_for_save()
+        super().load(folder)
         scalars = state.load_json(folder / state.STATE)
-        self._check_base(folder, scalars.get("base"))
-        Shards(folder, "weights").fill(self._saved_weights(), type(self._plain).__name__)
-        own = folder / f"rank-{self.ranks.rank:05d}.json"
-        if "ranks" not in scalars:
-            random = scalars["random"]
-        else:
-            random = state.load_json(own)["random"] if own.is_file() else state.random_state(self.device)
-        named = dict(self.module.named_parameters())
-        self._take_state(
-            folder,
-            {**scalars, "random": random},
-            lambda: optimizer_tensors(Shards(folder, "optimizer"), named),
-        )
         if self.loss_scale is not None and "loss_scale" in scalars:
             vars(self.loss_scale).update(scalars["loss_scale"])
+        if any(scalars.get(name) != value for name, value in self.ranks.described.items()):
+            self.ranks.share_random_state()
         self._move_optimizer(self._optimizer_device)
 
     def _wait_for_save(self) -> None:
@@ -200,10 +201,8 @@ class Keeping(TorchEngine):
         return torch.device("cpu") if self.options.cpu_offload == "params" else self.device
 
     def _move_optimizer(self, device: torch.device) -> None:
-        for values in {} if self.optimizer is None else self.optimizer.state.values():
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.ndim and here(value).device != device:
-                    values[key] = value.to(device)
+        if self.optimizer is not None:
+            self._host_memory.move(self.optimizer, device)
 
     def close(self) -> None:
         self._wait_for_save()

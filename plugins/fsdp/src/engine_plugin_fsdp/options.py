@@ -32,6 +32,10 @@ class MixedPrecision(Options):
     """Type of gathered weights and of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     reduce_dtype: FloatType = "fp32"
     """Type in which gradients are summed over ranks."""
+    output_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type that the whole model's results are rounded to: log-probs, entropies, values. ``auto``: none, they are float32. In ``bf16`` a log-prob is off by up to 0.4%."""
+    buffer_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of buffers of floating point, such as frequencies of positions; ``auto``: as the model makes them. Positions of long sequences are lost in ``bf16``."""
 
 
 class FSDPOptions(ForwardOptions):
@@ -43,10 +47,14 @@ class FSDPOptions(ForwardOptions):
     """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
+    exclude: list[str] = []
+    """Modules that stay whole on every rank, by class (``"Qwen3RMSNorm"``) or name with ``*`` (``"*.lora_*"``): small ones, which cost a message more than they save. Trained, clipped and saved like all others."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the weights that are kept, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
     mixed_precision: MixedPrecision = MixedPrecision()
     """Types of what is computed and sent."""
+    fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Large linear layers, but for the head, multiply in 8 bits, on GPUs that can (Hopper; ``tensorwise``: Ada, too): one scale for a ``tensorwise`` tensor (fastest), one for each row (``rowwise``: more exact), or that with the weight's gradient in bf16 (``rowwise_with_gw_hp``). Needs ``pip install 'engine-plugin-fsdp[fp8]'``."""
     loss_scale: float = Field(default=LOSS_SCALE, gt=0)
     """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
     gradient_sync: Literal["last", "each"] = "last"
@@ -57,16 +65,22 @@ class FSDPOptions(ForwardOptions):
     """Units gathered ahead in the backward pass; 0: one."""
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
     """``optimizer``: its state lies in host memory between steps. ``params``: weights, gradients and optimizer lie there, the step is taken on the CPU, units travel to the device when they are used."""
-    activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
-    """``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). ``selective``: keep every second matrix product and all attention. A number n: every n-th unit."""
+    activation_checkpointing: Literal["none", "full", "selective", "auto"] | Annotated[int, Field(gt=0)] = (
+        "none"
+    )
+    """``auto``: ``full`` where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU. ``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). ``selective``: keep every second matrix product and all attention. A number n: every n-th unit."""
     activation_offload: bool = False
     """Activations that a unit keeps lie in host memory until its backward pass."""
     compile: bool | Literal["auto"] = False
     """Compile each unit and the log-probs with torch.compile; ``auto``: on an accelerator."""
     sp: int = Field(default=1, gt=0)
     """Ranks that share the tokens of each micro-batch (sequence parallelism), for sequences that one rank does not hold. Must divide the model's key-value heads and the ranks."""
-    loading: Literal["auto", "broadcast", "every_rank"] = "auto"
-    """How the model folder is read. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
+    tp: int = Field(default=1, gt=0)
+    """Ranks that share each layer: its heads and its wide dimension (tensor parallelism), for layers that one rank does not hold or that take too long. They lie next to each other, and should be of one host. Must divide the model's heads, its key-value heads, and with `sp` the ranks."""
+    loading: Literal["auto", "broadcast", "sharded", "every_rank"] = "auto"
+    """How the model folder is read. ``sharded``: each rank reads its own parts alone, from a folder of safetensors that lies on every machine. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
+    probe: bool | Literal["auto"] = "auto"
+    """At the start the sharded model computes 16 tokens, and is refused where that differs from what it computed whole, on the first rank's CPU. ``auto``: on several ranks, a model of at most 2 billion parameters whose attention runs on a CPU."""
     weights_bucket_mb: int = Field(default=256, gt=0)
     """Weights are given away (to a sampler, to a file) in buckets of at most this many MiB of gathered tensors."""
 
@@ -82,8 +96,24 @@ class FSDPOptions(ForwardOptions):
                 f"shard_group_size {self.shard_group_size} has no effect with sharding '{self.sharding}': "
                 "set sharding = 'hybrid', or leave it out."
             )
-        if self.sp > 1 and self.compile:
-            raise ValueError(f"sp {self.sp} cannot be combined with compile: leave one out.")
+        for name, ranks in (("sp", self.sp), ("tp", self.tp)):
+            if ranks > 1 and self.compile:
+                raise ValueError(f"{name} {ranks} cannot be combined with compile: leave one out.")
+        if self.exclude and (self.compile or self.cpu_offload == "params"):
+            what = "compile" if self.compile else "cpu_offload = 'params'"
+            raise ValueError(f"exclude cannot be combined with {what}: leave one out.")
+        for name, used in (
+            ("exclude", self.exclude),
+            ("fp8", self.fp8),
+            ("loading = 'sharded'", self.loading == "sharded"),
+        ):
+            if used and self.tp > 1:
+                raise ValueError(f"{name} cannot be combined with tp {self.tp}: leave one out.")
+        if self.probe is True and self.loading == "sharded":
+            raise ValueError(
+                "probe = true needs a rank that holds the whole model, and with loading = 'sharded' none does: "
+                "leave one out."
+            )
         if self.param_dtype == "bf16" and self.compute_dtype not in ("auto", "bf16"):
             raise ValueError(
                 f"mixed_precision.param_dtype '{self.compute_dtype}' over param_dtype 'bf16': "

@@ -15,6 +15,8 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
         "fsdp": TrainBackend(
             load="engine_plugin_fsdp.engine:FSDPEngine",
             config=FSDPOptions,
-            capabilities=frozenset({"generation_module", "lora", "set_lr", "sleep", "support"}),
+            capabilities=frozenset(
+                {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
+            ),
         )
     }

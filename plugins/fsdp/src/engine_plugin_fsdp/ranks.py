@@ -1,31 +1,27 @@
-"""The ranks of one engine: who shards with whom, and small sums over all of them.
-
-The process group is the one that the runtime made. A run of one process gets a group of its own that
-opens no socket, so that one rank goes the same way as many.
-"""
+"""The ranks of one engine: who shards with whom."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine_core.engines.base import Layout
-from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.engines.rank_group import RankGroup
+from engine_core.engines.state import random_state, set_random_state
+from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
     from engine_core.engines.base import WorkerContext
     from engine_plugin_fsdp.options import FSDPOptions
 
-_OWN_GROUP = {"users": 0}  # engines that use a group of one process that was made here
 
-
-class Ranks:
+class Ranks(RankGroup):
     """Meshes over the ranks of one role, and what they agree on.
 
     Args:
@@ -37,127 +33,106 @@ class Ranks:
         ConfigError: the number of ranks does not fit the table. Nothing was allocated.
 
     Attributes:
-        mesh: ``replicate`` x ``shard``, or ``shard`` alone: what weights are spread over.
+        mesh: ``replicate`` x ``shard``, or ``shard`` alone: what weights are spread over that no rank of ``tp`` has a part
+            of its own of. It has all ranks.
+        split_mesh: the same for units whose layers are split over ``tp``: of each ``tp`` rank the others of its kind.
+        tp: the ranks that share layers, a mesh of one axis; None where they do not.
         layout: place of this rank among those that get data.
         sequence: group of the ranks that share the tokens of a micro-batch; None where they do not.
+        slice: group of the ranks that are given the same data; None where each has its own.
     """
 
     def __init__(self, options: FSDPOptions, context: WorkerContext, device: torch.device) -> None:
-        self.device, self.rank, self.size = device, context.rank, context.world_size
-        replicas, shards = mesh_shape(options, self.size, context.role)
-        self._own = join(self.size, device)
-        shape, names = (
-            ((replicas, shards), ("replicate", "shard")) if replicas > 1 else ((shards,), ("shard",))
-        )
-        if options.sharding == "none":
-            shape, names = (self.size, 1), ("replicate", "shard")
-        self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        replicas, shards = mesh_shape(options, context.world_size, context.role)
+        super().__init__(context.rank, context.world_size, device)
+        self.mesh = _mesh(device, replicas, shards * options.tp, options.sharding)
+        self.split_mesh, self.tp = self.mesh, None
+        if options.tp > 1:
+            grid = _mesh(device, replicas, shards, options.sharding, options.tp)
+            self.tp = grid["tp"]
+            self.split_mesh = grid[tuple(name for name in grid.mesh_dim_names or () if name != "tp")]
+        together = options.sp * options.tp  # ranks of one data-parallel slice
+        slices = self.size // together
         self.sequence: dist.ProcessGroup | None = None
+        self.slice: dist.ProcessGroup | None = None
         if options.sp > 1:
-            grid = init_device_mesh(
-                device.type, (self.size // options.sp, options.sp), mesh_dim_names=("dp", "sp")
+            axes = init_device_mesh(
+                device.type, (slices, options.sp, options.tp), mesh_dim_names=("dp", "sp", "tp")
             )
-            self.sequence = grid.get_group("sp")
-        self.layout = Layout(self.rank // options.sp, self.size // options.sp, self.rank % options.sp == 0)
+            self.sequence = axes.get_group("sp")
+        if together > 1:
+            axes = init_device_mesh(device.type, (slices, together), mesh_dim_names=("dp", "slice"))
+            self.slice = axes.get_group("slice")
+        self.layout = Layout(self.rank // together, slices, self.rank % together == 0)
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, float64, on the CPU."""
-        return self._reduced(values, dist.ReduceOp.SUM)
-
-    def largest(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, float64, on the CPU."""
-        return self._reduced(values, dist.ReduceOp.MAX)
-
-    def most(self, count: int) -> int:
-        """The largest of a number that each rank has."""
-        return int(self.largest(torch.tensor(count)))
-
-    def texts(self, mine: object) -> list:
-        """What each rank says, by rank: plain values, sent as JSON."""
-        said = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        length = self.most(len(said))
-        padded = torch.full((length,), 32, dtype=torch.uint8)  # spaces: JSON ends before them
-        padded[: len(said)] = said
-        padded = padded.to(self.device)
-        every = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(every, padded)
-        return [json.loads(bytes(one.cpu().tolist())) for one in every]
-
-    def share(self, error: Exception | None, what: str, kind: type[Exception] = OSError) -> None:
-        """Every rank learns whether one failed, so that none waits for it.
-
-        Raises:
-            Exception: this rank's own error, or one that names the rank that failed.
-        """
-        told = self.texts(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, problem in enumerate(told):
-            if problem is not None:
-                raise kind(f"{what} failed on rank {rank}: {problem}")
-
-    def close(self) -> None:
-        """Leave the group that was made here; that of a runtime stays."""
-        if self._own:
-            self._own = False
-            _OWN_GROUP["users"] -= 1
-            if not _OWN_GROUP["users"]:
-                dist.destroy_process_group()
-
-    def _reduced(self, values: Tensor, kind: dist.ReduceOp.RedOpType) -> Tensor:
-        sent = values.to(device=self.device, dtype=torch.float64)
-        dist.all_reduce(sent, kind)
-        return sent.cpu()
+    def share_random_state(self) -> None:
+        """Ranks that are given the same data draw the same random numbers from here on: the leader's."""
+        if self.slice is not None:
+            told = self.texts(random_state(self.device))
+            set_random_state(told[self.rank - self.slice.rank()], self.device)
 
 
 def mesh_shape(options: FSDPOptions, size: int, role: str) -> tuple[int, int]:
-    """How many copies of the model there are, and over how many ranks each is spread.
+    """How many copies of the model there are, and over how many ranks each is spread besides those of ``tp``.
 
     Raises:
         ConfigError: the number of ranks does not fit.
     """
-    if size % options.sp:
-        raise ConfigError(
-            f"{role}.fsdp.sp is {options.sp}, which does not divide the {size} ranks of this run. "
-            f"Set it to one of {_divisors(size)}, or start another number of ranks."
-        )
+    _check_groups(options, size, role)
+    shards = size // options.tp
     if options.sharding == "none":
-        return size, 1
+        return shards, 1
     if options.sharding != "hybrid":
-        return 1, size
-    group = options.shard_group_size or min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    if size % group:
+        return 1, shards
+    host = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", size)) // options.tp)
+    group = options.shard_group_size or min(shards, host)
+    if shards % group:
+        per = f" ({size} ranks, {options.tp} of which share each layer)" if options.tp > 1 else " of this run"
         raise ConfigError(
-            f"{role}.fsdp.shard_group_size is {group}, which does not divide the {size} ranks of this run. "
-            f"Set it to one of {_divisors(size)}, or start another number of ranks."
+            f"{role}.fsdp.shard_group_size is {group}, which does not divide the {shards} ranks{per}. "
+            f"{nearest_fit(group, _divisors(shards))} Or start another number of ranks."
         )
-    return size // group, group
+    return shards // group, group
 
 
-def join(size: int, device: torch.device) -> bool:
-    """Make sure of a process group; True where it was made here, for one process.
-
-    Raises:
-        EnvironmentProblem: there should be several ranks and no runtime has joined them.
-    """
-    if dist.is_initialized() and not _OWN_GROUP["users"]:
-        if dist.get_world_size() != size:
-            raise EnvironmentProblem(
-                f"This worker was told of {size} ranks, but its process group has {dist.get_world_size()}. "
-                "A runtime joins all ranks of a role in one group."
+def _check_groups(options: FSDPOptions, size: int, role: str) -> None:
+    """Refuse groups of ranks for tokens and layers that leave some over."""
+    key, fits = f"{role}.fsdp", _divisors(size)
+    for name in ("tp", "sp"):
+        asked = getattr(options, name)
+        if size % asked:
+            raise ConfigError(
+                f"{key}.{name} is {asked}, which does not divide the {size} ranks of this run. "
+                f"{nearest_fit(asked, fits)} Or start another number of ranks."
             )
-        return False
-    if size > 1:
-        raise EnvironmentProblem(
-            f"There should be {size} ranks, and they have not been joined (torch.distributed is not initialised). "
-            'Choose a runtime that starts several ranks: [runtime] backend = "torchrun".'
+    if size % (options.tp * options.sp):
+        beside = [n for n in fits if size % (n * options.sp) == 0]
+        raise ConfigError(
+            f"{key}.tp {options.tp} and {key}.sp {options.sp} make groups of {options.tp * options.sp} ranks, which do not "
+            f"divide the {size} ranks of this run. For {key}.tp: {nearest_fit(options.tp, beside)} Or start another "
+            "number of ranks."
         )
-    if not dist.is_initialized():
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    _OWN_GROUP["users"] += 1
-    return True
 
 
-def _divisors(size: int) -> str:
-    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+def _mesh(device: torch.device, replicas: int, shards: int, sharding: str, tp: int = 1) -> DeviceMesh:
+    """``replicate`` x ``shard`` x ``tp``, without the axes that are not used."""
+    axes = [("shard", shards)]
+    if sharding == "none":
+        axes = [("replicate", replicas * shards), ("shard", 1)]
+    elif replicas > 1:
+        axes = [("replicate", replicas), ("shard", shards)]
+    if tp > 1:
+        axes.append(("tp", tp))
+    names, shape = zip(*axes, strict=True)
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def nearest_fit(asked: int, fits: Sequence[int]) -> str:
+    """What to set a number of ranks to instead."""
+    near = min(fits, key=lambda n: (abs(n - asked), n))
+    every = "" if len(fits) == 1 else f" (one of {', '.join(str(n) for n in fits)})"
+    return f"Set it to {near}{every}."
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]

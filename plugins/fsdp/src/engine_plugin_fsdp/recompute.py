@@ -40,6 +40,18 @@ def recompute(module: nn.Module, units: Sequence[str], how: str | int) -> list[s
     return chosen
 
 
+def share_recomputed(how: str | int, chosen: bool) -> float:
+    """Share of the layers that keep their input alone, for estimates of memory.
+
+    Args:
+        how: of the table. ``selective`` counts as half of the layers: it keeps attention and every second product.
+        chosen: what ``auto`` is.
+    """
+    if isinstance(how, int):
+        return 1 / how
+    return {"none": 0.0, "full": 1.0, "selective": 0.5, "auto": float(chosen)}[how]
+
+
 def offload_activations(module: nn.Module, units: Sequence[str], pin: bool) -> None:
     """Keep what units hold for their backward pass in host memory."""
 

@@ -7,6 +7,8 @@ for the whole pass, so that tied weights are one tensor and the head's chunks fi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +25,30 @@ from torch.distributed.fsdp import (
 from engine_core.engines.precision import NAMED
 from engine_core.engines.units import decoder_layers
 from engine_core.errors import ConfigError, did_you_mean
+from engine_plugin_fsdp.tensor_parallel import count_once, split_unit
 
 if TYPE_CHECKING:
     from engine_core.engines.precision import Precision
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
+    from engine_plugin_fsdp.tensor_parallel import Plan
+    from engine_plugin_fsdp.whole import Whole
 
 
 class Root(nn.Module):
     """Holds the model and runs a function inside of its forward, where the root's weights are gathered."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.around = module, around
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        return compute()
+        with self.around():
+            return compute()
 
 
 def units_of(module: nn.Module, options: FSDPOptions, role: str) -> list[str]:
@@ -86,29 +96,46 @@ def check(module: nn.Module, units: Sequence[str], role: str) -> None:
 
 
 def shard(
-    module: nn.Module, units: Sequence[str], options: FSDPOptions, precision: Precision, ranks: Ranks
+    module: nn.Module,
+    units: Sequence[str],
+    options: FSDPOptions,
+    precision: Precision,
+    ranks: Ranks,
+    plan: Plan | None = None,
+    whole: Whole | None = None,
 ) -> Root:
     """Spread a module over the ranks; its parameters become ``DTensor`` in place.
 
     Args:
         module: on the CPU, on ``meta`` or on the device; unit by unit goes to the device.
         units: names of submodules; neighbours are joined as ``wrap.layers_per_unit`` says.
+        plan: how layers are split over ``tp``, where they are.
+        whole: what stays whole.
     """
-    root = Root(module)
-    groups = [module.get_submodule(name) for name in units]
+    root = Root(module) if whole is None else Root(module, functools.partial(whole.outside, units))
     size = options.wrap.layers_per_unit
     settings: dict[str, Any] = {
-        "mesh": ranks.mesh,
         "mp_policy": policy(options, precision),
         "offload_policy": offload(options, ranks.device),
+        "ignored_params": None if whole is None else whole.parameters,
     }
     keeps = options.sharding in ("grad_op", "none")
-    made = []
-    for start in range(0, len(groups), size):
-        part = groups[start : start + size]
-        fully_shard(part if len(part) > 1 else part[0], **settings, reshard_after_forward=not keeps)
+    made, split = [], []
+    for start in range(0, len(units), size):
+        names, mesh = units[start : start + size], ranks.mesh
+        if plan is not None and ranks.tp is not None and any(plan.splits(name) for name in names):
+            for name in names:
+                split_unit(module, name, plan, ranks.tp, ranks.device)
+            split += names
+            mesh = ranks.split_mesh
+        part = [module.get_submodule(name) for name in names]
+        fully_shard(
+            part if len(part) > 1 else part[0], mesh=mesh, **settings, reshard_after_forward=not keeps
+        )
         made.append(part[0])
-    fully_shard(root, **settings)
+    if plan is not None and ranks.tp is not None:
+        count_once(module, split, plan, ranks.tp.get_group())
+    fully_shard(root, mesh=ranks.mesh, **{**settings, "mp_policy": policy(options, precision, root=True)})
     for holder in sharded_modules(root):
         sum_gradients(holder)
     _prefetch(made, options)
@@ -121,12 +148,19 @@ def sum_gradients(holder: FSDPModule) -> None:
     holder.set_force_sum_reduction_for_comms(True)
 
 
-def policy(options: FSDPOptions, precision: Precision) -> MixedPrecisionPolicy:
-    """Types of gathered weights and of reduced gradients."""
+def policy(options: FSDPOptions, precision: Precision, root: bool = False) -> MixedPrecisionPolicy:
+    """Types of gathered weights, of reduced gradients, and of what the root gives: a unit's output is the next one's input."""
+    given = options.mixed_precision.output_dtype
     return MixedPrecisionPolicy(
-        param_dtype=None if precision.param == precision.compute else precision.compute,
+        param_dtype=gathered_dtype(precision),
         reduce_dtype=NAMED[options.mixed_precision.reduce_dtype],
+        output_dtype=NAMED[given] if root and given != "auto" else None,
     )
+
+
+def gathered_dtype(precision: Precision) -> torch.dtype | None:
+    """Type that weights are cast to for a forward pass; None where it is their own."""
+    return None if precision.param == precision.compute else precision.compute
 
 
 def offload(options: FSDPOptions, device: torch.device) -> OffloadPolicy:

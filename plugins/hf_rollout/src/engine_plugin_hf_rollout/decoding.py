@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from engine_core.types import padded_support
+from engine_core.types import SUPPORT, padded_support
+from engine_plugin_hf_rollout.cache import make_cache
 from engine_plugin_hf_rollout.distribution import draw, log_distribution, support, uniforms
 
 if TYPE_CHECKING:
+    from transformers import DynamicCache
+
     from engine_core.types import Request
 
 COMPACT_BELOW = 0.75  # rows are put away once fewer than this share still run
@@ -45,33 +47,71 @@ def sample(
     decode: Decode,
     max_positions: int,
 ) -> list[Sampled]:
-    """Sample all requests together.
-
-    Args:
-        module: a causal language model of transformers, in eval mode.
-        requests: one row each.
-        end_ids: tokens that end any sequence; a request's own come on top.
-        decode: token ids to texts, special tokens included; asked for rows with stop strings only.
-        max_positions: tokens that the model can hold, prompt included.
+    """Sample all requests together, to their ends; see ``Decoding``.
 
     Returns:
         One result a request, in order.
     """
-    device = next(module.parameters()).device
-    batch = _Batch(requests, end_ids, max_positions, device)
-    rows = _prefill(module, requests, device)
-    for step in range(batch.steps):
-        token = batch.draw(rows, step)
-        batch.finish(rows.number, token, step, decode)
-        running = batch.running[rows.number]
-        left = int(running.sum())
-        if not left:
-            break
-        if left < COMPACT_BELOW * len(running):
-            rows.keep(running)
-            token = token[running]
-        _forward(module, rows, token)
-    return batch.results()
+    decoding = Decoding(module, requests, end_ids, decode, max_positions)
+    decoding.advance(module)
+    return decoding.results()
+
+
+class Decoding:
+    """A batch under way: its cache and what was sampled so far.
+
+    Args:
+        module: a causal language model of transformers, in eval mode.
+        requests: one row each; one with ``begun`` goes on as if it had never been stopped.
+        end_ids: tokens that end any sequence; a request's own come on top.
+        decode: token ids to texts, special tokens included; asked for rows with stop strings only.
+        max_positions: tokens that the model can hold, prompt included.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        requests: Sequence[Request],
+        end_ids: frozenset[int],
+        decode: Decode,
+        max_positions: int,
+    ) -> None:
+        device = next(module.parameters()).device
+        self._decode, self._step, self.over = decode, 0, False
+        self._batch = _Batch(requests, end_ids, max_positions, device)
+        self._rows = _prefill(module, requests, device)
+        self._token: Tensor | None = None  # drawn, and not yet in the cache
+
+    def advance(self, module: nn.Module, steps: int = 0) -> None:
+        """Go on: that many tokens of each row at most, 0 to the end of all. ``over`` tells that none is left."""
+        batch, rows, first = self._batch, self._rows, self._step
+        while not self.over and (not steps or self._step < first + steps):
+            if self._token is not None:
+                _forward(module, rows, self._token)
+            token = batch.draw(rows, self._step)
+            batch.finish(rows.number, token, self._step, self._decode)
+            self._step += 1
+            running = batch.running[rows.number]
+            left = int(running.sum())
+            self.over = not left
+            if left and left < COMPACT_BELOW * len(running):
+                rows.keep(running)
+                token = token[running]
+            self._token = token
+
+    def running(self) -> list[bool]:
+        """Of each request: it is not finished."""
+        found: list[bool] = self._batch.running.tolist()
+        return found
+
+    def stop(self, numbers: Sequence[int]) -> None:
+        """These rows end here, as aborted."""
+        self._batch.stop(numbers)
+        self.over = not bool(self._batch.running.any())
+
+    def results(self, numbers: Sequence[int] | None = None) -> list[Sampled]:
+        """What these requests have so far; default: all."""
+        return self._batch.results(numbers)
 
 
 @dataclass
@@ -93,7 +133,7 @@ class _Rows:
 
 
 class _Batch:
-    """What is asked of each request, and what came of it: tensors [B] and [B, S], S the steps at most.
+    """What is asked of each request, and what came of it: tensors [B] and [B, S + 1], S the longest response.
 
     A row that has finished is drawn on until it is put away; that is written behind its ``count``
     and never read.
@@ -107,6 +147,8 @@ class _Batch:
         budget = [min(s.max_response_tokens, r) for s, r in zip(samplings, room, strict=True)]
         self.steps = max(budget)
         self.budget = torch.tensor(budget, device=device)
+        begun = [begun_response(request) for request in requests]
+        self.start = torch.tensor([len(tokens) for tokens in begun], device=device)  # [B]
         self.uniform = uniforms([s.seed for s in samplings], self.steps).to(device)
         self.temperature = torch.tensor([float(s.temperature) for s in samplings], device=device)
         self.greedy = self.temperature == 0
@@ -116,32 +158,60 @@ class _Batch:
         widest = max(map(len, ends))
         padded = [e + [-1] * (widest - len(e)) for e in ends]
         self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
-        self.widths = torch.tensor([s.max_support for s in samplings], device=device)
+        cut = [s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplings]
+        self.told = [
+            s.max_support if c else 0 for s, c in zip(samplings, cut, strict=True)
+        ]  # most of a support
+        self.widths = torch.tensor(self.told, device=device)
         self.supports: list[tuple[Tensor, Tensor]] = []  # of each step: numbers [A] and tokens [A, K]
         self.stops = [s.stop for s in samplings]
         longest = max((len(stop) for stops in self.stops for stop in stops), default=0)
         # characters of up to 4 tokens each, and 2 more that the tail may begin and end within
         self.tail = 4 * (longest + 2)
 
-        shape = (len(requests), self.steps)
+        shape = (len(requests), self.steps + 1)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(shape, device=device)
         self.log_mass = torch.zeros(shape, device=device)
-        self.count = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self.count = self.start.clone()
         self.running = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.aborted = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.begun_supports: dict[int, Tensor] = {}
+        for number, (request, tokens) in enumerate(zip(requests, begun, strict=True)):
+            if tokens:
+                self._begin(number, request, tokens)
+
+    def _begin(self, number: int, request: Request, tokens: list[int]) -> None:
+        """What was sampled before, as if this batch had sampled it."""
+        assert request.begun is not None
+        first, count = len(request.prompt.token_ids), len(tokens)
+        self.tokens[number, :count] = torch.tensor(tokens)
+        self.log_probs[number, :count] = request.begun.rollout_log_probs[first:]
+        extras = request.begun.extras
+        if "support_log_mass" in extras:
+            self.log_mass[number, :count] = extras["support_log_mass"][first:]
+        if SUPPORT in extras:
+            self.begun_supports[number] = extras[SUPPORT][first:]
+
+    def stop(self, numbers: Sequence[int]) -> None:
+        """These rows end where they are."""
+        index = torch.tensor(numbers, dtype=torch.int64, device=self.running.device)
+        self.aborted[index] = self.running[index]
+        self.running[index] = False
 
     def draw(self, rows: _Rows, step: int) -> Tensor:
         """The next token of each row, [A]."""
         number = rows.number
+        at = (self.start[number] + step).clamp(max=self.steps)  # of a row that has finished, the spare column
         log_probs, mass = log_distribution(
             rows.logits, self.temperature[number], self.top_p[number], self.top_k[number]
         )
-        token = draw(log_probs, self.uniform[number, step], self.greedy[number])
-        self.tokens[number, step] = token
-        self.log_probs[number, step] = log_probs.gather(1, token[:, None]).squeeze(1)
-        self.log_mass[number, step] = mass
-        if bool(self.widths.any()):
+        token = draw(log_probs, self.uniform[number, at.clamp(max=self.steps - 1)], self.greedy[number])
+        self.tokens[number, at] = token
+        self.log_probs[number, at] = log_probs.gather(1, token[:, None]).squeeze(1)
+        self.log_mass[number, at] = mass
+        if any(self.told):
             self.supports.append((number.cpu(), support(log_probs, self.widths[number]).cpu()))
         return token
 
@@ -153,45 +223,60 @@ class _Batch:
         if any(self.stops):
             stopped |= self._stop_strings(number, running, step, decode)
         self.stopped[number] |= stopped & running
-        self.running[number] &= ~stopped & (step + 1 < self.budget[number])
+        self.running[number] &= ~stopped & (self.start[number] + step + 1 < self.budget[number])
 
     def _stop_strings(self, number: Tensor, running: Tensor, step: int, decode: Decode) -> Tensor:
         """Whether the tail of a response holds a stop string, [A] bool; earlier ones have ended it before."""
         numbers = number.tolist()
         watched = [row for row, runs in enumerate(running.tolist()) if runs and self.stops[numbers[row]]]
-        tails = self.tokens[number[watched], max(0, step + 1 - self.tail) : step + 1]
+        ends = (self.start[number] + step + 1).tolist()
+        tails = [
+            self.tokens[numbers[row], max(0, ends[row] - self.tail) : ends[row]].tolist() for row in watched
+        ]
         found = torch.zeros_like(running)
-        for row, text in zip(watched, decode(tails.tolist()) if watched else [], strict=True):
+        for row, text in zip(watched, decode(tails) if watched else [], strict=True):
             found[row] = any(stop in text for stop in self.stops[numbers[row]])
         return found
 
-    def results(self) -> list[Sampled]:
+    def results(self, numbers: Sequence[int] | None = None) -> list[Sampled]:
+        wanted = list(range(len(self.count)) if numbers is None else numbers)
         columns = (self.tokens, self.log_probs, self.log_mass, self.count, self.stopped)
-        rows = enumerate(zip(*(c.tolist() for c in columns), strict=True))
+        aborted = (self.aborted | self.running).tolist()
+        rows = zip(wanted, zip(*(c[wanted].tolist() for c in columns), strict=True), strict=True)
         return [
             Sampled(
                 tokens[:count],
                 log_probs[:count],
                 mass[:count],
-                "stop" if stopped else "length",
-                self._support(number, count) if self.widths[number] else None,
+                "abort" if aborted[number] else "stop" if stopped else "length",
+                self._support(number, count) if self.told[number] else None,
             )
             for number, (tokens, log_probs, mass, count, stopped) in rows
         ]
 
     def _support(self, request: int, count: int) -> Tensor:
         """[count, K] int32: the tokens that each of a request's tokens was drawn from."""
-        found = [ids[number == request] for number, ids in self.supports[:count]]
-        found = [ids[:, : int((ids >= 0).sum())] for ids in found]
+        start = int(self.start[request])
+        before = self.begun_supports.get(request, torch.full((start, 0), -1, dtype=torch.int32))
+        found = [ids[number == request] for number, ids in self.supports[: count - start]]
+        found = [before, *(ids[:, : int((ids >= 0).sum())] for ids in found)]
         width = max((ids.shape[1] for ids in found), default=0)
         return torch.cat(
             [torch.empty(0, width, dtype=torch.int32), *(padded_support(i, width) for i in found)]
         )
 
 
+def begun_response(request: Request) -> list[int]:
+    """The tokens of a response that were sampled before it was stopped."""
+    if request.begun is None:
+        return []
+    found: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
+    return found
+
+
 def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Rows:
     """Read each distinct prompt once, padded on the left, and give every request its row."""
-    prompts = [tuple(request.prompt.token_ids) for request in requests]
+    prompts = [tuple(request.prompt.token_ids + begun_response(request)) for request in requests]
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     longest = max(map(len, distinct))
     ids = torch.zeros(len(distinct), longest, dtype=torch.int64)
@@ -201,7 +286,7 @@ def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.devic
         mask[i, longest - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
     config: Any = module.config
-    cache = DynamicCache(config=config)
+    cache = make_cache(config)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     out = module(
         input_ids=ids,

@@ -67,7 +67,8 @@ def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
     drawn = drawn.clamp(max=log_probs.shape[1] - 1)
     # sums made in parallel may rise by rounding at a token that was cut
     cut = log_probs.gather(1, drawn[:, None]).squeeze(1).isneginf()
-    return torch.where(greedy | cut, log_probs.argmax(-1), drawn)
+    likeliest = greedy | cut
+    return torch.where(likeliest, log_probs.argmax(-1), drawn) if bool(likeliest.any()) else drawn
 
 
 def support(log_probs: Tensor, width: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from engine_core.data import load_tokenizer
 from engine_core.engines.base import RolloutEngine
-from engine_core.engines.model_loading import DTYPES, adopt_live, load_model
+from engine_core.engines.model_loading import adopt_live, load_model
+from engine_core.engines.precision import DTYPES
 from engine_core.engines.weights import near, own_weights, to_own_names
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
 from engine_core.types import SUPPORT, Rollout
-from engine_plugin_hf_rollout.decoding import Sampled, sample
+from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_hf_rollout.requests import check_request
 
@@ -36,7 +38,12 @@ PAUSES = ("abort", "drain", "keep")
 
 
 class HFRolloutEngine(RolloutEngine):
-    """See ``RolloutEngine``. ``step`` returns whole batches, so ``abort`` gives back unsampled requests."""
+    """See ``RolloutEngine``.
+
+    ``step`` samples a whole batch to its end. Where the run stops responses before theirs
+    (``config.stops_responses``) it takes `tokens_per_step` tokens of each sequence, and what finished comes back; the
+    batch and its cache stay until the rest has, or weights change.
+    """
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         super().__init__(config, model_config, context)
@@ -51,11 +58,18 @@ class HFRolloutEngine(RolloutEngine):
         if self._given is None:
             self._own = load_model(model_config, context.device, DTYPES[self.options.dtype]).eval()
         self._queue: dict[str, Request] = {}
+        self._steps = self.options.tokens_per_step if config.stops_responses else 0
+        self._batch: list[Request] = []  # under way, and waiting in the queue too
+        self._decoding: Decoding | None = None
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
         self._paused = self._asleep = False
         self._incomplete = ""  # why the weights are not those of one version
 
     # -- requests -----------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        return self.options.batch_size
 
     @property
     def num_unfinished(self) -> int:
@@ -77,8 +91,18 @@ class HFRolloutEngine(RolloutEngine):
         return done + self._sample_next()
 
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
-        requests = [self._queue.pop(id) for id in ids if id in self._queue]
-        return [self._rollout(request, Sampled([], [], [], "abort")) for request in requests]
+        wanted = set(ids)
+        stopped = [rollout for rollout in self._done if rollout.request_id in wanted]
+        self._done = [rollout for rollout in self._done if rollout.request_id not in wanted]
+        under_way = {request.id: number for number, request in enumerate(self._batch)}
+        requests = [self._queue.pop(id) for id in dict.fromkeys(ids) if id in self._queue]
+        numbers = [under_way[request.id] for request in requests if request.id in under_way]
+        stopped += [request.unsampled() for request in requests if request.id not in under_way]
+        if self._decoding is not None and numbers:
+            self._decoding.stop(numbers)
+            results = self._decoding.results(numbers)
+            stopped += [self._rollout(self._batch[at], r) for at, r in zip(numbers, results, strict=True)]
+        return stopped
 
     def pause(self, mode: str = "drain") -> None:
         if mode not in PAUSES:
@@ -101,16 +125,59 @@ class HFRolloutEngine(RolloutEngine):
             raise DataError(
                 f"The sampler holds weights of two versions ({self._incomplete}). Update them again."
             )
+        if not self._steps:
+            batch = self._next_batch()
+            with self._generation() as module:
+                sampled = sample(module, batch, *self._how())
+            return [self._end(request, result) for request, result in zip(batch, sampled, strict=True)]
+        decoding = None
+        try:
+            with self._generation() as module:
+                if self._decoding is None or self._decoding.over:
+                    self._batch = self._next_batch()
+                    self._decoding = Decoding(module, self._batch, *self._how())
+                self._decoding.advance(module, self._steps)
+            decoding = self._decoding
+        finally:
+            if decoding is None:  # cut in two: what is in the queue begins again
+                self._drop_batch()
+        over = [
+            number
+            for number, runs in enumerate(decoding.running())
+            if not runs and self._batch[number].id in self._queue
+        ]
+        return [
+            self._end(self._batch[at], result)
+            for at, result in zip(over, decoding.results(over), strict=True)
+        ]
+
+    def _end(self, request: Request, result: Sampled) -> Rollout:
+        rollout = self._rollout(request, result)
+        del self._queue[request.id]
+        return rollout
+
+    def _next_batch(self) -> list[Request]:
         # similar lengths together: little padding; the longest first, so that memory runs out at once or never
         ordered = sorted(self._queue.values(), key=lambda r: (-len(r.prompt.token_ids), r.prompt.token_ids))
-        batch = ordered[: self.options.batch_size]
-        with self._generation() as module:
-            ends = frozenset([self.tokenizer.eos_token_id])
-            sampled = sample(module, batch, ends, self._decode, _max_positions(self._model_config()))
-        rollouts = [self._rollout(request, result) for request, result in zip(batch, sampled, strict=True)]
-        for request in batch:
-            del self._queue[request.id]
-        return rollouts
+        return ordered[: self.options.batch_size]
+
+    def _how(self) -> tuple[frozenset[int], Decode, int]:
+        """What ends a sequence, what decodes it, what the model can hold."""
+        ends = frozenset([self.tokenizer.eos_token_id])
+        return ends, self._decode, _max_positions(self._model_config())
+
+    def _drop_batch(self) -> None:
+        self._batch, self._decoding = [], None
+
+    def _set_aside(self) -> None:
+        """Weights or memory change: what is under way goes on from its tokens, its prefix computed anew."""
+        if self._decoding is not None:
+            for request, runs, result in zip(
+                self._batch, self._decoding.running(), self._decoding.results(), strict=True
+            ):
+                if runs and request.id in self._queue:
+                    self._queue[request.id] = replace(request, begun=self._rollout(request, result))
+        self._drop_batch()
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=False)
@@ -122,6 +189,9 @@ class HFRolloutEngine(RolloutEngine):
                 f"{self.version}): its weights have diverged. Lower the learning rate, or go back to a checkpoint."
             )
         prompt, count = request.prompt.token_ids, len(sampled.tokens)
+        versions = torch.full((len(prompt) + count,), self.version, dtype=torch.int32)
+        if request.begun is not None:
+            versions[: len(request.begun.policy_versions)] = request.begun.policy_versions
         zeros = [0.0] * len(prompt)
         extras = {}
         if request.sampling.temperature > 0 and (request.sampling.top_p < 1 or request.sampling.top_k > 0):
@@ -135,7 +205,7 @@ class HFRolloutEngine(RolloutEngine):
             token_ids=torch.tensor(prompt + sampled.tokens),
             loss_mask=torch.tensor([False] * len(prompt) + [True] * count),
             rollout_log_probs=torch.tensor(zeros + sampled.log_probs),
-            policy_versions=torch.full((len(prompt) + count,), self.version, dtype=torch.int32),
+            policy_versions=versions,
             finish_reason=sampled.finish_reason,
             group_id=request.group_id,
             index=request.index,
@@ -152,7 +222,12 @@ class HFRolloutEngine(RolloutEngine):
                 f"'{engine.context.role}' is a {type(engine.module).__name__} without a config. "
                 "Use another rollout backend."
             )
+        self._set_aside()
         self._trainer, self._own, self._given = engine, None, None
+
+    def set_version(self, version: int) -> None:
+        self._set_aside()
+        super().set_version(version)
 
     def _module(self) -> nn.Module:
         """The sampler's own module. One given from Python is copied when it is first needed: others train it."""
@@ -188,6 +263,7 @@ class HFRolloutEngine(RolloutEngine):
             raise RuntimeError("The sampler uses the trainer's own module; there is nothing to update.")
         if self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
+        self._set_aside()
         module = self._module()
         own, digest = own_weights(module), hashlib.blake2b(digest_size=16)
         left = set(own)
@@ -213,8 +289,10 @@ class HFRolloutEngine(RolloutEngine):
     # -- device memory ------------------------------------------------------
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """The cache lives only within ``step``; weights of its own go to the CPU."""
+        """The cache of a batch under way is given up; weights of its own go to the CPU."""
         _check_parts(keep)
+        if "kv_cache" not in keep:
+            self._set_aside()
         if "weights" in keep:
             return
         if self._own is not None:
@@ -234,6 +312,7 @@ class HFRolloutEngine(RolloutEngine):
     def close(self) -> None:
         self._queue.clear()
         self._done.clear()
+        self._drop_batch()
         self._own = self._given = self._trainer = None
 
 

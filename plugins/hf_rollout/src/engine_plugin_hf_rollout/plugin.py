@@ -16,6 +16,8 @@ class HFOptions(Options):
 
     batch_size: int = Field(default=256, gt=0)
     """Sequences sampled at one time. More is faster until memory or the cores are full."""
+    tokens_per_step: int = Field(default=16, gt=0)
+    """Tokens of each sequence between two looks at what is to be stopped, where the run stops responses before their end (`rollout.request_timeout_seconds`, `rollout.over_sampling`)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights, where the sampler has a model of its own."""
 
@@ -26,6 +28,6 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
         "hf": RolloutBackend(
             load="engine_plugin_hf_rollout.engine:HFRolloutEngine",
             config=HFOptions,
-            capabilities=frozenset({"share_module", "pause", "sleep", "support"}),
+            capabilities=frozenset({"share_module", "pause", "sleep", "support", "partial"}),
         )
     }

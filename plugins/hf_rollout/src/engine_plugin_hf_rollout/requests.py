@@ -39,8 +39,21 @@ def check_request(request: Request, taken: Collection[str], vocabulary: int, max
             f"{where} has {len(ids)} tokens, and the model holds {max_positions} with the response. "
             "Lower data.max_prompt_tokens."
         )
+    if request.begun is not None and (wrong_start := _begun_problem(request, max_positions)):
+        raise ValueError(f"{where} goes on with a response that {wrong_start}.")
     if problem := _problem(request.sampling):
         raise ValueError(f"{where} has {problem}.")
+
+
+def _begun_problem(request: Request, max_positions: int) -> str:
+    assert request.begun is not None
+    prompt, ids = request.prompt.token_ids, request.begun.token_ids
+    if ids[: len(prompt)].tolist() != prompt:
+        return "has another prompt"
+    most = min(request.sampling.max_response_tokens, max_positions - len(prompt))
+    if len(ids) - len(prompt) >= most:
+        return f"has {len(ids) - len(prompt)} tokens, and {most} at most are asked for: nothing is left to sample"
+    return ""
 
 
 def _problem(sampling: Sampling) -> str:

@@ -1,0 +1,141 @@
+"""What measure.py compares: sets of cases, each a shape, a batch for each GPU, a backend and its options."""
+
+from engine_core.bench.shapes import SHAPES
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY = {**SHAPES["tiny"]}
+MIXED = {"param_dtype": "fp32", "mixed_precision": {"param_dtype": "bf16"}}
+PURE = {"param_dtype": "bf16", "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}
+DDP_MIXED = {"param_dtype": "fp32", "compute_dtype": "bf16"}
+DDP_PURE = {"param_dtype": "bf16"}
+EVERY = {"compile": True, "log_prob_chunk_tokens": 4096}
+
+
+def shape_config(name):
+    """The config of a shape, for the config.json of a model folder."""
+    return {"llama-7b": LLAMA_7B}.get(name) or dict(SHAPES[name])
+
+
+def case(name, shape, backend, options, *, sequences=8, length=1024, prompt=256, budget=0, **shared):
+    return {
+        "name": name,
+        "shape": shape,
+        "backend": backend,
+        "options": options,
+        "shared": {**EVERY, **shared},
+        "sequences": sequences,
+        "length": length,
+        "prompt": prompt,
+        "budget": budget or sequences * length,
+    }
+
+
+def _recomputed(backend):
+    return {"activation_checkpointing": "full" if backend == "fsdp" else True}
+
+
+def speed():
+    """1.7B, 8,192 tokens a GPU, layers recomputed: copies and shards; then what the saved memory buys."""
+    found = []
+    for types, ours, theirs in (("bf16", PURE, DDP_PURE), ("fp32+bf16", MIXED, DDP_MIXED)):
+        found.append(case(f"1.7B {types} DDP recomputed", "qwen3-1.7b", "ddp", theirs, **_recomputed("ddp")))
+        for sharding in ("none", "full", "grad_op"):
+            found.append(
+                case(
+                    f"1.7B {types} {sharding} recomputed",
+                    "qwen3-1.7b",
+                    "fsdp",
+                    {**ours, "sharding": sharding},
+                    **_recomputed("fsdp"),
+                )
+            )
+    for times in (2, 4, 8):
+        batch = {"sequences": 8 * times}
+        found.append(
+            case(
+                f"1.7B fp32+bf16 DDP x{times}", "qwen3-1.7b", "ddp", DDP_MIXED, **batch, **_recomputed("ddp")
+            )
+        )
+        found.append(
+            case(
+                f"1.7B fp32+bf16 full x{times}",
+                "qwen3-1.7b",
+                "fsdp",
+                {**MIXED, "sharding": "full"},
+                **batch,
+                **_recomputed("fsdp"),
+            )
+        )
+    return found
+
+
+def large():
+    """8B, sequences of 8,192, all of them learned."""
+    long = {"sequences": 1, "length": 8192, "prompt": 1}
+    shards = {**PURE, "sharding": "full"}
+    return [
+        _large("recomputed", shards, **long, activation_checkpointing="full"),
+        _large("every 2nd recomputed", shards, **long, activation_checkpointing=2),
+        _large("kept", shards, **long),
+        _large("kept, two ahead", {**shards, "forward_prefetch": 1, "backward_prefetch": 2}, **long),
+        _large("grad_op, kept", {**shards, "sharding": "grad_op"}, **long),
+        _large("kept, 16k", shards, **{**long, "sequences": 2}),
+        _large("every 2nd recomputed, 16k", shards, **{**long, "sequences": 2}, activation_checkpointing=2),
+        _large("tp 2, kept, not compiled", {**shards, "tp": 2}, **long, compile=False),
+    ]
+
+
+def _large(name, options, **settings):
+    return case(f"8B bf16 full, {name}", "qwen3-8b", "fsdp", options, **settings)
+
+
+def memory():
+    """7B, 4,096 tokens a GPU: copies or shards, types, recomputing, offload."""
+    batch = {"sequences": 4, "length": 1024}
+    found = []
+    for backend, name in (("ddp", "DDP"), ("fsdp", "FSDP")):
+        for types, ours, theirs in (("bf16", PURE, DDP_PURE), ("fp32+bf16", MIXED, DDP_MIXED)):
+            for kept, extra in (("kept", {}), ("recomputed", _recomputed(backend))):
+                options = theirs if backend == "ddp" else {**ours, "sharding": "full"}
+                found.append(
+                    case(f"7B {name} {types} {kept}", "llama-7b", backend, options, **batch, **extra)
+                )
+    for where in ("optimizer",):
+        options = {**MIXED, "sharding": "full", "cpu_offload": where}
+        found.append(
+            case(
+                f"7B FSDP fp32+bf16 recomputed offload {where}",
+                "llama-7b",
+                "fsdp",
+                options,
+                **batch,
+                **_recomputed("fsdp"),
+            )
+        )
+    return found
+
+
+def tiny():
+    """The same program on a CPU, to see that it runs."""
+    batch = {"sequences": 2, "length": 32, "prompt": 8, "compile": False}
+    return [
+        case("tiny DDP", "tiny", "ddp", {"param_dtype": "fp32"}, **batch),
+        case("tiny none", "tiny", "fsdp", {"sharding": "none"}, **batch),
+        case("tiny full recomputed", "tiny", "fsdp", {"sharding": "full"}, **batch, **_recomputed("fsdp")),
+    ]
+
+
+CASES = {"speed": speed(), "large": large(), "memory": memory(), "tiny": tiny()}

@@ -1,0 +1,180 @@
+"""Before training: that all ranks have one model, and that the sharded one computes what it did whole."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine_core.engines.packed_forward import PackedForward
+from engine_core.engines.value_forward import ValueForward
+from engine_core.engines.value_models import VALUE_ROLES
+from engine_core.engines.weights import identity, own_weights
+from engine_core.errors import ConfigError, PluginError
+from engine_core.types import Batch
+
+if TYPE_CHECKING:
+    from engine_plugin_fsdp.options import FSDPOptions
+    from engine_plugin_fsdp.ranks import Ranks
+
+log = logging.getLogger("engine")
+
+AFFORDABLE = 2_000_000_000  # parameters: a pass over the probe takes the first rank's CPU some seconds
+ON_A_CPU = frozenset({"varlen", "sdpa", "eager"})  # attention that needs no accelerator
+LENGTHS = (9, 7)  # tokens of the probe's sequences: packed ones, of two lengths
+CANNOT = (RuntimeError, NotImplementedError)  # what torch raises where a device lacks an operator
+FULL, HALF = 1e-3, 0.1
+"""Allowed deviation of the probe, as a share of the range of its values, for a forward pass in float32 and in 16 bits. The
+rounding of either is far below; a layer that misses the part of one rank is of the order of 1."""
+
+
+def check_same(module: nn.Module, ranks: Ranks, values: bool, role: str) -> None:
+    """Refuse a model that is not the same on all ranks: their shards would be a mixture of models.
+
+    Args:
+        module: not sharded yet.
+        values: compare weights too (some of each), not names, shapes and their number alone (all that ``meta`` has).
+
+    Raises:
+        PluginError: it differs; every rank raises.
+    """
+    own = own_weights(module)
+    told = ranks.texts(_digest(own, values))
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is None:
+        return
+    what = "weights" if values else "names or shapes of weights"
+    every = ranks.texts({name: _digest({name: tensor}, values) for name, tensor in own.items()})
+    counts = ranks.texts(sum(tensor.numel() for tensor in own.values()))
+    names = dict.fromkeys([*every[0], *every[other]])
+    first = next(name for name in names if every[0].get(name) != every[other].get(name))
+    told_counts = f" ({counts[0]:,} parameters on rank 0, {counts[other]:,} on rank {other})"
+    raise PluginError(
+        f"The model of role '{role}' has other {what} on rank {other} than on rank 0; the first is '{first}'"
+        f"{told_counts if counts[0] != counts[other] else ''}. What builds it must give the same on every rank: "
+        "draw first weights from model.seed, not from the process's own generator."
+    )
+
+
+def _digest(own: dict[str, Tensor], values: bool) -> str:
+    if values:
+        return identity(own)
+    shapes = "".join(f"{name}{list(tensor.shape)}" for name, tensor in own.items())
+    return hashlib.blake2b(shapes.encode(), digest_size=16).hexdigest()
+
+
+class Probe:
+    """A few tokens that a model computes before it is sharded, by the first rank, and after it, by all.
+
+    Args:
+        module: whole on the first rank, in eval mode; the others' weights are not read.
+        role: decides what is computed.
+
+    Raises:
+        ConfigError: it is to be compared, and is no model of transformers or does not run on a CPU; every rank raises.
+        PluginError: the first rank cannot compute it; every rank raises.
+
+    Attributes:
+        expected: outputs at the probe's tokens; None where the model is not compared.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, options: FSDPOptions, role: str) -> None:
+        self.ranks, self.key, self.role = ranks, f"{role}.fsdp.probe", role
+        self.output = "values" if role in VALUE_ROLES else "log_probs"
+        self.expected: Tensor | None = None
+        count = sum(parameter.numel() for parameter in module.parameters())
+        wanted = options.probe
+        if not isinstance(module, PreTrainedModel):
+            if wanted is True:
+                raise ConfigError(
+                    f"{self.key} = true: only models of transformers are compared, and {type(module).__name__} is none. "
+                    "Leave it out for this role."
+                )
+            return
+        if wanted == "auto":
+            runs = module.config._attn_implementation in ON_A_CPU
+            wanted = ranks.size > 1 and count <= AFFORDABLE and runs
+        if not wanted:
+            return
+        vocabulary: int = module.get_input_embeddings().weight.shape[0]  # type: ignore[assignment]
+        self.batch = probe_batch(vocabulary)
+        mine, fatal, cannot = None, None, ""
+        try:
+            mine = self._whole(module).tolist() if ranks.rank == 0 else None
+        except Exception as error:
+            if isinstance(error, CANNOT):
+                cannot = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            else:
+                fatal = error
+        ranks.share(fatal, f"{self.key}: the model before it is sharded", PluginError)
+        values, told = ranks.texts([mine, cannot])[0]
+        if values is None and options.probe is True:
+            raise ConfigError(
+                f"{self.key} = true: the whole model does not run on the first rank's CPU, so that nothing can be compared "
+                f"with it ({told}). Leave it out, or choose a model.attention that a CPU has."
+            )
+        if values is None:
+            log.warning(
+                "%s: the whole model does not run on the CPU, so nothing is compared with it (%s).",
+                role,
+                told,
+            )
+            return
+        self.expected = torch.tensor(values)
+
+    @torch.no_grad()
+    def _whole(self, module: nn.Module) -> Tensor:
+        weight = next(module.parameters())
+        place: Any = (module, weight.device, weight.dtype)
+        value = self.role in VALUE_ROLES
+        forward = ValueForward(*place) if value else PackedForward(*place, chunk=self.batch.num_tokens)
+        return forward(self.batch.to(weight.device), (), (self.output,))[self.output].float().cpu()
+
+    def compare(self, run: Callable[[Batch, tuple[str, ...]], dict[str, Tensor]], half: bool) -> None:
+        """Compute the probe with the sharded model, on all ranks.
+
+        Args:
+            run: a pack and names of outputs to those outputs.
+            half: it computes in 16 bits.
+
+        Raises:
+            PluginError: some rank has something else; every rank raises.
+        """
+        if self.expected is None:
+            return
+        with torch.no_grad():
+            found = run(self.batch.to(self.ranks.device), (self.output,))[self.output].float().cpu()
+        spread = float(self.expected.max() - self.expected.min())
+        allowed = (HALF if half else FULL) * max(spread, 1e-2)
+        gap = (found - self.expected).abs().nan_to_num(torch.inf)
+        at = int(gap.argmax())
+        told = self.ranks.texts([str(float(gap[at])), at, float(found[at].nan_to_num(1e30))])
+        worst = max(range(len(told)), key=lambda rank: float(told[rank][0]))
+        size, place, value = told[worst]
+        if float(size) > allowed:
+            raise PluginError(
+                f"The model of role '{self.role}' computes something else sharded than whole: on rank {worst} "
+                f"'{self.output}' of token {place} of the probe is {value:.6g}, expected {float(self.expected[place]):.6g} "
+                f"(allowed: {allowed:.2g}). Its code does not fit this way of sharding: choose another. {self.key} = false "
+                "leaves this check out."
+            )
+        log.info(
+            "%s: the sharded model computes what the whole one does (deviation at most %.2g).",
+            self.role,
+            float(size),
+        )
+
+
+def probe_batch(vocabulary: int) -> Batch:
+    """Two packed sequences, all of whose tokens are learned."""
+    total = sum(LENGTHS)
+    return Batch(
+        token_ids=(torch.arange(total) * 7 + 1) % vocabulary,
+        lengths=torch.tensor(LENGTHS),
+        tokens={"loss_mask": torch.ones(total, dtype=torch.bool)},
+    )

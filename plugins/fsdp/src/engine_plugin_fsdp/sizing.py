@@ -1,0 +1,58 @@
+"""What one rank holds of a model that is spread over ranks, for estimates of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from engine_core.engines.memory import Held
+from engine_core.engines.precision import NAMED
+from engine_core.engines.units import decoder_layers
+from engine_plugin_fsdp.ranks import mesh_shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine_core.engines.precision import Precision
+    from engine_plugin_fsdp.options import FSDPOptions
+
+GATHERED_UNITS = 2  # the one that computes, and the next
+
+
+def held_by_rank(
+    whole: Held, module: nn.Module, options: FSDPOptions, precision: Precision, size: int, role: str
+) -> Held:
+    """Bytes on one rank. With ``tp`` norms and embeddings, which are whole, count as if they were split too.
+
+    Until the last micro-batch each rank sums whole gradients, in ``reduce_dtype`` and on the device, wherever the
+    weights lie.
+
+    Args:
+        whole: of the whole model.
+        module: sharded or not: sizes are those of whole weights.
+        size: ranks of the role.
+    """
+    shards, tp = mesh_shape(options, size, role)[1] * options.tp, options.tp
+    each = options.gradient_sync == "each"
+    numbers = whole.gradients // precision.param.itemsize
+    sums = numbers * NAMED[options.mixed_precision.reduce_dtype].itemsize // tp
+    made = Held(
+        whole.weights // shards,
+        whole.gradients // shards if each else sums,
+        whole.optimizer // shards,
+        _gathered(module, options, precision) // tp,
+    )
+    if options.cpu_offload == "params":
+        return dataclasses.replace(made, weights=0, gradients=0 if each else sums, optimizer=0)
+    return dataclasses.replace(made, optimizer=0) if options.cpu_offload == "optimizer" else made
+
+
+def _gathered(module: nn.Module, options: FSDPOptions, precision: Precision) -> int:
+    """Whole weights of what computes: units and the root, in the type of the forward pass."""
+    layers = [module.get_submodule(name) for name in decoder_layers(module)]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    total = sum(p.numel() for p in module.parameters())
+    rest = total - sum(sizes)
+    most = max(sizes, default=0) * GATHERED_UNITS * options.wrap.layers_per_unit
+    kept = total if options.sharding in ("grad_op", "none") else min(total, rest + most)
+    return kept * precision.compute.itemsize

@@ -1,0 +1,179 @@
+"""Forward passes where several ranks have the same sequences: they share tokens (``sp``), layers (``tp``), or both.
+
+The head runs on each rank's own rows: those of its stretch of the pack, and of them its share among the ranks that
+share layers. Then outputs are put together on all ranks, so that a loss sees whole sequences. A rank's loss is
+differentiated through its own rows alone, and the sum of gradients over ranks is that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine_core.engines.attention import packed, packed_arguments
+from engine_core.engines.log_probs import zero_outputs
+from engine_core.engines.packed_forward import PackedForward
+from engine_core.engines.transfer import on_host, predicted, send
+from engine_core.engines.value_forward import ValueForward
+from engine_core.errors import ConfigError
+from engine_plugin_fsdp.tensor_parallel import SumGradient
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+    from engine_plugin_fsdp.ranks import Ranks
+
+
+class Slice:
+    """The ranks that are given the same pack, and what each of them computes of it.
+
+    Args:
+        ranks: with a group of them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        assert ranks.slice is not None
+        self.group = ranks.slice
+        self.tokens = ranks.sequence
+        self.layers = None if ranks.tp is None else ranks.tp.get_group()
+
+    def check(self, forward: PackedForward, table: str) -> None:
+        """Refuse a model whose tokens or rows of logits cannot be shared. It has been tried (``settle``).
+
+        Args:
+            table: ``actor.fsdp``.
+
+        Raises:
+            ConfigError: it mixes packed sequences, or its head is not known.
+        """
+        key = f"{table}.{'tp' if self.tokens is None else 'sp'}"
+        kind = type(forward.module).__name__
+        if forward.head is None:
+            raise ConfigError(
+                f"{key}: the head of {kind} is not known from its config, so that ranks cannot share its rows. Leave it out."
+            )
+        if self.tokens is not None and not forward.packs:
+            raise ConfigError(
+                f"{key}: {kind} mixes packed sequences, so that ranks cannot share their tokens. Leave it out."
+            )
+
+    def hidden(self, forward: PackedForward, pack: Batch) -> tuple[Tensor, int]:
+        """[n, H] hidden states that this rank has, and the number of the first one's token."""
+        if self.tokens is None:
+            rows, first = forward._rows(pack.token_ids, on_host(pack.lengths)), 0
+        else:
+            rows, first = _stretch(forward.module, pack, self.tokens)
+        return rows if self.layers is None else SumGradient.apply(rows, self.layers), first
+
+    def own(self, read: Tensor, first: int, count: int) -> Tensor:
+        """Which of the tokens ``read`` (in host memory), whose hidden states are wanted, are this rank's to compute."""
+        here = ((read >= first) & (read < first + count)).nonzero().squeeze(1)
+        return here if self.layers is None else here.tensor_split(self.layers.size())[self.layers.rank()]
+
+    def together(self, tensor: Tensor) -> Tensor:
+        """Outputs of all ranks of the slice, from one that is 0 but for this rank's."""
+        return _Together.apply(tensor, self.group)
+
+
+class SliceForward(PackedForward):
+    """``PackedForward`` of a slice.
+
+    Args:
+        ranks: of the engine.
+    """
+
+    def __init__(self, *arguments: Any, ranks: Ranks, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.slice = Slice(ranks)
+
+    def __call__(
+        self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        hidden, first = self.slice.hidden(self, pack)
+        targets = predicted(pack)
+        targets = targets[self.slice.own(targets - 1, first, len(hidden))]
+        learns = len(targets) > 0
+        if not learns:  # the head has a gradient on every rank, here of 0
+            targets = torch.zeros(1, dtype=torch.int64)
+        targets = send(targets, self.device)
+        rows = hidden[targets - 1 - first] if learns else hidden[:1]
+        gathered = self._gather(pack, rows, targets, grad, watched)
+        zeros = zero_outputs(gathered, pack, self.device)
+        found = {}
+        for name, values in gathered.items():
+            whole = zeros[name].index_put((targets,), values if learns else 0 * values)
+            found[name] = self.slice.together(whole)
+        return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
+
+
+class SliceValueForward(ValueForward):
+    """``ValueForward`` of a slice.
+
+    Args:
+        ranks: of the engine.
+    """
+
+    def __init__(self, *arguments: Any, ranks: Ranks) -> None:
+        super().__init__(*arguments)
+        self.slice = Slice(ranks)
+
+    def __call__(
+        self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        hidden, first = self.slice.hidden(self, pack)
+        zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
+        found = {}
+        for name in dict.fromkeys((*grad, *watched)):
+            before = int(name == "values")  # read from the token before
+            places = predicted(pack) if before else on_host(pack["loss_mask"]).nonzero().squeeze(1)
+            own = send(places[self.slice.own(places - before, first, len(hidden))], self.device)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name in grad):
+                if len(own):
+                    whole = zeros.index_put((own,), self._numbers(hidden[own - before - first]))
+                else:  # the head has a gradient on every rank, here of 0
+                    whole = zeros + 0 * self._numbers(hidden[:1]).sum()
+                found[name] = self.slice.together(whole)
+        return found
+
+
+def _stretch(module: nn.Module, pack: Batch, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    """[length, H] hidden states of this rank's tokens; the pack is filled up with one sequence of token 0."""
+    length = max(2, -(-pack.num_tokens // group.size()))  # tokens of each rank
+    missing = length * group.size() - pack.num_tokens
+    lengths = torch.cat([on_host(pack.lengths), torch.tensor([missing])])
+    lengths = lengths[lengths > 0]
+    ids = torch.cat([pack.token_ids, pack.token_ids.new_zeros(missing)])
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    device = pack.token_ids.device
+    positions = send(torch.arange(len(ids)) - starts, device)
+    first = length * group.rank()
+    mine = slice(first, first + length)
+    with packed():
+        decoder: Any = module.get_decoder()  # type: ignore[operator]
+        output = decoder(
+            input_ids=ids[None, mine],
+            position_ids=positions[None, mine],
+            use_cache=False,
+            stretch=True,
+            **packed_arguments(lengths, device),
+        )
+    return output.last_hidden_state[0], first
+
+
+class _Together(torch.autograd.Function):
+    """The sum over a group of tensors that are 0 but for each rank's own part. The gradient stays each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=group)
+        if not tensor.is_floating_point():
+            ctx.mark_non_differentiable(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None

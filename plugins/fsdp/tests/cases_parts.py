@@ -1,0 +1,201 @@
+"""Cases of what is kept out of sharding, read by parts and computed in other types; see ``test_parts.py``."""
+
+from pathlib import Path
+
+import torch
+from engine_plugin_fsdp import engine as module
+from engine_plugin_fsdp import fp8
+from safetensors import safe_open
+from torch import nn
+
+from engine_core.testing.contracts import close, identical, refused
+from engine_core.testing.reference import gradient_of, nll_loss, norm_of
+from engine_core.testing.train_bench import MEASURE
+
+EIGHT_BITS = (
+    0.25  # of a norm: 2^-4 of rounding a product in e4m3, 2^-3 of a gradient in e5m2, several in a chain
+)
+NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def modules_stay_whole(bench):
+    """What `exclude` names is whole on each rank, the rest is not; gradient and norm are those of the whole model."""
+    batch, reference = bench.batch(), bench.reference()
+    expected = gradient_of(reference, nll_loss(reference, batch))
+    engine = bench.engine(optim={**MEASURE}, budget=bench.settings.get("budget", 4096))
+    kept = {name for name, p in engine.module.named_parameters() if p.placements[-1].is_replicate()}
+    assert kept == {
+        n for n, _ in engine.module.named_parameters() if any(w in n for w in bench.settings["whole"])
+    }
+    before = bench.weights(engine)
+    bench.forward_backward(engine, batch)
+    step = engine.optimizer_step()
+    assert abs(step.grad_norm / norm_of(expected) - 1) < bench.settings.get("norm", 1e-5)
+    found = bench.gradient(engine, before)
+    for name, value in expected.items():
+        gap = float((found[name].double() - value.double()).norm())
+        limit = bench.gradient_tolerance * max(float(value.double().norm()), 1e-3 * norm_of(expected))
+        assert gap <= limit, f"{name}: {gap} > {limit}"
+    for name in sorted(
+        kept
+    ):  # the same on all ranks, bit for bit: or checkpoints would hold the first rank's
+        mine = engine.module.get_parameter(name).to_local().detach().clone()
+        bench.sum_over_ranks(mine)
+        identical({name: mine / bench.place.world_size}, {name: before_sum(engine, name)}, "copies")
+
+
+def before_sum(engine, name):
+    return engine.module.get_parameter(name).to_local().detach()
+
+
+def whole_adapters_learn(bench):
+    """Adapters that stay whole: three steps have the norms and the merged weights of those that are spread."""
+    from engine_core.config import ModelConfig, OptimConfig, RoleConfig
+    from engine_core.config.roles import LoRAConfig
+    from engine_core.engines.base import WorkerContext
+
+    batch, plugins = bench.batch(), bench.load_plugins()
+    world = {"rank": bench.place.rank, "world_size": bench.place.world_size}
+    made = []
+    for names in (["*.lora_*"], []):
+        bench.settings["options"] = {"exclude": names, "activation_checkpointing": "full"}
+        config = RoleConfig(
+            backend="fsdp",
+            lora=LoRAConfig(rank=3, dora=bench.settings.get("dora", False)),
+            optim=OptimConfig(lr=1e-2, eps=1e-3),
+            options=bench.checked_options(plugins),
+        )
+        context = WorkerContext(plugins=plugins, role="actor", device=bench.device, **world)
+        made.append(
+            plugins.resolve("train_engines", "fsdp")(config, ModelConfig(path=bench.model()), context)
+        )
+        bench.stack.callback(made[-1].close)
+    whole, spread = made
+    assert all(p.placements[-1].is_replicate() for n, p in whole.module.named_parameters() if ".lora_A" in n)
+    for _ in range(3):
+        norms = bench.step(whole, batch).grad_norm, bench.step(spread, batch).grad_norm
+        assert abs(norms[0] / norms[1] - 1) < 1e-4, norms
+    for adapter in (True, False):
+        expected = dict(spread.named_weights(adapter=adapter))
+        for name, value in whole.named_weights(adapter=adapter):
+            close(value, expected.pop(name), 1e-4, name)
+        assert not expected
+
+
+def nothing_of_that_name(bench):
+    with refused(str(bench.settings["options"]), *bench.settings["words"]):
+        bench.engine()
+
+
+def parts_are_read(bench):
+    """The weights of the broadcasting load, bit for bit; of each weight a rank reads its own rows."""
+    read, found = [], {}
+    original = module.read_slices
+
+    def counted(*arguments):
+        found = original(*arguments)
+        read.append(found[0])
+        return found
+
+    module.read_slices = counted
+    try:
+        for path in (bench.model(tied=True), bench.model(tied=False)):
+            for loading in ("broadcast", "sharded"):
+                bench.settings["options"] = {"loading": loading}
+                found[loading] = bench.weights(bench.engine(path=path))
+            identical(found["sharded"], found["broadcast"], "weights read by parts")
+            (file,) = Path(path).glob("*.safetensors")
+            with safe_open(str(file), "pt") as opened:
+                every = sum(opened.get_tensor(n).nbytes for n in opened.keys())  # noqa: SIM118
+            share = torch.tensor([float(read[-1])])
+            bench.sum_over_ranks(share)
+            assert float(share) == every, (float(share), every)  # each byte once, on one rank
+            assert abs(read[-1] * bench.place.world_size / every - 1) < 0.05, (read[-1], every)
+    finally:
+        module.read_slices = original
+
+
+def other_weights_on_a_machine(bench):
+    paths = [bench.model(seed=seed) for seed in (1, 2)]
+    with refused("two folders", "role 'actor'", "other weights on the machine of rank 1", "Copy one"):
+        bench.engine(path=paths[bench.place.rank])
+
+
+def a_head_is_fresh(bench):
+    """A critic of a language model's folder read by parts has the values of one that the first rank read."""
+    batch, found = bench.batch(), []
+    for loading in ("broadcast", "sharded"):
+        bench.settings["options"] = {"loading": loading}
+        found.append(bench.infer(bench.engine(role="critic"), batch, ("values",))["values"])
+    assert torch.equal(*found)
+
+
+def a_folder_that_does_not_fit(bench):
+    """A weight is missing in one rank's file, a folder has no safetensors: every rank is told."""
+    from safetensors.torch import load_file, save_file
+
+    path = Path(bench.model(seed=3))
+    if bench.place.rank == 0:
+        weights = load_file(path / "model.safetensors")
+        weights["model.nrm.weight"] = weights.pop("model.norm.weight")
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    bench.barrier()
+    words = ("model.norm.weight", "Did you mean 'model.nrm.weight'", "loading = 'broadcast'")
+    with refused("a folder without a weight", *words):
+        bench.engine(path=str(path))
+    if bench.place.rank == 0:
+        (path / "model.safetensors").unlink()
+    bench.barrier()
+    with refused("a folder without weights", "actor.fsdp.loading", "no folder with safetensors"):
+        bench.engine(path=str(path))
+
+
+def types_are_those_of_the_table(bench):
+    """Results are rounded to output_dtype, buffers have buffer_dtype; the model between them computes as before."""
+    batch, chosen = bench.batch(), dict(bench.settings["options"])
+    engine = bench.engine()
+    rounded = bench.infer(engine, batch)["log_probs"]
+    kind = chosen["mixed_precision"].get("buffer_dtype", "fp32")
+    assert {b.dtype for b in engine.module.buffers() if b.is_floating_point()} == {NAMED[kind]}
+    assert {b.dtype for b in engine.skeleton.module.buffers() if b.is_floating_point()} == {NAMED[kind]}
+    if "output_dtype" not in chosen["mixed_precision"]:
+        return
+    bench.settings["options"] = {}
+    exact = bench.infer(bench.engine(), batch)["log_probs"]
+    assert torch.equal(rounded, exact.to(NAMED[chosen["mixed_precision"]["output_dtype"]]).float())
+    assert not torch.equal(rounded, exact)
+
+
+def eight_bits(bench):
+    """All linear layers but the head multiply in 8 bits; loss and gradient stay near, names and sampling as they are."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    batch, reference = bench.batch(), bench.reference()
+    expected = gradient_of(reference, nll_loss(reference, batch))
+    engine = bench.engine(optim={**MEASURE})
+    linear = {n: type(p) for n, p in engine.module.named_modules() if isinstance(p, nn.Linear)}
+    assert {n for n, kind in linear.items() if not issubclass(kind, Float8Linear)} == {"lm_head"}
+    assert not any(isinstance(p, Float8Linear) for p in engine.skeleton.module.modules())
+    before = bench.weights(engine)
+    identical(
+        before, {n: v.float() for n, v in bench.reference().state_dict().items() if n in before}, "weights"
+    )
+    loss = bench.forward_backward(engine, batch).loss
+    step = engine.optimizer_step()
+    assert abs(loss / float(nll_loss(reference, batch)) - 1) < 0.05
+    assert abs(step.grad_norm / norm_of(expected) - 1) < 0.1
+    found = bench.gradient(engine, before)
+    gap = sum(float((found[n].double() - v.double()).norm()) ** 2 for n, v in expected.items()) ** 0.5
+    assert 1e-3 < gap / norm_of(expected) < EIGHT_BITS, gap / norm_of(expected)
+    engine.save(bench.folder / "state").result()
+    bench.barrier()
+    after = bench.weights(engine)
+    engine.load(bench.folder / "state")
+    identical(bench.weights(engine), after, "weights of a checkpoint")
+
+
+def small_layers_are_refused(bench):
+    """A model in which nothing is large enough for 8 bits."""
+    small = nn.Sequential(nn.Linear(32, 32))
+    with refused("a model of small layers", "actor.fsdp.fp8: 'rowwise'", "no linear layer of Sequential"):
+        fp8.use_fp8(small, "rowwise", "actor.fsdp.fp8")

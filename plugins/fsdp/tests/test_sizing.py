@@ -1,0 +1,97 @@
+"""What a rank holds, by estimate."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_plugin_fsdp.engine import FSDPEngine
+from engine_plugin_fsdp.options import FSDPOptions
+from engine_plugin_fsdp.sizing import held_by_rank
+from torch import nn
+
+from engine_core.engines.memory import Held
+from engine_core.engines.precision import Precision
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LAYER, REST = 8 * 8, 20 * 8  # weights
+WEIGHTS = REST + 6 * LAYER
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+
+
+def held(precision=None, size=4, dtype=FP32, **options):
+    model = Model().to(dtype)
+    whole = Held.of(model, trained=True)
+    return whole, held_by_rank(
+        whole, model, FSDPOptions(**options), precision or Precision(FP32, BF16), size, "actor"
+    )
+
+
+def test_full_sharding_spreads_everything_but_sums_whole_gradients():
+    whole, mine = held()
+    assert (mine.weights, mine.optimizer) == (whole.weights // 4, whole.optimizer // 4)
+    assert mine.gradients == whole.gradients
+    assert mine.gathered == 2 * (REST + 2 * LAYER)  # bf16: the root, a unit and the next
+
+
+def test_gradients_that_are_summed_each_time_are_spread_too():
+    whole, mine = held(gradient_sync="each")
+    assert mine.gradients == whole.gradients // 4
+
+
+@pytest.mark.parametrize(("options", "shards"), [({"sharding": "none"}, 1), ({"sharding": "grad_op"}, 4)])
+def test_weights_that_stay_gathered_count_whole(options, shards):
+    whole, mine = held(**options)
+    assert mine.weights == whole.weights // shards
+    assert mine.gathered == whole.weights // 2  # bf16
+
+
+def test_hybrid_spreads_over_a_group():
+    whole, mine = held(sharding="hybrid", shard_group_size=2)
+    assert mine.weights == whole.weights // 2
+
+
+def test_what_lies_in_host_memory_is_not_on_the_device():
+    assert held(cpu_offload="optimizer")[1].optimizer == 0
+    assert held(cpu_offload="params", gradient_sync="each")[1].total == held(gradient_sync="each")[1].gathered
+
+
+def test_gradients_that_are_summed_once_lie_on_the_device_until_then_wherever_the_weights_lie():
+    whole, mine = held(cpu_offload="params")
+    assert (mine.weights, mine.gradients, mine.optimizer) == (0, whole.gradients, 0)
+
+
+def test_whole_gradients_have_the_type_they_are_sent_in():
+    assert held(mixed_precision={"reduce_dtype": "bf16"})[1].gradients == 2 * WEIGHTS
+    half = held(Precision(BF16, BF16), dtype=BF16)
+    assert half[0].gradients == 2 * WEIGHTS
+    assert half[1].gradients == 4 * WEIGHTS
+
+
+def share_of(how, chosen=False):
+    options = FSDPOptions(activation_checkpointing=how)
+    return FSDPEngine._recomputed_share.fget(SimpleNamespace(options=options, _recomputing=chosen))
+
+
+@pytest.mark.parametrize(
+    ("how", "chosen", "share"),
+    [
+        ("none", True, 0),
+        ("full", False, 1),
+        ("auto", True, 1),
+        ("auto", False, 0),
+        (1, False, 1),
+        (4, False, 0.25),
+    ],
+)
+def test_every_nth_layer_counts_as_recomputed(how, chosen, share):
+    assert share_of(how, chosen) == share
+
+
+def test_of_selective_recomputation_some_activations_count_as_kept():
+    assert 0 < share_of("selective") < 1

@@ -1,0 +1,66 @@
+"""Keys and values of a batch in buffers with room: a new token is written behind the others.
+
+The cache of transformers makes a new tensor of all keys for every token and layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST_ROOM = 64  # tokens; a buffer that is full grows by this, or by a quarter
+
+
+class RoomyLayer(DynamicLayer):
+    """``DynamicLayer`` whose ``keys`` and ``values`` are the filled part of buffers [batch, heads, room, dim]."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._buffers: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        before = self.get_seq_length()
+        after = before + key_states.shape[-2]
+        if not self._buffers or after > self._buffers[0].shape[-2]:
+            room = after + max(LEAST_ROOM, after // 4)
+            self._buffers = [
+                _grown(x, self._filled(i), room) for i, x in enumerate((key_states, value_states))
+            ]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., before:after, :] = states
+        self.keys, self.values = (buffer[..., :after, :] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        length = self.get_seq_length()
+        if length:
+            self._buffers = [buffer[indices] for buffer in self._buffers]
+            self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
+
+    def _filled(self, index: int) -> Tensor | None:
+        held = (self.keys, self.values)[index]
+        return None if held is None or not held.numel() else held
+
+
+def _grown(like: Tensor, filled: Tensor | None, room: int) -> Tensor:
+    """A buffer for states ``like`` these, with what there is so far."""
+    made = like.new_empty((*like.shape[:-2], room, like.shape[-1]))
+    if filled is not None:
+        made[..., : filled.shape[-2], :] = filled
+    return made
+
+
+def make_cache(config: Any) -> DynamicCache:
+    """For a model of transformers; layers of other kinds (sliding, recurrent) stay as they are."""
+    cache = DynamicCache(config=config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
