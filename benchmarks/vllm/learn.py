@@ -1,0 +1,84 @@
+"""GRPO on the demo's word problems with vLLM: the reward rises and sampler and trainer stay one policy.
+
+    python benchmarks/vllm/learn.py --budget 200 --steps 20
+
+Makes the demo's data and warm start first (the ``torch`` engine alone), then trains with ``examples/word_problems/grpo_vllm.toml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from setting import device, write
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "word_problems"
+
+
+def engine(end: float, *words: str) -> None:
+    """One command of the engine, ended with the budget."""
+    code = "import sys; from engine_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], timeout=max(1.0, end - time.monotonic()), check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--sft-steps", type=int, default=300)
+    parser.add_argument("--budget", type=float, default=240)
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.budget
+    sys.path.insert(0, str(EXAMPLE))
+    from prepare import prepare
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+
+        def at(key: str, place: str) -> list[str]:
+            return ["--set", f'{key}="{folder}/{place}"']
+
+        runs = at("run.dir", "runs")
+        sft = [
+            *at("model.path", "model"),
+            *at("data.train", "data/sft.jsonl"),
+            "--steps",
+            str(arguments.sft_steps),
+        ]
+        engine(end, "train", str(EXAMPLE / "sft.toml"), *runs, *sft)
+        engine(end, "export", str(folder / "runs" / "sft"), str(folder / "sft"))
+        data = [*at("data.train", "data/train.jsonl"), *at("data.validation", "data/heldout.jsonl")]
+        gpu = ["--set", "rollout.vllm.enforce_eager=false"] if device().type == "cuda" else []
+        words = [*runs, *at("model.path", "sft"), *data, *gpu, "--steps", str(arguments.steps)]
+        engine(end, "train", str(EXAMPLE / "grpo_vllm.toml"), *words)
+        lines = (folder / "runs" / "grpo_vllm" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    told = (
+        "reward/mean",
+        "mismatch/mean_abs",
+        "mismatch/max_abs",
+        "mismatch/kl",
+        "eval/accuracy",
+        "time/generate",
+        "time/step",
+        "sync/seconds",
+    )
+    found = {key: [round(step[key], 5) for step in steps if key in step] for key in told}
+    found = {key: values for key, values in found.items() if values}
+    third = max(1, len(found["reward/mean"]) // 3)
+    found["reward_first_third"] = sum(found["reward/mean"][:third]) / third
+    found["reward_last_third"] = sum(found["reward/mean"][-third:]) / third
+    write("learn", found)
+
+
+if __name__ == "__main__":
+    main()

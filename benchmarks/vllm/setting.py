@@ -1,0 +1,79 @@
+"""What the benchmarks of vLLM share: a model of a shape with random weights, its words, where results go, a clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_core.bench.shapes import SHAPES
+
+
+def device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda:0") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def write_model(shape: str, folder: Path) -> Path:
+    """A folder with config, random bf16 weights made on the device, and a tokenizer of ``t2 t3 t4 ...``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    config = AutoConfig.for_model(
+        **SHAPES[shape] | {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    )
+    if shape == "tiny":
+        config.head_dim = 32  # what vLLM's attention knows
+    torch.manual_seed(0)
+    with device():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, config.vocab_size)}
+    made = Tokenizer(models.WordLevel(vocab=words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.WordPiece(prefix="##")
+    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        folder
+    )
+    return folder
+
+
+def now() -> float:
+    """Seconds, with everything done that was asked of the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """What one call takes."""
+    start = now()
+    work()
+    return now() - start
+
+
+def free_gib() -> float:
+    """Of the device's memory."""
+    return torch.cuda.mem_get_info()[0] / 1024**3 if torch.cuda.is_available() else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def write(name: str, found: dict[str, Any]) -> None:
+    """As JSON into ``$OUT`` (default: the working directory), and as lines."""
+    folder = Path(os.environ.get("OUT", "."))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"vllm_{name}.json").write_text(json.dumps(found, indent=1))
+    for key, value in found.items():
+        print(
+            f"{name:9} {key:34} {value:,.4g}" if isinstance(value, float) else f"{name:9} {key:34} {value}",
+            flush=True,
+        )

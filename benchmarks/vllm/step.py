@@ -1,0 +1,125 @@
+"""Whole GRPO steps with the sampler in the trainer's process: seconds of each phase.
+
+    python benchmarks/vllm/step.py --budget 200
+
+64 prompts x 8 responses, 256 + 512 tokens, Qwen3-0.6B shape with random weights in bf16, one optimizer step. Trainer and
+sampler stay resident beside each other; ``--trade LEVEL`` hands memory over between them instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setting import device, write, write_model
+
+RUN = """
+plugins = ["coin.py"]
+[model]
+path = "model"
+[actor]
+backend = "torch"
+max_tokens_per_rank = {micro}
+[actor.optim]
+lr = 1e-6
+[actor.torch]
+param_dtype = "{param}"
+log_prob_chunk_tokens = 8192
+log_prob_recompute = false
+[rollout]
+backend = "vllm"
+group_size = 8
+max_response_tokens = {response}
+[rollout.vllm]
+max_model_len = {length}
+gpu_memory_utilization = 0.3
+sleep_level = {level}
+enforce_eager = {eager}
+dtype = "{dtype}"
+[[reward]]
+name = "coin"
+[algorithm]
+mini_batch_prompts = {prompts}
+[data]
+train = "data.jsonl"
+max_prompt_tokens = {prompt}
+prompts_per_step = {prompts}
+[runtime.local]
+trade_memory = {trade}
+[tracking]
+trackers = []
+rollouts_every_steps = 0
+"""
+COIN = '''
+import hashlib
+from engine_core import hookimpl
+from engine_core.specs import Reward
+
+def coin(completion):
+    """Random weights learn nothing: any reward that differs within a group."""
+    return float(hashlib.blake2b(completion.encode()).digest()[0] % 2)
+
+@hookimpl
+def engine_rewards():
+    return {"coin": Reward(load=coin)}
+'''
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--trade", type=int, choices=(0, 1, 2), default=0, help="sleep level; 0: both stay resident"
+    )
+    parser.add_argument("--budget", type=float, default=240, help="seconds after which the run is ended")
+    arguments = parser.parse_args()
+    gpu = device().type == "cuda"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(arguments.shape, folder / "model")
+        rng = random.Random(
+            0
+        )  # words that do not begin like the end token t1, which is found inside of words
+        lines = [
+            " ".join(f"t{rng.randrange(200, 400)}" for _ in range(arguments.prompt))
+            for _ in range(8 * arguments.prompts)
+        ]
+        (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+        (folder / "coin.py").write_text(COIN)
+        (folder / "run.toml").write_text(
+            RUN.format(
+                micro=49152 if gpu else 4096,
+                param="bf16" if gpu else "fp32",
+                dtype="bfloat16" if gpu else "float32",
+                eager="false" if gpu else "true",
+                response=arguments.response,
+                length=arguments.prompt + arguments.response,
+                level=arguments.trade,
+                prompt=arguments.prompt,
+                prompts=arguments.prompts,
+                trade="true" if arguments.trade else "false",
+            )
+        )
+        code = "import sys; from engine_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "bench", "step", str(folder / "run.toml")]
+        command += ["--steps", str(arguments.steps), "--warmup", "2", "--json"]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=arguments.budget, check=False
+        )
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] or done.returncode)
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    write(f"step_level{arguments.trade}", found)
+
+
+if __name__ == "__main__":
+    main()

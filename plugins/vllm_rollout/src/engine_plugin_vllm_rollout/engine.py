@@ -1,0 +1,253 @@
+"""The rollout engine ``vllm``: vLLM's engine in the process of the trainer.
+
+Requests go in one by one and come back as they finish, while others still decode. Weights come from the trainer's
+stream into the running model; nothing is compiled or captured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine_core.data import load_tokenizer
+from engine_core.engines.base import RolloutEngine
+from engine_core.engines.model_loading import has_no_weights, load_hf_config
+from engine_core.engines.weights import published_weights
+from engine_core.errors import ConfigError, DataError, did_you_mean
+from engine_plugin_vllm_rollout.memory import Memory
+from engine_plugin_vllm_rollout.plugin import VLLMOptions
+from engine_plugin_vllm_rollout.start import Place, architecture, check_heads, prepare_environment, start
+
+if TYPE_CHECKING:
+    from engine_core.config import ModelConfig, RolloutConfig
+    from engine_core.engines.base import WorkerContext
+    from engine_core.types import Request, Rollout
+
+PAUSES = ("abort", "drain", "keep")
+FALLBACK_POSITIONS = 8192  # of a model whose config does not say
+STEPS = 8  # of vLLM in one ``step`` at most, where nothing finishes
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # while vLLM works out one token of each sequence
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Holds back signals to this thread, of which some raise: a step of vLLM that is cut in two breaks its engine."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class VLLMRolloutEngine(RolloutEngine):
+    """See ``RolloutEngine``."""
+
+    def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
+        super().__init__(config, model_config, context)
+        self.options: VLLMOptions = config.options or VLLMOptions()
+        if context.world_size > 1:
+            raise ConfigError(
+                f"rollout.backend = 'vllm' samples in one process, and the pool has {context.world_size}. Give it a "
+                "process of its own in each of them with a table [rollout.process], or set runtime.torchrun.processes = 1."
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-")  # tokenizer and config
+        try:
+            self._start()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        self._running: dict[str, Any] = {}  # Running, by our ids
+        self._done: list[Rollout] = []  # finished while pausing, returned by the next step
+        self._paused = False
+        self._incomplete = ""  # why the weights are not those of one version
+
+    def _start(self) -> None:
+        prepare_environment()
+        from engine_plugin_vllm_rollout.weights import Updater, choose, expected_shapes
+
+        live = self.context.live or {}
+        tokenizer: Any = live.get("tokenizer") or load_tokenizer(self.model_config)
+        if tokenizer.eos_token_id is None:
+            raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
+        module = live.get("model")
+        hf_config = load_hf_config(self.model_config) if module is None else module.config
+        self._tokenizer = tokenizer
+        tokenizer.save_pretrained(self._folder.name)
+        hf_config.save_pretrained(self._folder.name)  # vLLM looks for one beside the tokenizer, and waits
+        text_config = hf_config.get_text_config()
+        positions = self._positions(text_config)
+        device = self.context.device
+        check_heads(text_config, device)
+        self._llm = start(
+            self._folder.name if module is not None else self.model_config.path,
+            Path(self._folder.name),
+            self.options,
+            Place(device, self.context.seed, device.type == "cuda", positions),
+            load_weights=module is None and not has_no_weights(self.model_config.path),
+            override=architecture(hf_config) | self.model_config.override,
+            trust_remote_code=self.model_config.trust_remote_code,
+        )
+        self._vocabulary = text_config.vocab_size
+        self._room = self._llm.vllm_config.model_config.max_model_len
+        how = choose(self.options.weight_update, self._llm)
+        self._updater = Updater(self._llm, expected_shapes(hf_config), how)
+        self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
+        if module is not None:
+            self._updater.take(published_weights(module), 0)
+
+    def _positions(self, config: Any) -> int:
+        """Tokens of prompt and response together. Looked at before vLLM takes a minute to start."""
+        wanted, held = self.options.max_model_len, getattr(config, "max_position_embeddings", None)
+        response = self.config.max_response_tokens
+        if wanted and response >= wanted:
+            raise ConfigError(
+                f"rollout.vllm.max_model_len = {wanted} leaves no room for a prompt: rollout.max_response_tokens is "
+                f"{response}. Set it to data.max_prompt_tokens and max_response_tokens together, or leave it out."
+            )
+        return int(wanted or held or FALLBACK_POSITIONS)
+
+    # -- requests -----------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running) + len(self._done)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests: all of them, or none where one is malformed."""
+        from vllm.inputs.engine import tokens_input
+
+        from engine_plugin_vllm_rollout.requests import begun_response, check_request, sampling_params
+        from engine_plugin_vllm_rollout.results import Running
+
+        taken = set(self._running)
+        for request in requests:
+            check_request(request, taken, self._vocabulary, self._room)
+            taken.add(request.id)
+        for request in requests:
+            ids = request.prompt.token_ids + begun_response(request)
+            params = sampling_params(request, self._room, self._vocabulary)
+            internal = self._llm.add_request(request.id, tokens_input(ids), params)
+            self._running[request.id] = Running(request, internal)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def step(self) -> list[Rollout]:
+        """Sample until something finishes, at most ``STEPS`` tokens of each sequence."""
+        if self._paused:
+            raise RuntimeError("The sampler is paused; call resume() first.")
+        self._sample(STEPS)
+        done, self._done = self._done, []
+        return done
+
+    def _sample(self, steps: int) -> None:
+        """Until something finishes, which goes to ``_done``: so it is kept where a signal ends the step."""
+        from engine_plugin_vllm_rollout.results import rollout_of
+
+        if not self._running:
+            return
+        self.memory.before_sampling()
+        if self._incomplete:
+            raise DataError(
+                f"The sampler holds weights of two versions ({self._incomplete}). Update them again."
+            )
+        before = len(self._done)
+        for _ in range(steps):
+            with _whole():
+                for output in self._llm.step():
+                    running = self._running.pop(output.request_id)
+                    self._done.append(rollout_of(running, output.outputs[0], self.version, self._decode))  # type: ignore[union-attr]
+            if len(self._done) > before or not self._running:
+                break
+
+    def abort(self, ids: Sequence[str]) -> list[Rollout]:
+        from engine_plugin_vllm_rollout import versions
+        from engine_plugin_vllm_rollout.results import rollout_of
+
+        wanted = dict.fromkeys(ids)
+        stopped = [
+            rollout for rollout in self._done if rollout.request_id in wanted
+        ]  # done, not yet returned
+        self._done = [rollout for rollout in self._done if rollout.request_id not in wanted]
+        for id in wanted:
+            if id not in self._running:
+                continue
+            running = self._running.pop(id)
+            output = versions.partial_output(self._llm, running.internal_id)
+            self._llm.abort_request([running.internal_id], internal=True)
+            stopped.append(rollout_of(running, output.outputs[0], self.version, self._decode))
+        return stopped
+
+    def pause(self, mode: str = "drain") -> None:
+        if mode not in PAUSES:
+            raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
+        if mode == "abort":
+            self._done += self.abort(list(self._running))
+        while mode == "drain" and self._running:
+            self._sample(STEPS)
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    # -- weights ------------------------------------------------------------
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """As the contract says.
+
+        What is being sampled goes on with the new weights, its prefix computed anew; its tokens carry the version
+        that each was sampled with. Where the stream breaks after some weights were replaced, sampling is refused
+        until a whole one came.
+        """
+        from engine_plugin_vllm_rollout import versions
+
+        self.memory.before_update()
+        before = self._incomplete
+        self._incomplete = f"an update to version {version} did not come to its end"
+        try:
+            checksum = self._updater.take(stream, version)
+        except BaseException:
+            if not self._updater.touched:
+                self._incomplete = before
+            raise
+        for running in self._running.values():
+            running.versions.append((versions.tokens_sampled(self._llm, running.internal_id), self.version))
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._incomplete, self.version = "", version
+        self.memory.after_update()
+        return checksum
+
+    # -- device memory ------------------------------------------------------
+
+    def sleep(self, keep: Sequence[str] = ()) -> None:
+        """See ``Memory``: what ``[rollout.vllm] sleep_level`` says; on a CPU in name alone."""
+        self.memory.sleep(keep)
+
+    def wake(self, only: Sequence[str] | None = None) -> None:
+        self.memory.wake(only)
+
+    def close(self) -> None:
+        """Free vLLM's memory. Requests that are left are dropped."""
+        if self._llm is None:
+            return
+        from engine_plugin_vllm_rollout import versions
+
+        self._running.clear()
+        self._done.clear()
+        versions.shut_down(self._llm)
+        self._updater.close()
+        del self._updater, self.memory
+        self._llm = None  # type: ignore[assignment]
+        self._folder.cleanup()
+        gc.collect()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()

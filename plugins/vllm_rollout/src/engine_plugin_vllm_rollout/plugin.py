@@ -1,0 +1,93 @@
+"""What this plugin offers (neither torch nor vLLM here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from engine_core import hookimpl
+from engine_core.specs import Options, RolloutBackend
+from engine_plugin_vllm_rollout import installed
+
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "hf_overrides": "model.override",
+    "seed": "run.seed",
+    "enable_sleep_mode": "rollout.vllm.sleep_level",
+    "sleep_mode": "rollout.vllm.sleep_level",
+}
+"""Options of vLLM that the run says elsewhere, and where."""
+FIXED = {
+    "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from",
+    "generation_config": "temperature, top_p and the end tokens are those of the run file",
+    "skip_tokenizer_init": "stop strings are looked for in text",
+    "return_sampling_mask": "what top_p and top_k left comes with the log-probs",
+    "pipeline_parallel_size": "one engine samples in one process",
+    "data_parallel_size": "each process of a pool has an engine of its own",
+    "distributed_executor_backend": "tensor_parallel_size decides it",
+    "worker_extension_cls": "weights reach the parts of a model through it",
+    "weight_transfer_config": "weights come from the trainer's stream",
+    "runner": "this engine generates",
+    "enable_lora": "a LoRA run hands merged weights over",
+}
+"""Options of vLLM that this plugin sets, and why."""
+
+
+class VLLMOptions(Options):
+    """``[rollout.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``) under vLLM's own name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the weights and of the computation."""
+    max_model_len: int | None = Field(default=None, gt=1)
+    """Tokens of prompt and response together; default: what the model can hold. Less leaves more room for sequences."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of the GPU's memory for weights, activations and KV cache of the sampler; the trainer needs the rest."""
+    max_num_seqs: int = Field(default=512, gt=0)
+    """Sequences decoded at one time."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: starts in seconds and samples several times slower."""
+    enable_prefix_caching: bool = True
+    """A prompt that several requests share (a group) is read once."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Processes over which the model is cut, in which vLLM's own executor runs it; must divide the number of heads. Experimental on GPUs."""
+    sleep_level: Literal[0, 1, 2] = 1
+    """What ``trade_memory`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
+    weight_update: Literal["auto", "direct", "layerwise"] = "auto"
+    """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer anew, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
+
+    @model_validator(mode="after")
+    def _known_to_vllm(self) -> Self:
+        if missing := installed.problem():
+            raise ValueError(missing)
+        problems = []
+        for name, value in self.passed_on().items():
+            if name in OURS:
+                problems.append(f"'{name}' is set by `{OURS[name]}` in a run file; remove it here.")
+            elif name in FIXED:
+                problems.append(f"'{name}' cannot be set: {FIXED[name]}. Remove it.")
+            elif why := installed.option_problem(name, value):
+                problems.append(why)
+        if problems:
+            raise ValueError(" ".join(problems))
+        return self
+
+    def passed_on(self) -> dict[str, Any]:
+        """The options of vLLM that are no key of ours."""
+        return dict(self.model_extra or {})
+
+
+@hookimpl
+def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
+    return {
+        "vllm": RolloutBackend(
+            load="engine_plugin_vllm_rollout.engine:VLLMRolloutEngine",
+            config=VLLMOptions,
+            capabilities=frozenset({"pause", "sleep", "support", "partial"}),
+        )
+    }

@@ -1,0 +1,162 @@
+"""What vLLM sampled, as rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine_core.errors import TrainingFailed
+from engine_core.types import SUPPORT, TENSORS, Request, Rollout, padded_support
+from engine_plugin_vllm_rollout.requests import begun_response, cuts
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+
+Decode = Callable[[list[int]], str]
+REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass
+class Running:
+    """A request in vLLM."""
+
+    request: Request
+    internal_id: str  # vLLM's own
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    # ^ (first token, policy version) wherever it changed while the response was sampled
+
+
+def rollout_of(running: Running, output: CompletionOutput | None, version: int, decode: Decode) -> Rollout:
+    """One finished request.
+
+    Args:
+        running: what was asked.
+        output: of vLLM; None where nothing was sampled yet.
+        version: policy version of what was sampled since the last entry of ``running.versions``.
+        decode: token ids to text, special tokens included.
+
+    Raises:
+        TrainingFailed: a log-prob is not a number.
+    """
+    request = running.request
+    prompt = request.prompt.token_ids + begun_response(request)  # all that vLLM was given
+    tokens = list(output.token_ids) if output else []
+    flat: FlatLogprobs | None = output.logprobs if output else None  # type: ignore[assignment]
+    if request.sampling.log_probs:
+        log_probs = [flat.logprobs[at] for at in flat.start_indices] if flat else []
+    else:
+        log_probs = [0.0] * len(tokens)
+    if len(log_probs) != len(tokens):
+        raise RuntimeError(
+            f"vLLM gave request '{request.id}' {len(log_probs)} log-probs for {len(tokens)} tokens."
+        )
+    if not all(map(math.isfinite, log_probs)):
+        raise TrainingFailed(
+            f"The model gives logits that are not numbers (request '{request.id}', policy version "
+            f"{version}): its weights have diverged. Lower the learning rate, or go back to a checkpoint."
+        )
+    count = len(prompt) + len(tokens)
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[len(prompt) :] = True
+    extras = {}
+    if request.sampling.log_probs and request.sampling.max_support and cuts(request.sampling):
+        extras[SUPPORT] = _support(flat, len(prompt), request.sampling.max_support)
+    made = Rollout(
+        request_id=request.id,
+        prompt=request.prompt,
+        token_ids=torch.tensor(prompt + tokens),
+        loss_mask=mask,
+        rollout_log_probs=torch.tensor([0.0] * len(prompt) + log_probs),
+        policy_versions=_policy_versions(len(prompt), count, [*running.versions, (len(tokens), version)]),
+        finish_reason=_reason(output),
+        group_id=request.group_id,
+        index=request.index,
+        extras=extras,
+    )
+    if request.begun is not None:
+        _join(made, request.begun)
+        if request.sampling.stop:
+            end_at_border(made, len(request.begun.token_ids), request.sampling.stop, decode)
+    return made
+
+
+def _join(rollout: Rollout, begun: Rollout) -> None:
+    """Put what was sampled before in its place, which vLLM knows as part of the prompt."""
+    count = len(begun.token_ids)
+    for name in ("loss_mask", "rollout_log_probs", "policy_versions"):
+        getattr(rollout, name)[:count] = getattr(begun, name)
+    if SUPPORT in rollout.extras:
+        new, old = rollout.extras[SUPPORT], begun.extras.get(SUPPORT)
+        old = torch.empty(count, 0, dtype=torch.int32) if old is None else old
+        width = max(new.shape[1], old.shape[1])
+        rollout.extras[SUPPORT] = torch.cat([padded_support(old, width), padded_support(new[count:], width)])
+
+
+def end_at_border(rollout: Rollout, begun: int, stop: Sequence[str], decode: Decode) -> None:
+    """End a response at a stop string that lies on the border between what was sampled before and what was sampled now.
+
+    vLLM looks for stop strings in what it sampled itself. What came behind one is dropped.
+
+    Args:
+        rollout: changed in place.
+        begun: tokens of the sequence that were there before.
+        stop: strings that end a response; the match stays in it.
+        decode: token ids to text, special tokens included.
+    """
+    longest = max(map(len, stop), default=0)
+    start = max(rollout.prompt_length, begun - 4 * (longest + 2))  # characters of up to 4 tokens each
+    end = min(len(rollout.token_ids), begun + 4 * (longest + 2))
+    for last in range(begun + 1, end + 1):
+        text = decode(rollout.token_ids[start:last].tolist())
+        if any(text.find(each) >= 0 for each in stop):
+            for name in TENSORS:
+                setattr(rollout, name, getattr(rollout, name)[:last])
+            rollout.extras = {name: column[:last] for name, column in rollout.extras.items()}
+            rollout.finish_reason = "stop"
+            return
+
+
+def _reason(output: CompletionOutput | None) -> str:
+    found = output.finish_reason if output else "abort"
+    if found not in REASONS:
+        raise TrainingFailed(
+            f"vLLM ended a response for the reason '{found}'; expected stop, length or abort."
+        )
+    return REASONS[found]
+
+
+def _policy_versions(prompt: int, count: int, ends: Sequence[tuple[int, int]]) -> Tensor:
+    """[count] int32. ``ends``: (tokens sampled until then, version) in order."""
+    versions = torch.empty(count, dtype=torch.int32)
+    start = 0
+    for end, version in ends:
+        at = prompt + end
+        versions[start:at] = version
+        start = at
+    return versions
+
+
+def _support(flat: FlatLogprobs | None, prompt: int, most: int) -> Tensor:
+    """[T_i, K] int32: the tokens with a log-prob above -inf, where they are at most ``most``; else -1.
+
+    vLLM lists the sampled token first and the likeliest ones behind it, the sampled one among them again
+    or not; one more than ``most`` was asked for, so that more can be told from as many.
+    """
+    rows: list[list[int]] = [[] for _ in range(prompt)]
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if flat else ():
+        kept = {
+            token
+            for token, log_prob in zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True)  # type: ignore[union-attr]
+            if log_prob > -math.inf
+        }
+        rows.append(sorted(kept) if len(kept) <= most else [])
+    width = max(map(len, rows), default=0)
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32).reshape(
+        len(rows), width
+    )

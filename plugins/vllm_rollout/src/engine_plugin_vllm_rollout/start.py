@@ -1,0 +1,261 @@
+"""Starting vLLM in this process, and what its start-up errors mean to the author of a run file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_vllm_rollout.sharded import EXTENSION
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from engine_plugin_vllm_rollout.plugin import VLLMOptions
+
+KEY = "rollout.vllm"
+CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU, where a share of the memory would be most of the machine
+CPU_HEAD = 32  # values of a head, at least
+CPU_TOKENS = 8192  # read in one step at most
+
+MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], ...] = (
+    (
+        r"Free memory on device|Available memory on node|less than desired",
+        EnvironmentProblem,
+        f"Less memory is free than {KEY}.gpu_memory_utilization asks for. Lower it: the trainer's share does not count in it.",
+    ),
+    (
+        r"No available memory for the cache blocks|KV cache is needed|larger than the available KV cache memory"
+        r"|larger than the maximum number of tokens that can be stored",
+        ConfigError,
+        f"There is no room for the KV cache of one sequence. Raise {KEY}.gpu_memory_utilization (on a CPU "
+        f"{KEY}.kv_cache_memory_bytes), or lower {KEY}.max_model_len to prompt and response together.",
+    ),
+    (
+        r"max_model_len .*is greater than the derived",
+        ConfigError,
+        f"{KEY}.max_model_len is more than the model can hold. Lower it, or leave it out.",
+    ),
+    (
+        r"[Mm]odel architectures?\b.*not supported|not supported for now|[Nn]o vLLM implementation|does not recognize this architecture",
+        ConfigError,
+        'vLLM does not know this model. Use another rollout.backend, such as "hf".',
+    ),
+    (
+        r"head.?size|[Nn]o valid attention backend|not supported by any attention",
+        ConfigError,
+        f'vLLM has no attention for this model on this device. Choose one by {KEY}.attention_backend, another {KEY}.dtype, or rollout.backend = "hf".',
+    ),
+    (
+        r"must be divisible by tensor parallel size|World size .* is larger than the number of available GPUs",
+        ConfigError,
+        f"The model cannot be cut into {KEY}.tensor_parallel_size parts here: it must divide the number of heads, and each part "
+        "needs a GPU that the sampler's process sees (with [rollout.process] that is one).",
+    ),
+    (
+        r"out of memory|OutOfMemory|CUDA error: out of memory",
+        EnvironmentProblem,
+        f"The memory ran out. Lower {KEY}.gpu_memory_utilization, {KEY}.max_num_seqs or {KEY}.max_num_batched_tokens.",
+    ),
+    (
+        r"one instance per process",
+        ConfigError,
+        f"Two engines of vLLM in one process cannot both sleep. Set {KEY}.sleep_level = 0 for one of them.",
+    ),
+    (
+        r"expandable_segments",
+        EnvironmentProblem,
+        f"vLLM's sleep mode and expandable segments exclude each other: unset PYTORCH_CUDA_ALLOC_CONF, or set {KEY}.sleep_level = 0.",
+    ),
+    (
+        r"vllm\._C|undefined symbol|cannot open shared object",
+        EnvironmentProblem,
+        "vLLM's kernels do not load: they were built for another torch or another device. Install the vLLM whose requirements name your torch.",
+    ),
+    (
+        r"flashinfer|ninja|nvcc",
+        EnvironmentProblem,
+        "vLLM wants to compile a kernel and cannot. Set VLLM_USE_FLASHINFER_SAMPLER=0, or install flashinfer and a CUDA compiler.",
+    ),
+)
+"""What vLLM says, the sort of error, and what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine runs and what its run says."""
+
+    device: torch.device
+    seed: int
+    sleeps: bool  # the device can give memory back
+    positions: int  # tokens of prompt and response that the engine can hold
+
+
+def prepare_environment() -> None:
+    """What vLLM reads from the environment of this process; the user's own values stand."""
+    wanted = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",  # it would report to its authors
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are the trainer's too
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads, which a fork would break
+    }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within this process
+
+
+def start(
+    model: Path | str,
+    tokenizer: Path,
+    options: VLLMOptions,
+    place: Place,
+    *,
+    load_weights: bool,
+    override: dict[str, Any],
+    trust_remote_code: bool,
+) -> LLMEngine:
+    """vLLM's engine in this process, ready to sample.
+
+    Args:
+        model: folder or hub name.
+        tokenizer: folder.
+        options: ``[rollout.vllm]``.
+        place: device and seed.
+        load_weights: False leaves them random: the first update brings them.
+        override: changes to the model's config.
+        trust_remote_code: as in ``[model]``.
+
+    Raises:
+        ConfigError, EnvironmentProblem: vLLM does not start; the key to change is named. What it says that
+            this plugin does not know is raised as it is.
+    """
+    prepare_environment()
+    with _translated(model), _undisturbed():
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+        arguments = _arguments(options, place) | {
+            "model": str(model),
+            "tokenizer": str(tokenizer),
+            "load_format": "auto" if load_weights else "dummy",
+            "hf_overrides": override,
+            "trust_remote_code": trust_remote_code,
+        }
+        config = EngineArgs(**(arguments | options.passed_on())).create_engine_config()
+        return LLMEngine(
+            config,
+            executor_class=Executor.get_class(config),
+            log_stats=False,
+            multiprocess_mode=False,
+        )
+
+
+def architecture(config: PretrainedConfig) -> dict[str, Any]:
+    """The class of a causal model, for a config that names none: vLLM would take the model for one of embeddings.
+
+    Returns:
+        What to override; nothing where the config names its class, or transformers knows none of its type.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = None if config.architectures else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return {"architectures": [name]} if name else {}
+
+
+def check_heads(config: PretrainedConfig, device: torch.device) -> None:
+    """vLLM's CPU kernels find out that heads are too small for them only when the first prompt is read.
+
+    Raises:
+        ConfigError: they are.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else CPU_HEAD)
+    if device.type == "cpu" and size < CPU_HEAD:
+        raise ConfigError(
+            f"rollout.backend = 'vllm': the model's heads have {size} values, and on a CPU vLLM has attention for "
+            f'{CPU_HEAD} and more. Use rollout.backend = "hf".'
+        )
+
+
+def _arguments(options: VLLMOptions, place: Place) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_num_seqs": options.max_num_seqs,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enable_sleep_mode": place.sleeps and options.sleep_level > 0,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # top-k and top-p leave up to the whole vocabulary
+        "generation_config": "vllm",  # temperature and end tokens are the run file's
+        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "disable_log_stats": True,
+        "seed": place.seed,
+        "use_tqdm_on_load": False,
+    }
+    if options.tensor_parallel_size > 1:
+        made |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
+    if place.device.type == "cpu":
+        made |= {
+            "kv_cache_memory_bytes": CPU_CACHE,
+            # a prompt that is read in two parts draws a number that a seeded generator of a CPU cannot take back
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_TOKENS, place.positions),
+        }
+    return made
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What vLLM changes of the process while it starts is put back: random states and a function of torch."""
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_num_threads = torch.set_num_threads  # the CPU build replaces it by one that does nothing
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if on_device:
+            torch.cuda.set_rng_state_all(on_device)
+
+
+@contextlib.contextmanager
+def _translated(model: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, ImportError, AssertionError, NotImplementedError, OSError) as error:
+        if (meant := meaning(error, str(model))) is None:
+            raise
+        raise meant from error
+
+
+def meaning(error: BaseException, model: str) -> ConfigError | EnvironmentProblem | None:
+    """A start-up error of vLLM in the words of a run file; None where it is not known."""
+    text = f"{type(error).__name__}: {error}"
+    for pattern, kind, advice in MEANINGS:
+        if re.search(pattern, text):
+            return kind(f"vLLM does not start with model '{model}'. {advice} vLLM says: {_said(str(error))}")
+    return None
+
+
+def _said(text: str) -> str:
+    """The telling line: validation errors of pydantic begin with a count."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("Value error,")] or lines or ["nothing"]
+    return telling[0].removeprefix("Value error,").strip()[:500]

@@ -1,0 +1,117 @@
+"""What differs between the releases of vLLM, and what is reached that is not in its documented interface.
+
+Written against 0.25.1 and 0.32. Nothing of vLLM is replaced: everything here calls it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.engine import FinishReason
+
+from engine_plugin_vllm_rollout.copy_plan import CopyPlan
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def on_cpu(engine: LLMEngine) -> bool:
+    """Whether this is vLLM's CPU build."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def tokens_sampled(engine: LLMEngine, internal_id: str) -> int:
+    """Of a request that is not finished."""
+    return int(engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens())
+
+
+def partial_output(engine: LLMEngine, internal_id: str) -> RequestOutput:
+    """What a request has so far, finished as aborted. ``LLMEngine.abort_request`` itself tells nothing."""
+    state = engine.output_processor.request_states[internal_id]
+    made = state.make_request_output(
+        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+    )
+    return cast("RequestOutput", made)
+
+
+def needs_layerwise(engine: LLMEngine) -> str:
+    """Why copying into the parameters would not change what the kernels read; empty where it does."""
+    config = engine.vllm_config.model_config
+    if on_cpu(engine):
+        return "this is a CPU"
+    if config.quantization is not None:
+        return f"the model is quantised ({config.quantization})"
+    if config.is_moe:
+        return "the model is a mixture of experts"
+    if config.use_mla:
+        return "the model has latent attention"
+    return ""
+
+
+class Whole:
+    """Weights for an engine whose model is whole, in this process.
+
+    Args:
+        engine: vLLM's.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._plan = CopyPlan(model_of(engine))
+
+    def load(self, bucket: list[tuple[str, Tensor]]) -> None:
+        """Copy some weights into the model's own tensors."""
+        self._plan.load(bucket)
+
+    def reload(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Load all weights as from a folder."""
+        reload(self._engine, weights)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def model_of(engine: LLMEngine) -> nn.Module:
+    """The model that runs in this process."""
+    found: list[nn.Module] = engine.apply_model(lambda model: model)
+    return found[0]
+
+
+@torch.no_grad()
+def reload(engine: LLMEngine, weights: list[tuple[str, Tensor]]) -> None:
+    """Load all weights as from a folder: each layer is processed anew, into the storage that kernels hold."""
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    if on_cpu(engine):
+        engine.apply_model(refresh_tied_head)
+
+
+@torch.no_grad()
+def refresh_tied_head(model: Any) -> None:
+    """A head tied to the embedding got no weight of its own, and on a CPU keeps a packed copy of the old one."""
+    head, embedding = getattr(model, "lm_head", None), None
+    inner = getattr(model, "model", None)
+    if inner is not None:
+        embedding = getattr(inner, "embed_tokens", None)
+    if head is None or embedding is None or head.weight is not embedding.weight:
+        return
+    head.quant_method.process_weights_after_loading(head)
+
+
+def release_kv_cache(engine: LLMEngine) -> bool:
+    """Give the KV cache's memory back and keep the weights; False where this release cannot (below 0.32)."""
+    release = getattr(engine, "release_kv_cache_memory", None)
+    if release is None:
+        return False
+    engine.sleep(level=0, mode="keep")  # it wants a paused scheduler
+    release()
+    return True
+
+
+def shut_down(engine: LLMEngine) -> None:
+    """Free the engine's memory; process groups that others made stay."""
+    engine.engine_core.shutdown()

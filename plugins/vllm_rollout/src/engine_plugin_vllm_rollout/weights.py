@@ -1,0 +1,155 @@
+"""Weights into the running engine: checked against the model, in bounded buckets, on the device that they are on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine_core.engines.weights import near, published_weights
+from engine_core.errors import ConfigError, DataError
+from engine_plugin_vllm_rollout import versions
+from engine_plugin_vllm_rollout.sharded import Sharded
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+BUCKET = 1 << 29  # bytes handed over at once; a stream that gathers holds no more than this
+SAMPLES = 64  # values of each tensor in the checksum, beside its norm
+
+
+def expected_shapes(config: Any) -> dict[str, torch.Size]:
+    """Names and shapes of the weights as ``save_pretrained`` writes them, tied ones once. Allocates none.
+
+    Args:
+        config: of a model of transformers.
+    """
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    return {name: tensor.shape for name, tensor in published_weights(module)}
+
+
+class Checksum:
+    """Of names, shapes, and values where they lie: the L1 norm and ``SAMPLES`` values of each tensor.
+
+    A hash of every byte would bring all weights to the host, which takes a hundred times as long as the
+    update itself. Two orders of the same values within one tensor are told apart by the samples alone.
+    """
+
+    def __init__(self) -> None:
+        self._words = hashlib.blake2b(digest_size=16)
+        self._values: list[Tensor] = []
+
+    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
+        """Tensors of one device."""
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for name, tensor in bucket:
+            self._words.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+            by_type.setdefault(tensor.dtype, []).append(tensor.detach())
+        for tensors in by_type.values():
+            norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
+            some = [flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES] for flat in map(_flat, tensors)]
+            self._values += [torch.stack(norms), torch.cat(some).float()]
+
+    def result(self) -> str:
+        """Hexadecimal; the device is waited for once, here."""
+        if self._values:
+            values = torch.cat([v.to(self._values[0].device) for v in self._values]).cpu()
+            self._words.update(values.numpy().tobytes())
+        return self._words.hexdigest()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
+
+
+class Updater:
+    """Takes streams of weights into one engine.
+
+    Args:
+        engine: vLLM's.
+        shapes: of every weight that must come.
+        how: ``direct`` copies into the model's own tensors as the stream goes, from the second update on by a
+            plan; ``layerwise`` waits for the
+            whole stream and processes each layer anew.
+    """
+
+    def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size], how: str) -> None:
+        self._shapes, self.how = shapes, how
+        sharded = engine.vllm_config.parallel_config.tensor_parallel_size > 1
+        self._into = Sharded(engine) if sharded else versions.Whole(engine)
+        self.touched = False
+
+    def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Replace all weights; returns the checksum of what came.
+
+        Raises:
+            DataError: a name, a shape or the set of names does not fit; ``touched`` tells whether some
+                weights were replaced before that was seen.
+        """
+        self.touched = False
+        checksum = Checksum()
+        if self.how == "layerwise":
+            whole = list(self._checked(stream, version))
+            checksum.add(whole)
+            self.touched = True
+            self._into.reload(whole)
+        else:
+            for bucket in _buckets(self._checked(stream, version)):
+                checksum.add(bucket)
+                self.touched = True
+                self._into.load(bucket)
+        return checksum.result()
+
+    def close(self) -> None:
+        """Free what weights went through."""
+        self._into.close()
+
+    def _checked(self, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+        left = dict(self._shapes)
+        for name, tensor in stream:
+            if name not in self._shapes:
+                raise DataError(
+                    f"Unknown weight '{name}' in the update to version {version}." + near(name, self._shapes)
+                )
+            if tensor.shape != self._shapes[name]:
+                raise DataError(
+                    f"Weight '{name}' came as {list(tensor.shape)}; expected {list(self._shapes[name])}."
+                )
+            left.pop(name, None)
+            yield name, tensor
+        if left:
+            raise DataError(
+                f"The update to version {version} lacks {len(left)} weights, such as '{min(left)}'."
+            )
+
+
+def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in stream:
+        bucket.append((name, tensor))
+        size += tensor.numel() * tensor.element_size()
+        if size >= BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def choose(wanted: str, engine: LLMEngine) -> str:
+    """``direct`` or ``layerwise``: what ``[rollout.vllm] weight_update`` comes to.
+
+    Raises:
+        ConfigError: ``direct`` is asked for and the kernels hold weights in another form.
+    """
+    why = versions.needs_layerwise(engine)
+    if wanted == "direct" and why:
+        raise ConfigError(
+            f"rollout.vllm.weight_update: got 'direct', but {why}: its kernels hold weights in another form. Use 'auto'."
+        )
+    return ("layerwise" if why else "direct") if wanted == "auto" else wanted

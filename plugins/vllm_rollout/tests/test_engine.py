@@ -1,0 +1,286 @@
+"""What is particular to vLLM, on one real engine; the contracts are in test_conformance.py."""
+
+import dataclasses
+import signal
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.engines.base import WorkerContext
+from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.plugins import PluginSet
+from engine_core.testing.reference import load_reference, logits_of, tokenizer, write_model
+from engine_core.types import Prompt, Request, Sampling
+
+SHAPE = {"head_dim": 32}
+TOLERANCE = 1e-4  # of a log-prob in float32, in nats: sums of the parts are in another order
+COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        write_model(root / str(seed), SHAPE, seed, tied=True)
+    return root
+
+
+def build(path, response=32, **table):
+    plugins = PluginSet.load({"rollout_engines": {"vllm"}})
+    given = {"dtype": "float32", "enforce_eager": True, "sleep_level": 0, "kv_cache_memory_bytes": 1 << 26}
+    options = plugins.spec("rollout_engines", "vllm").config(**given | table)
+    config = RolloutConfig(backend="vllm", max_response_tokens=response, options=options)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    context = WorkerContext(plugins=plugins, role="rollout", device=device, live={"tokenizer": tokenizer()})
+    return plugins.resolve("rollout_engines", "vllm")(config, ModelConfig(path=str(path)), context)
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    made = build(folders / "0")
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _as_before(request, folders):
+    """Each test finds the weights of seed 0 as version 0, and leaves nothing queued."""
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        engine.abort(list(engine._running))
+        engine.step()
+        engine.update_weights(load_file(folders / "0" / "model.safetensors").items(), 0)
+
+
+def asked(count, **sampling):
+    given = {"max_response_tokens": 24, "seed": 0} | sampling
+    return [
+        Request(f"r{i}", Prompt(f"train:{i}", [5, 6, 7 + i], ""), Sampling(**given | {"seed": i}))
+        for i in range(count)
+    ]
+
+
+def test_a_response_in_flight_tells_the_version_of_each_token(engine, folders):
+    (request,) = asked(1, stop_token_ids=(), temperature=1.0)
+    request.sampling = dataclasses.replace(request.sampling, max_response_tokens=24)
+    engine.add([request])
+    assert engine.step() == []  # eight tokens
+    engine.update_weights(load_file(folders / "1" / "model.safetensors").items(), 5)
+    done = []
+    while not done:
+        done = engine.step()
+    (rollout,) = done
+    versions = rollout.policy_versions[3:].tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 5}
+    for version, seed in ((0, "0"), (5, "1")):
+        with torch.no_grad():
+            expected = torch.log_softmax(
+                logits_of(load_reference(str(folders / seed)), rollout.token_ids), -1
+            )
+        for at in range(3, len(rollout.token_ids)):
+            if rollout.policy_versions[at] == version:
+                found = rollout.rollout_log_probs[at]
+                assert found == pytest.approx(float(expected[at - 1, rollout.token_ids[at]]), abs=1e-3)
+
+
+def test_an_aborted_response_keeps_what_was_sampled(engine):
+    requests = asked(3)
+    engine.add(requests)
+    engine.step()
+    stopped = engine.abort(["r1"])
+    assert [r.finish_reason for r in stopped] == ["abort"]
+    assert 0 < stopped[0].response_length < 24
+    engine.abort(["r0", "r2"])
+    whole = {r.request_id: r for r in engine.generate([dataclasses.replace(requests[1], id="again")])}[
+        "again"
+    ]
+    count = len(stopped[0].token_ids)
+    assert whole.token_ids[:count].tolist() == stopped[0].token_ids.tolist()
+
+
+def test_short_responses_come_back_while_long_ones_decode(engine):
+    requests = asked(2)
+    requests[0].sampling = dataclasses.replace(requests[0].sampling, max_response_tokens=2)
+    engine.add(requests)
+    assert [r.request_id for r in engine.step()] == ["r0"]
+    assert engine.num_unfinished == 1
+
+
+def test_a_signal_that_raises_in_a_step_is_held_back_until_no_token_is_half_made(engine, monkeypatch):
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(number, frame):
+        raise Interrupted
+
+    alone = {r.request_id: r.token_ids.tolist() for r in engine.generate(asked(2))}
+    core = engine._llm.engine_core.engine_core.model_executor
+    sample = core.sample_tokens
+
+    def hurt(*arguments, **named):  # between the pass through the model and the choice of tokens
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        return sample(*arguments, **named)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        engine.add(asked(2))
+        engine.add(asked(3, max_response_tokens=1)[2:])
+        monkeypatch.setattr(core, "sample_tokens", hurt)
+        with pytest.raises(Interrupted):
+            engine.step()
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGUSR1, before)
+    assert [r.finish_reason for r in engine.abort(["r1"])] == ["abort"]
+    assert [r.request_id for r in engine.abort(["r2"])] == ["r2"]  # it had finished when the signal came
+    rest = []
+    while engine.num_unfinished:
+        rest += engine.step()
+    assert {r.request_id: r.token_ids.tolist() for r in rest} == {"r0": alone["r0"]}
+
+
+def test_log_probs_are_left_out_where_nobody_reads_them(engine):
+    (with_them,) = engine.generate(asked(1))
+    (without,) = engine.generate(asked(1, log_probs=False))
+    assert without.token_ids.tolist() == with_them.token_ids.tolist()
+    assert not without.rollout_log_probs.any()
+    assert with_them.rollout_log_probs[3:].all()
+
+
+def test_weights_that_are_not_numbers_end_the_run(engine, folders):
+    weights = load_file(folders / "0" / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    engine.update_weights(weights.items(), 3)
+    with pytest.raises(
+        TrainingFailed, match=r"logits that are not numbers \(request 'r0', policy version 3\)"
+    ):
+        engine.generate(asked(1))
+
+
+def test_a_refused_update_changes_nothing(engine, folders):
+    before = engine.generate(asked(2))
+    weights = load_file(folders / "1" / "model.safetensors")
+    weights.pop("model.norm.weight")
+    with pytest.raises(Exception, match=r"lacks 1 weights, such as 'model\.norm\.weight'"):
+        engine.update_weights(weights.items(), 9)
+    if engine._updater.how == "layerwise":  # nothing was touched, so sampling goes on
+        after = engine.generate(asked(2))
+        assert [r.token_ids.tolist() for r in after] == [r.token_ids.tolist() for r in before]
+
+
+def test_a_stop_string_on_the_border_of_a_stopped_response_ends_it(engine):
+    (request,) = asked(1)
+    engine.add([request])
+    engine.step()
+    (begun,) = engine.abort(["r0"])
+    (plain,) = engine.generate([dataclasses.replace(request, begun=begun)])
+    count = len(begun.token_ids)
+    text = tokenizer().decode(plain.token_ids[count - 2 : count + 2].tolist(), skip_special_tokens=False)
+    sampling = dataclasses.replace(request.sampling, stop=(text,))
+    (whole,) = engine.generate([dataclasses.replace(request, begun=begun, sampling=sampling)])
+    assert whole.finish_reason == "stop"
+    assert whole.token_ids.tolist() == plain.token_ids[: count + 2].tolist()
+
+
+def test_a_response_that_goes_on_draws_other_numbers_than_it_began_with(engine):
+    """With the same ones a prompt that ends in its own beginning would be sampled alike again."""
+    (request,) = asked(1, temperature=2.0)
+    (whole,) = engine.generate([request])
+    ids = whole.token_ids[:11]  # the prompt and eight tokens
+    begun = dataclasses.replace(whole, **{name: getattr(whole, name)[:11] for name in COLUMNS})
+    (other,) = engine.generate([dataclasses.replace(request, begun=begun)])
+    assert other.token_ids[:11].tolist() == ids.tolist()
+    assert other.token_ids[11:19].tolist() != whole.token_ids[11:19].tolist()
+    again = engine.generate([dataclasses.replace(request, begun=begun)])[0]
+    assert again.token_ids.tolist() == other.token_ids.tolist()
+
+
+def test_weights_copied_by_a_plan_are_those_that_vllms_model_loads(engine, folders):
+    """Models of vLLM as they are before its CPU kernels pack their weights: fused q, k, v and gate, up."""
+    from engine_plugin_vllm_rollout.copy_plan import CopyPlan
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = engine._llm.vllm_config
+    with set_current_vllm_config(config):
+        plain, planned = (initialize_model(config, prefix=name) for name in ("plain", "planned"))
+    plan = CopyPlan(planned)
+    for seed in ("0", "1"):
+        weights = list(load_file(folders / seed / "model.safetensors").items())
+        plain.load_weights(iter(weights))
+        for at in range(0, len(weights), 5):
+            plan.load(weights[at : at + 5])
+        expected, found = dict(plain.named_parameters()), dict(planned.named_parameters())
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert plan.names == {name for name, _ in weights} - {"model.embed_tokens.weight"}  # filled up with zeros
+
+
+def test_starting_leaves_the_random_state_alone(folders):
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    set_num_threads = torch.set_num_threads
+    made = build(folders / "0")
+    made.close()
+    assert torch.rand(2).tolist() == expected
+    assert torch.set_num_threads is set_num_threads
+
+
+def test_the_options_read_from_the_source_are_those_of_vllm():
+    from engine_plugin_vllm_rollout.installed import engine_options
+    from vllm import EngineArgs
+
+    assert set(engine_options()) == {field.name for field in dataclasses.fields(EngineArgs)}
+
+
+def test_a_length_without_room_for_a_prompt_is_refused_before_vllm_starts(folders):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_model_len = 32 leaves no room for a prompt: rollout\.max_response_tokens is 32",
+    ):
+        build(folders / "0", response=32, max_model_len=32)
+
+
+def test_a_length_over_the_models_is_one_message(folders):
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.max_model_len is more than the model can hold"):
+        build(folders / "0", max_model_len=4096)
+
+
+@pytest.mark.slow  # three processes of vLLM
+def test_two_parts_sample_as_the_whole_also_after_an_update(tmp_path):
+    for seed in (0, 1):
+        write_model(tmp_path / str(seed), SHAPE, seed, tied=bool(seed))
+    found = {}
+    for parts in (1, 2):
+        write_model(tmp_path / f"new{parts}", SHAPE, 2, tied=False)
+        engine = build(tmp_path / "0", tensor_parallel_size=parts)
+        try:
+            found[parts] = [engine.generate(asked(3))]
+            weights = load_file(tmp_path / f"new{parts}" / "model.safetensors")
+            sums = [engine.update_weights(weights.items(), 4)]
+            found[parts].append(engine.generate(asked(3)))
+            broken = {name: tensor for name, tensor in weights.items() if "norm" not in name}
+            with pytest.raises(Exception, match="lacks"):
+                engine.update_weights(broken.items(), 5)
+            sums.append(engine.update_weights(weights.items(), 6))
+            found[parts].append([*sums, engine.generate(asked(1))])
+        finally:
+            engine.close()
+    for whole, cut in zip(found[1][0] + found[1][1], found[2][0] + found[2][1], strict=True):
+        assert cut.token_ids.tolist() == whole.token_ids.tolist()
+        assert float((cut.rollout_log_probs - whole.rollout_log_probs).abs().max()) < TOLERANCE
+        assert cut.policy_versions.tolist() == whole.policy_versions.tolist()
+    assert found[1][0][0].token_ids.tolist() != found[1][1][0].token_ids.tolist()  # other weights
+    assert found[1][2][:2] == found[2][2][:2]  # checksums
+
+
+@pytest.mark.slow
+def test_a_number_of_parts_that_does_not_divide_the_heads_is_one_message(tmp_path):
+    write_model(tmp_path / "0", SHAPE, 0, tied=True)
+    with pytest.raises(ConfigError, match=r"cannot be cut into rollout\.vllm\.tensor_parallel_size parts"):
+        build(tmp_path / "0", tensor_parallel_size=3)

@@ -1,0 +1,67 @@
+"""What the engine learns of this plugin before vLLM is needed."""
+
+import subprocess
+import sys
+
+import pytest
+from engine_plugin_vllm_rollout import installed
+from engine_plugin_vllm_rollout.plugin import VLLMOptions
+from pydantic import ValidationError
+
+from engine_core.testing.imports import HEAVY
+
+
+def test_importing_the_plugin_and_checking_options_loads_neither_torch_nor_vllm():
+    code = (
+        "from engine_plugin_vllm_rollout.plugin import VLLMOptions, engine_rollout_engines; import sys; "
+        "engine_rollout_engines(); VLLMOptions(block_size=32); "
+        f"assert not {set(HEAVY) | {'vllm'}!r} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_any_option_of_vllm_is_passed_on():
+    options = VLLMOptions(max_num_batched_tokens=4096, block_size=32)
+    assert options.passed_on() == {"max_num_batched_tokens": 4096, "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"max_num_seq": 3}, r"'max_num_seq' is no option of vLLM [\d.]+\. Did you mean 'max_num_seqs'\?"),
+        ({"block_size": "many"}, r"'block_size' is 'many' \(str\); vLLM [\d.]+ expects int"),
+        ({"enable_chunked_prefill": 3}, r"'enable_chunked_prefill' is 3 \(int\); vLLM [\d.]+ expects bool"),
+        ({"model": "x"}, r"'model' is set by `model\.path` in a run file; remove it here\."),
+        (
+            {"pipeline_parallel_size": 2},
+            r"'pipeline_parallel_size' cannot be set: one engine samples in one process",
+        ),
+        ({"logprobs_mode": "raw_logprobs"}, r"'logprobs_mode' cannot be set: the trainer needs log-probs"),
+        ({"sleep_level": 3}, "sleep_level"),
+        ({"dtype": "fp8"}, "dtype"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+        ({"max_model_len": 1}, "max_model_len"),
+    ],
+)
+def test_options_are_checked(table, words):
+    with pytest.raises(ValidationError, match=words):
+        VLLMOptions(**table)
+
+
+def test_without_vllm_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValidationError, match=r"vLLM is not installed; .* 0\.25\.1 to 0\.32\. On a GPU: pip install"
+    ):
+        VLLMOptions()
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.25.0", False), ("0.25.1", True), ("0.32.4+cu130", True), ("0.33.0", False)]
+)
+def test_other_releases_of_vllm_are_refused(monkeypatch, version, fits):
+    monkeypatch.setattr(installed, "version", lambda: version)
+    assert bool(installed.problem()) is not fits
+    assert fits or installed.problem().startswith(
+        f"vLLM {version} is installed; the plugin works with 0.25.1 to 0.32."
+    )

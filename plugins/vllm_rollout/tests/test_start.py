@@ -1,0 +1,86 @@
+"""Start-up errors of vLLM, as its source writes them, in the words of a run file."""
+
+import pytest
+import torch
+from engine_plugin_vllm_rollout.start import architecture, check_heads, meaning
+from transformers import LlamaConfig, Qwen3Config, ViTConfig
+
+from engine_core.errors import ConfigError, EnvironmentProblem
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "key"),
+    [
+        (
+            ValueError(
+                "Free memory on device cuda:0 (20.1/139.8 GiB) on startup is less than desired GPU memory utilization (0.5, 69.9 GiB)."
+            ),
+            EnvironmentProblem,
+            "rollout.vllm.gpu_memory_utilization",
+        ),
+        (
+            ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`."),
+            ConfigError,
+            "rollout.vllm.max_model_len",
+        ),
+        (
+            ValueError(
+                "To serve at least one request with the models's max seq len (40960), (4.38 GiB KV cache is needed, which is larger than the available KV cache memory (1.2 GiB)."
+            ),
+            ConfigError,
+            "rollout.vllm.max_model_len",
+        ),
+        (
+            ValueError(
+                "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (999) is greater than the derived max_model_len (max_position_embeddings=256)"
+            ),
+            ConfigError,
+            "rollout.vllm.max_model_len",
+        ),
+        (
+            ValueError("Model architectures ['FooForCausalLM'] are not supported for now."),
+            ConfigError,
+            'rollout.backend, such as "hf"',
+        ),
+        (
+            AssertionError("CuMem allocator can only be used for one instance per process."),
+            ConfigError,
+            "rollout.vllm.sleep_level = 0",
+        ),
+        (ImportError("undefined symbol: _ZN3c104cuda"), EnvironmentProblem, "built for another torch"),
+    ],
+)
+def test_what_vllm_says_becomes_one_message_with_the_key(error, kind, key):
+    found = meaning(error, "some/model")
+    assert type(found) is kind
+    assert str(found).startswith("vLLM does not start with model 'some/model'. ")
+    assert key in str(found)
+    assert "\n" not in str(found)
+
+
+def test_the_telling_line_of_a_validation_error_is_kept():
+    error = ValueError(
+        "1 validation error\n  Value error, max_model_len (999) is greater than the derived one [x]"
+    )
+    assert str(meaning(error, "m")).endswith(
+        "vLLM says: max_model_len (999) is greater than the derived one [x]"
+    )
+
+
+def test_what_is_not_known_is_left_as_it_is():
+    assert meaning(RuntimeError("something else"), "m") is None
+
+
+def test_a_config_that_names_no_class_is_that_of_a_causal_model():
+    assert architecture(Qwen3Config()) == {"architectures": ["Qwen3ForCausalLM"]}
+    assert architecture(Qwen3Config(architectures=["Other"])) == {}
+    assert architecture(ViTConfig()) == {}  # of no causal model: vLLM says what it makes of it
+
+
+def test_heads_that_a_cpu_has_no_kernel_for_are_refused_before_vllm_starts():
+    cpu = torch.device("cpu")
+    for small in (Qwen3Config(head_dim=16), LlamaConfig(hidden_size=64, num_attention_heads=4)):
+        with pytest.raises(ConfigError, match=r"heads have 16 values, .* Use rollout\.backend = \"hf\""):
+            check_heads(small, cpu)
+        check_heads(small, torch.device("cuda"))
+    check_heads(Qwen3Config(head_dim=32), cpu)
