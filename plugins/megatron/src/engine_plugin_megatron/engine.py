@@ -1,0 +1,352 @@
+"""The train engine ``megatron``: models of megatron-core, spread over ranks by tensor, pipeline, expert and data parallelism.
+
+What differs from ``TorchEngine``: the model is built, run and stepped by megatron-core. Every rank of a copy of the model is
+given the same sequences and makes the same plan of micro-batches, as many on all ranks; they run through the pipeline's
+schedule, the last stage computes outputs and the loss, and outputs come back to all stages. What is kept and given away is
+in ``keeping``.
+
+megatron-core is imported where it is used: a run on another backend, and ``engine plugins``, need not wait for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.engines import state
+from engine_core.engines.data_parallel import filler
+from engine_core.engines.log_probs import zero_outputs
+from engine_core.engines.model_loading import load_hf_config
+from engine_core.engines.optimizers import build_schedule
+from engine_core.engines.precision import NAMED, Precision, find_device, has_bf16
+from engine_core.engines.torch_engine import merge_metrics
+from engine_core.engines.torch_state import PARTS
+from engine_core.engines.transfer import numbers, send_batch
+from engine_core.engines.value_models import VALUE_ROLES
+from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.types import StepOutput, TrainOutput
+from engine_plugin_megatron.keeping import Keeping
+from engine_plugin_megatron.layout import layout_of
+from engine_plugin_megatron.options import MegatronOptions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from engine_core.config import RoleConfig
+    from engine_core.engines.base import WorkerContext
+    from engine_core.engines.memory import Estimate
+    from engine_core.types import Batch, LossCall
+    from engine_plugin_megatron.heads import Head
+    from engine_plugin_megatron.pipeline import Micro
+
+log = logging.getLogger("engine")
+
+UNREAD = ("engine_build_model", "engine_build_optimizer", "engine_shard_model", "engine_wrap_policy")
+"""Step hooks that have no meaning for models that are not transformers' own."""
+
+
+class MegatronEngine(Keeping):
+    """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
+
+    Attributes:
+        models: the chunks as they are called: wrapped where they are trained.
+        pipeline: runs micro-batches through them.
+        forward: the head of the last stage.
+    """
+
+    options: MegatronOptions
+    options_class = MegatronOptions
+    forward: Head  # type: ignore[assignment]
+
+    # -- building -----------------------------------------------------------
+
+    @classmethod
+    def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        options, table = cls._options(config), f"{context.role}.{config.backend}"
+        layout_of(options, context.world_size, context.role)
+        if config.lora is not None:
+            raise ConfigError(
+                f"[{context.role}.lora]: '{config.backend}' trains no adapters yet. Take the table out, or use 'fsdp' or 'torch'."
+            )
+        device = find_device(options.device, context.device, table)
+        if options.compute_dtype == "bf16" and not has_bf16(device):
+            raise ConfigError(
+                f"{table}.compute_dtype: 'bf16', but {device} has no bfloat16. Set it to 'fp32'."
+            )
+        try:
+            torch.empty(0, device="cuda")
+        except (RuntimeError, AssertionError) as error:  # the kinds differ by how torch was built
+            raise ConfigError(
+                f"{context.role}.backend is '{config.backend}', and megatron-core needs a CUDA device; this machine has none. "
+                "Use 'torch' or 'fsdp' here."
+            ) from error
+
+    @functools.cached_property
+    def precision(self) -> Precision:
+        named = self.options.compute_dtype
+        if named == "auto":
+            named = "bf16" if self.device.type != "cpu" and has_bf16(self.device) else "fp32"
+        compute = NAMED[named]
+        return Precision(torch.float32 if self.trainable else compute, compute)
+
+    def _choose_device(self) -> torch.device:
+        device = super()._choose_device()
+        if device.type == "cpu":
+            return device
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        return torch.device(device.type, torch.accelerator.current_device_index())
+
+    def _prepare(self) -> None:
+        """Refuse what does not fit by the model's config, then make groups of ranks."""
+        from engine_plugin_megatron.models import build
+        from engine_plugin_megatron.ranks import Ranks
+
+        role = self.context.role
+        for hook in UNREAD:
+            if self.context.plugins.overrides(hook):
+                raise ConfigError(
+                    f"{role}.backend is '{self.config.backend}', which does not ask {hook}, and a plugin of this run answers it. "
+                    "Take the plugin out, or override _build_model_optimizer of the engine."
+                )
+        mesh = layout_of(self.options, self.context.world_size, role)
+        live = self._live()
+        path = self.config.path or self.model_config.path
+        self.hf_config = (
+            load_hf_config(self.model_config.model_copy(update={"path": path}))
+            if live is None
+            else copy.deepcopy(live.config)  # type: ignore[assignment]
+        )
+        if role in VALUE_ROLES:
+            self.hf_config.num_labels = 1
+        self.megatron_config = build.transformer_config(
+            self.hf_config,
+            mesh,
+            self.options,
+            dtype=self.precision.compute,
+            plugins=self.context.plugins,
+            calculate_per_token_loss=True,  # known when buffers of gradients are made: they are summed, not averaged
+            **_recomputation(self.options.recompute),
+        )
+        self.chunks, self.steps, self._shelves = [], None, {}
+        self.models: list[Any] = []
+        self.ranks = Ranks(mesh, self.context, self.device)
+
+    def _live(self) -> nn.Module | None:
+        """A model given from Python."""
+        live: nn.Module | None = (self.context.live or {}).get("model") if self.config.path is None else None
+        if live is not None and not hasattr(live, "config"):
+            raise ConfigError(
+                f"{self.context.role}: '{self.config.backend}' takes no {type(live).__name__} from Python, only models of "
+                "transformers. Save it and name the folder (model.path)."
+            )
+        return live
+
+    def _build_model_optimizer(
+        self,
+        *,
+        model_path: str,
+        engine_config: Any,
+        optim_config: Any,
+        override_model_config: dict,
+        role: str = "actor",
+    ) -> Any:
+        """Chunks of the model with their first weights, wrapped and with an optimizer where the role is trained.
+
+        Returns:
+            ``(module, optimizer, lr_scheduler)``: a list of chunks, and an optimizer over no weights whose rate the schedule
+            sets and ``optimizer_step`` takes. megatron-core's own is ``self.steps``.
+        """
+        from engine_plugin_megatron.models import weights
+        from engine_plugin_megatron.reading import first_weights
+
+        before = state.random_state(self.device)
+        self.chunks = self._build_chunks(role in VALUE_ROLES)
+        state.set_random_state(before, self.device)  # first values are drawn, and then replaced
+        plan = weights.plan(self.hf_config, self.megatron_config, role in VALUE_ROLES)
+        self.shapes = {
+            source.name: source.shape
+            for whole in plan
+            for section in whole.joined.sections
+            for source in section
+        }
+        module, optimizer, scheduler = nn.ModuleList(self.chunks), None, None
+        self.models = list(self.chunks)
+        if optim_config is not None:
+            optimizer, scheduler = self._train(optim_config)
+        model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
+        error: Exception | None = None
+        try:
+            self._fill(first_weights(model, role, self._live(), self.shapes))
+        except Exception as problem:
+            error = problem
+        self.ranks.share(error, f"Reading '{model.path}'", DataError)
+        return module, optimizer, scheduler
+
+    def _build_chunks(self, value_head: bool) -> list[Any]:
+        """This rank's parts of the model: one, or `virtual_pp`."""
+        from engine_plugin_megatron.models import build
+
+        stage, mesh = self.ranks.pp.rank(), self.ranks.mesh
+        return [
+            build.gpt_model(
+                self.hf_config,
+                self.megatron_config,
+                pre_process=stage == 0 and turn == 0,
+                post_process=stage == mesh.pp - 1 and turn == mesh.vp - 1,
+                vp_stage=turn if mesh.vp > 1 else None,
+                value_head=value_head,
+            ).train(
+                self.trainable
+            )  # without dropout that changes nothing but that activations may be recomputed
+            for turn in range(mesh.vp)
+        ]
+
+    def _train(self, optim: Any) -> tuple[torch.optim.Optimizer, Any]:
+        """Wrap the chunks and make their optimizer and schedule."""
+        from engine_plugin_megatron.optimizer import Steps, with_gradients
+        from engine_plugin_megatron.pipeline import synchronised
+
+        wrapped = with_gradients(self.chunks, self.options)
+        self.models = list(wrapped)
+        synchronised(wrapped, self.options.overlap_grad_reduce)
+        self.steps = Steps(wrapped, self.options, optim, self.precision.compute)
+        groups = [
+            {"params": [torch.zeros(())], "weight_decay": decay} for decay in (optim.weight_decay, 0.0)
+        ]  # as the core's AdamW has them: matrices, then vectors
+        rate = torch.optim.SGD(groups, lr=optim.lr)
+        return rate, build_schedule(rate, optim, self.context.total_steps, self.context.role)
+
+    def _adopt(self, built: Any) -> None:
+        if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module)):
+            raise PluginError(
+                f"{type(self).__name__}._build_model_optimizer returned {type(built).__name__}; expected what that of "
+                "MegatronEngine returns: (module, optimizer, lr_scheduler)."
+            )
+        self.module, self.optimizer, self.lr_scheduler = built
+        if not self.trainable:
+            self.module.requires_grad_(False)
+
+    def _make_forward(self) -> Any:
+        from engine_plugin_megatron.heads import TokenHead, ValueHead
+        from engine_plugin_megatron.pipeline import Pipeline
+
+        self.pipeline = Pipeline(self.models, self.chunks, self.device)
+        log.info("%s: %s.", self.context.role, self.ranks.mesh)
+        place = (self.chunks[-1] if self.ranks.last_stage else None, self.device, self.ranks.tp)
+        if self.context.role in VALUE_ROLES:
+            return ValueHead(*place)
+        return TokenHead(
+            *place,
+            vocabulary=self.hf_config.vocab_size,
+            rows_at_once=self.options.log_prob_chunk_tokens,
+            recompute=self.options.log_prob_recompute,
+        )
+
+    @property
+    def _compiles(self) -> bool:
+        return False
+
+    def _estimate(self, module: nn.Module) -> Estimate | None:
+        """None: `max_tokens_per_rank` ``auto`` is the fixed number."""
+        return None
+
+    def communicators(self) -> dict[str, dist.ProcessGroup]:
+        return self.ranks.communicators()
+
+    # -- forward and backward -----------------------------------------------
+
+    def _infer(self, batch: Batch, outputs: Sequence[str], adapter: bool) -> dict[str, Tensor]:
+        self._settle()
+        plan = self._plan(batch)
+
+        def compute(indices: list[int], micro: Batch, hidden: Tensor) -> dict[str, Tensor]:
+            return {name: value.cpu() for name, value in self.forward(micro, hidden, outputs).items()}
+
+        parts = self.pipeline.compute(plan, compute)
+        found, offsets = zero_outputs(outputs, batch), batch.offsets.tolist()
+        for (indices, _), values in zip(plan, parts, strict=self.ranks.last_stage):
+            if indices:
+                places = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in indices])
+                for name in outputs:
+                    found[name][places] = values[name]
+        return {name: self.ranks.from_last_stage(value) for name, value in found.items()}
+
+    def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        self._need("weights", "gradients")
+        self._check_outputs((*loss.outputs, *loss.watched))
+        return self._accumulate(batch, loss)
+
+    def _accumulate(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        objective, steps = self._resolve(loss), self.steps
+        if steps is None:
+            self._trained()
+        assert steps is not None
+        total = torch.zeros((), device=self.device)
+        metrics: dict[str, Tensor] = {}
+
+        def learn(indices: list[int], micro: Batch, hidden: Tensor) -> Tensor:
+            outputs = self.forward(micro, hidden, loss.outputs, loss.watched)
+            if not indices:
+                return torch.stack(
+                    [output.sum() for output in outputs.values() if output.requires_grad]
+                ).sum()
+            value, watched = objective(outputs, micro)
+            total.add_(value.detach())
+            merge_metrics(metrics, {name: figure.detach().clone() for name, figure in watched.items()})
+            return value
+
+        plan = self._plan(batch)
+        kept = steps.take_gradients()
+        self.pipeline.learn(plan, learn)
+        steps.give_gradients(kept)
+        summed, *values = numbers([total, *metrics.values()], self.device)
+        return self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), len(plan)))
+
+    def _plan(self, batch: Batch) -> list[Micro]:
+        """As many micro-batches as the rank that needs most, in an interleaved pipeline a multiple of its stages."""
+        plan = list(self._micro_batches(batch))
+        missing = -len(plan) % self.ranks.mesh.pp if self.ranks.mesh.vp > 1 else 0
+        return plan + [([], send_batch(filler(batch), self.device)) for _ in range(missing)]
+
+    @property
+    def _tells(self) -> bool:
+        return self.ranks.counts
+
+    # -- optimizer ----------------------------------------------------------
+
+    def optimizer_step(self) -> StepOutput:
+        self._need(*PARTS)
+        optimizer, lr = self._trained(), self.lr
+        assert self.steps is not None
+        norm = self.steps.norm()
+        skipped = not torch.tensor(norm).isfinite().item()
+        if not skipped:
+            if self.config.optim.max_grad_norm > 0:
+                self.steps.clip(self.config.optim.max_grad_norm, norm)
+            self.steps.step(lr)
+            optimizer.step()  # over no weights: so that the schedule knows of it
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.steps.clear()
+        self.num_skipped_steps += skipped
+        return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
+
+
+def _recomputation(how: str) -> dict[str, Any]:
+    """Arguments of megatron-core's config."""
+    if how == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if how == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}

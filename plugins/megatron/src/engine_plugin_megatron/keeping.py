@@ -1,0 +1,335 @@
+"""What the engine keeps and gives away: weights to others, checkpoints, exports, device memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine_core.engines import state
+from engine_core.engines.data_parallel import DataParallel
+from engine_core.engines.export import write_model
+from engine_core.engines.shards import Shards, shard_file, write_parts
+from engine_core.engines.torch_state import PARTS
+from engine_core.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from engine_plugin_megatron.memory import Shelf
+    from engine_plugin_megatron.optimizer import Steps
+    from engine_plugin_megatron.ranks import Ranks
+
+
+class Keeping(DataParallel):
+    """The part of ``MegatronEngine`` that is about what it holds.
+
+    Attributes:
+        chunks: this rank's parts of the model (``GPTModel``).
+        steps: the optimizer; None of a role that is not trained.
+        shapes: of all the model's weights, by the names of a Hugging Face folder.
+    """
+
+    ranks: Ranks
+    chunks: list[Any]
+    steps: Steps | None
+    hf_config: PretrainedConfig
+    shapes: dict[str, tuple[int, ...]]
+    _shelves: dict[str, Shelf]
+
+    # -- weights ------------------------------------------------------------
+
+    def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See ``TrainEngine``; for the leader alone the other ranks take part and get nothing."""
+        from engine_plugin_megatron.models import weights
+
+        self._need("weights")
+        if adapter:
+            self._adapted()
+        self._settle()
+        gets = to == "all" or self.ranks.rank == 0
+        for name, tensor in weights.stream(self.chunks, self.hf_config):
+            if gets:
+                yield name, tensor
+
+    def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        from engine_plugin_megatron.models import weights
+        from engine_plugin_megatron.reading import FromStream
+
+        self._need("weights")
+        self._settle()
+        read = FromStream(stream, self.shapes)
+        weights.load(self.chunks, self.hf_config, read, mix)
+        read.finish()
+        if self.steps is not None:
+            self.steps.follow_weights()
+
+    def _settle(self) -> None:
+        """Weights that are gathered while the next forward pass begins are there."""
+        if self.steps is not None:
+            self.steps.settle()
+
+    # -- checkpoints --------------------------------------------------------
+
+    def save(self, folder: Path) -> Future[None]:
+        """Each rank writes its part in a thread, from a copy in host memory; see ``shards``.
+
+        The future is this rank's own. Training may go on at once; a second save waits for the first.
+        """
+        self._need("weights", "optimizer")
+        self._wait_for_save()
+        self._settle()
+        files = self._parts()
+        scalars = self._scalars()
+        rank, size = self.ranks.rank, self.ranks.size
+        mine = {"random": self._random or state.random_state(self.device)}
+        done: Future[None] = Future()
+
+        def write() -> None:
+            try:  # up to here ranks may wait for each other, from here on none does
+                folder.mkdir(parents=True, exist_ok=True)
+                for kind, (held, places) in files.items():
+                    write_parts(folder / shard_file(kind, rank, size), held, places)
+                state.save_json(folder / state.rank_file(rank), mine)
+                if rank == 0:
+                    state.save_json(folder / state.STATE, scalars)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._saving = threading.Thread(target=write, name="megatron-save", daemon=False)
+        self._saving.start()
+        return done
+
+    def _scalars(self) -> dict[str, Any]:
+        scalars: dict[str, Any] = {
+            "format": state.FORMAT,
+            "num_skipped_steps": self.num_skipped_steps,
+            "base": None,
+            **self.ranks.described,
+        }
+        if self.optimizer is not None:
+            names = self._ordered_names()
+            groups = [
+                {**{k: v for k, v in group.items() if k != "params"}, "params": members}
+                for group, members in zip(
+                    self.optimizer.param_groups,
+                    (
+                        [n for n in names if len(self.shapes[n]) >= 2],
+                        [n for n in names if len(self.shapes[n]) < 2],
+                    ),
+                    strict=True,
+                )
+            ]
+            scalars["optimizer"] = {"groups": groups, "values": {}}
+        if self.lr_scheduler is not None:
+            scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
+        return scalars
+
+    def _parts(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+        """Copies of the parts that this rank writes, and where they lie, by kind. Collective.
+
+        Of weights in 16 bits the float32 copies are written, of which they are the rounded values.
+        """
+        from engine_plugin_megatron.models import weights
+        from engine_plugin_megatron.optimizer import MAIN, MOMENTS
+
+        files: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {"weights": ({}, {})}
+
+        def keep(kind: str, place: Any, tensor: Tensor, suffix: str) -> None:
+            if not place.writes:
+                return
+            held, places = files[kind]
+            for name, shape, at, part in weights.parts(place, tensor):
+                held[name + suffix] = part.to("cpu", copy=True).contiguous()
+                places[name + suffix] = {"shape": list(shape), "at": at}
+
+        stepped = self.steps is not None and self.steps.count > 0
+        if self.steps is not None:
+            files["optimizer"] = ({}, {})
+        for place in weights.names(self.chunks, self.hf_config):
+            own = place.tensor.detach() if self.steps is None else self.steps.read(place.tensor, MAIN)
+            keep("weights", place, own, "")
+            for key in MOMENTS if stepped else ():
+                assert self.steps is not None
+                keep("optimizer", place, self.steps.read(place.tensor, key), f"/{key}")
+        if stepped and self.ranks.rank == 0:
+            assert self.steps is not None
+            held, places = files["optimizer"]
+            for name in self.shapes:
+                held[f"{name}/step"] = torch.tensor(float(self.steps.count))
+                places[f"{name}/step"] = {"shape": [], "at": []}
+        return files
+
+    def load(self, folder: Path) -> None:
+        """What any engine of this format saved, on any layout of ranks; a rank beyond those that saved keeps its random state.
+
+        Raises:
+            DataError: it is of another model, or of a role that was not trained. Nothing was changed.
+        """
+        from engine_plugin_megatron.reading import FromShards, check_names
+
+        self._wait_for_save()
+        self._need(*PARTS)
+        scalars = state.load_json(folder / state.STATE)
+        self._check_base(folder, scalars.get("base"))
+        shards = Shards(folder, "weights")
+        check_names(shards.shapes, self.shapes, str(folder))
+        if self.steps is None:
+            self._fill(FromShards(shards))
+        else:
+            self._check_schedule(folder, scalars)
+            moments = Shards(folder, "optimizer")
+            count = self._steps_of(moments)
+            self._fill(FromShards(shards))
+            self._fill_state(moments, count)
+        with state.reading(folder / state.STATE):
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+                for group, was in zip(
+                    self._trained().param_groups, scalars["optimizer"]["groups"], strict=True
+                ):
+                    group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
+                self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
+            self.num_skipped_steps = int(scalars["num_skipped_steps"])
+            random = state.saved_random(folder, scalars, self.ranks.rank, self.device)
+            state.set_random_state(random, self.device)
+        self._random = None
+
+    def _steps_of(self, shards: Shards) -> int:
+        """How many steps a checkpoint's optimizer had taken.
+
+        Raises:
+            DataError: it lacks the state of a weight.
+        """
+        from engine_plugin_megatron.optimizer import MOMENTS
+
+        if not shards.shapes:
+            return 0
+        wanted = [f"{name}/{key}" for name in self.shapes for key in ("step", *MOMENTS)]
+        if missing := next((name for name in wanted if name not in shards.shapes), None):
+            raise DataError(
+                f"{shards.folder} lacks '{missing}' of AdamW's state: its optimizer was another one, or over other weights. "
+                "Start a new run from `engine export`."
+            )
+        return int(shards.whole(wanted[0]))
+
+    @torch.no_grad()
+    def _fill(self, read: Any) -> None:
+        """Weights of this rank, and the float32 copies of those in 16 bits."""
+        from engine_plugin_megatron.models import weights
+        from engine_plugin_megatron.optimizer import MAIN
+
+        for place in weights.names(self.chunks, self.hf_config):
+            if self.steps is None:
+                weights.fill(place.tensor.detach(), place, read)
+                continue
+            values = torch.empty_like(place.tensor, dtype=torch.float32)
+            weights.fill(values, place, read)
+            self.steps.write(place.tensor, MAIN, values)
+
+    @torch.no_grad()
+    def _fill_state(self, shards: Shards, count: int) -> None:
+        from engine_plugin_megatron.models import weights
+        from engine_plugin_megatron.optimizer import MOMENTS
+        from engine_plugin_megatron.reading import FromShards
+
+        assert self.steps is not None
+        self.steps.restart(count)
+        for place in weights.names(self.chunks, self.hf_config) if count else ():
+            values = torch.empty_like(place.tensor, dtype=torch.float32)
+            for key in MOMENTS:
+                weights.fill(values, place, FromShards(shards, f"/{key}"))
+                self.steps.write(place.tensor, key, values)
+
+    def _ordered_names(self) -> list[str]:
+        """The model's weights in the order of the transformers model's own, as other engines of this format write them."""
+        from engine_plugin_megatron.reading import own_order
+
+        own = own_order(self.hf_config, self.context.role)
+        return own if set(own) == set(self.shapes) else list(self.shapes)
+
+    def _wait_for_save(self) -> None:
+        thread = getattr(self, "_saving", None)
+        if thread is not None:
+            thread.join()
+
+    def export(self, folder: Path, adapter: bool = False) -> None:
+        """A Hugging Face folder, written by the first rank a few tensors at a time: it never holds the whole model.
+
+        Raises:
+            OSError: it cannot be written; every rank raises, and a part of it may be there.
+        """
+        from engine_plugin_megatron.reading import blank_module
+
+        self._need("weights")
+        if adapter:
+            self._adapted()
+        stream = self.named_weights(to="leader")
+        error: Exception | None = None
+        try:
+            if self.ranks.rank == 0:
+                source = self.config.path or self.model_config.path
+                write_model(folder, blank_module(self.hf_config, self.context.role, source), stream)
+        except OSError as problem:
+            error = problem
+        for _ in stream:  # every rank gathers to the end, whatever happened to the file
+            pass
+        self.ranks.share(error, f"Writing {folder}")
+
+    # -- device memory ------------------------------------------------------
+
+    def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Weights and optimizer state go to host memory; gradients are dropped (step before)."""
+        from engine_plugin_megatron.memory import Shelf
+
+        _check_parts(keep)
+        self._settle()
+        for part in PARTS:
+            if part in keep or part in self._asleep:
+                continue
+            if part == "gradients" and self.steps is not None:
+                self.steps.clear()
+            shelf = self._shelves[part] = Shelf()
+            shelf.put(self._memory_of(part), keep=part != "gradients")
+            self._asleep.add(part)
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    def wake(self, only: Sequence[str] | None = None) -> None:
+        _check_parts(only or ())
+        for part in PARTS:
+            if part in self._asleep and (only is None or part in only):
+                self._shelves.pop(part).back()
+                self._asleep.discard(part)
+
+    def _memory_of(self, part: str) -> list[Tensor]:
+        """What lies on the device of a part; a float32 weight that is stepped itself is the weights'."""
+        own: list[Tensor] = [t.detach() for t in self.module.parameters()]
+        if part == "weights":
+            return own + [buffer for buffer in self.module.buffers() if buffer.numel()]
+        if self.steps is None:
+            return []
+        if part == "gradients":
+            return self.steps.gradient_buffers()
+        there = {tensor.untyped_storage().data_ptr() for tensor in own}
+        return [t for t in self.steps.tensors() if t.untyped_storage().data_ptr() not in there]
+
+    def close(self) -> None:
+        self._wait_for_save()
+        super().close()
+        self.steps, self.chunks = None, []
+        self.ranks.close()
+
+
+def _check_parts(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(f"Unknown part '{name}' of a train engine." + did_you_mean(name, PARTS))

@@ -1,0 +1,85 @@
+"""How many ranks share what: the numbers of a layout, and which of them fit a run and a model (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_plugin_megatron.options import MegatronOptions
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Ranks along each axis.
+
+    Ranks are numbered as megatron-core does: those of ``tp`` lie next to each other, then ``cp``, ``ep`` within ``dp``, then
+    ``dp``, and stages of ``pp`` lie farthest apart.
+    """
+
+    tp: int = 1  # share each layer's heads and wide dimension
+    pp: int = 1  # hold consecutive layers each
+    vp: int = 1  # chunks of layers that each of them holds
+    ep: int = 1  # of those with other data, share a layer's experts
+    cp: int = 1  # share the tokens of a sequence
+    dp: int = 1  # have other sequences
+
+    @property
+    def size(self) -> int:
+        """All ranks; ``ep`` is a part of ``dp``."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        axes = {"tp": self.tp, "pp": self.pp, "virtual pp": self.vp, "ep": self.ep, "cp": self.cp}
+        told = [f"{name} {count}" for name, count in axes.items() if count > 1]
+        return ", ".join([*told, f"dp {self.dp}"])
+
+
+def layout_of(options: MegatronOptions, size: int, role: str) -> MeshLayout:
+    """The layout of a table on ``size`` ranks.
+
+    Raises:
+        ConfigError: they cannot be divided so.
+    """
+    table = f"{role}.megatron"
+    together = options.tp * options.pp * options.cp
+    if size % together:
+        keys = ", ".join(f"{name} {getattr(options, name)}" for name in ("tp", "pp", "cp"))
+        raise ConfigError(
+            f"[{table}] {keys} make copies of the model of {together} ranks each, which do not divide the {size} ranks of "
+            f"this run. {_nearest_layout(options, size)} Or start another number of ranks."
+        )
+    data = size // together
+    if data * options.cp % options.ep:
+        raise ConfigError(
+            f"{table}.ep is {options.ep}, which does not divide the {data} ranks that have data of their own ({size} ranks, "
+            f"{together} to a copy of the model). {nearest_fit(options.ep, divisors(data))} Or start another number of ranks."
+        )
+    return MeshLayout(options.tp, options.pp, options.virtual_pp, options.ep, options.cp, data)
+
+
+def _nearest_layout(options: MegatronOptions, size: int) -> str:
+    """The tp and pp that divide the ranks and differ least from those asked for."""
+    fits = [(tp, pp) for tp in divisors(size) for pp in divisors(size // tp)]
+
+    def distance(pair: tuple[int, int]) -> tuple[int, int, int]:
+        tp, pp = pair
+        return abs(tp - options.tp) + abs(pp - options.pp), abs(tp - options.tp), tp
+
+    tp, pp = min(fits, key=distance)
+    return f"The nearest that do: tp = {tp}, pp = {pp}."
+
+
+def nearest_fit(asked: int, fits: Sequence[int]) -> str:
+    """What to set a number to instead."""
+    near = min(fits, key=lambda n: (abs(n - asked), n))
+    every = "" if len(fits) == 1 else f" (one of {', '.join(str(n) for n in fits)})"
+    return f"Set it to {near}{every}."
+
+
+def divisors(size: int) -> list[int]:
+    """1 to ``size``, those that divide it."""
+    return [n for n in range(1, size + 1) if size % n == 0]

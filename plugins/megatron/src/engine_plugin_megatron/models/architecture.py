@@ -1,0 +1,244 @@
+"""What an architecture is to this plugin, and those that come with it.
+
+An ``Architecture`` says three things of a Hugging Face config: which of it is not computed here, the arguments of
+megatron-core's ``TransformerConfig``, and of which tensors each parameter is made. Another decoder of the same family
+is a subclass of a few lines.
+
+Left out: decoders that are no sequence of attention and feed-forward with RMS norms before them (Gemma's norms behind,
+multi-head latent attention, state spaces).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from engine_core.errors import ConfigError, PluginError
+from engine_core.plugin_metadata import find
+from engine_core.plugins import PluginSet
+from engine_plugin_megatron.models.places import Joined, Source, attention_rows, whole_source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROPE_TYPES = ("default", "linear", "llama3")
+HEAD = "score.weight"
+"""The value head in a Hugging Face folder (``...ForSequenceClassification``)."""
+
+
+class Architecture:
+    """Llama: RMS norms, rotary positions, grouped queries, a gated feed-forward, no biases."""
+
+    qkv_bias = False  # queries, keys and values have a bias
+    head_norms = False  # queries and keys are normed, head by head
+    embedding, final_norm, output = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        """What of this config would be computed otherwise than transformers does; a line each."""
+        found = []
+        if hf.hidden_act != "silu":
+            found.append(f"hidden_act is '{hf.hidden_act}'; 'silu' alone is known")
+        found += [
+            f"{key} is true; layers with these biases are not known"
+            for key in ("attention_bias", "mlp_bias")
+            if getattr(hf, key, False)
+        ]
+        window = getattr(hf, "sliding_window", None)
+        layers = getattr(hf, "layer_types", None) or []
+        if (
+            window
+            and (not layers or "sliding_attention" in layers)
+            and getattr(hf, "use_sliding_window", True)
+        ):
+            found.append(f"sliding_window is {window}; attention here sees the whole sequence")
+        rope = hf.rope_parameters
+        if rope["rope_type"] not in ROPE_TYPES:
+            found.append(f"rope_type is '{rope['rope_type']}'; known are {', '.join(ROPE_TYPES)}")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            found.append("partial_rotary_factor is set; whole heads alone are rotated")
+        return found
+
+    def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Those of ``TransformerConfig`` that the model decides."""
+        return {
+            "num_layers": hf.num_hidden_layers,
+            "hidden_size": hf.hidden_size,
+            "ffn_hidden_size": hf.intermediate_size,
+            "num_attention_heads": hf.num_attention_heads,
+            "num_query_groups": hf.num_key_value_heads,
+            "kv_channels": head_width(hf),
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": hf.rms_norm_eps,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.head_norms,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+
+    def inverse_frequencies(self, hf: PretrainedConfig) -> torch.Tensor:
+        """[dim / 2] float32 of the rotary positions, as transformers computes them."""
+        rope = hf.rope_parameters
+        if rope["rope_type"] == "default":
+            width = head_width(hf)
+            return 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width))
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
+        assert scaling == 1.0, rope
+        return frequencies
+
+    def layer(self, hf: PretrainedConfig, index: int) -> Iterator[Joined]:
+        """The parameters of one decoder layer."""
+        here, hidden = f"model.layers.{index}", hf.hidden_size
+        yield norm("input_layernorm", f"{here}.input_layernorm", hidden)
+        yield from self.attention(hf, f"{here}.self_attn")
+        yield norm("pre_mlp_layernorm", f"{here}.post_attention_layernorm", hidden)
+        yield from self.feed_forward(hf, index, f"{here}.mlp")
+
+    def attention(self, hf: PretrainedConfig, here: str) -> Iterator[Joined]:
+        """The parameters of its attention."""
+        heads, groups, width = hf.num_attention_heads, hf.num_key_value_heads, head_width(hf)
+        for leaf, columns in {"weight": (hf.hidden_size,), **({"bias": ()} if self.qkv_bias else {})}.items():
+            names = f"{here}.q_proj.{leaf}", f"{here}.k_proj.{leaf}", f"{here}.v_proj.{leaf}"
+            rows = attention_rows(names, heads, groups, width, columns)
+            yield Joined(f"self_attention.linear_qkv.{leaf}", rows)
+        if self.head_norms:
+            yield norm("self_attention.q_layernorm", f"{here}.q_norm", width)
+            yield norm("self_attention.k_layernorm", f"{here}.k_norm", width)
+        whole = whole_source(f"{here}.o_proj.weight", (hf.hidden_size, heads * width))
+        yield Joined("self_attention.linear_proj.weight", whole, split=1)
+
+    def feed_forward(self, hf: PretrainedConfig, index: int, here: str) -> Iterator[Joined]:
+        """The parameters of its feed-forward."""
+        yield from gated("mlp", here, hf.hidden_size, hf.intermediate_size)
+
+    def embeds(self, hf: PretrainedConfig, padding: int) -> Joined:
+        """The embedding, with rows of padding."""
+        shape = (hf.vocab_size, hf.hidden_size)
+        return Joined(
+            "embedding.word_embeddings.weight", whole_source(self.embedding, shape), padding=padding
+        )
+
+    def ends(self, hf: PretrainedConfig) -> Joined:
+        """The norm behind the last layer."""
+        return norm("decoder.final_layernorm", self.final_norm.removesuffix(".weight"), hf.hidden_size)
+
+    def speaks(self, hf: PretrainedConfig, padding: int) -> Joined:
+        """The output layer; tied: the embedding again."""
+        shape = (hf.vocab_size, hf.hidden_size)
+        name = self.embedding if hf.tie_word_embeddings else self.output
+        return Joined("output_layer.weight", whole_source(name, shape), padding=padding)
+
+    def scores(self, hf: PretrainedConfig) -> Joined:
+        """The value head."""
+        return Joined("output_layer.weight", whole_source(HEAD, (1, hf.hidden_size)), split=None)
+
+
+class Qwen2(Architecture):
+    """Llama with biases of queries, keys and values."""
+
+    qkv_bias = True
+
+
+class Qwen3(Architecture):
+    """Llama with norms of each head's queries and keys."""
+
+    head_norms = True
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3 whose feed-forwards are mixtures of experts.
+
+    Each token goes to `num_experts_per_tok` experts, none is dropped. Their shares are those of the softmax over all
+    experts, divided by their sum where `norm_topk_prob`. No loss for balance is added to that of the run.
+    """
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        found = super().problems(hf)
+        if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+            found.append("norm_topk_prob with num_experts_per_tok 1: the router would have no gradient")
+        return found
+
+    def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {
+            **super().arguments(hf),
+            "num_moe_experts": hf.num_experts,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_layer_freq": [int(sparse(hf, index)) for index in range(hf.num_hidden_layers)],
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_pre_softmax": not hf.norm_topk_prob,  # else softmax over the chosen: the same as dividing
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,  # one expert after another: grouped ones are Transformer Engine's
+        }
+
+    def feed_forward(self, hf: PretrainedConfig, index: int, here: str) -> Iterator[Joined]:
+        if not sparse(hf, index):
+            yield from super().feed_forward(hf, index, here)
+            return
+        router = whole_source(f"{here}.gate.weight", (hf.num_experts, hf.hidden_size))
+        yield Joined("mlp.router.weight", router, split=None)
+        for expert in range(hf.num_experts):
+            of = f"{here}.experts.{expert}"
+            yield from gated(
+                "mlp.experts.local_experts.{expert}", of, hf.hidden_size, hf.moe_intermediate_size, expert
+            )
+
+
+def architecture_of(hf: PretrainedConfig, plugins: PluginSet | None = None) -> Architecture:
+    """What computes this model, from the table ``engine_architectures``.
+
+    Args:
+        hf: the model's config; its ``model_type`` is the name.
+        plugins: of the run: those of its `plugins = [...]` are asked too.
+
+    Raises:
+        ConfigError: there is none of that name, or not all of the config is computed.
+        PluginError: the one that is there does not load.
+    """
+    name = hf.model_type
+    run = PluginSet() if plugins is None else plugins
+    try:
+        loaded = PluginSet.load({"architectures": [name]}, run.modules, run.root, run.allow_code)
+    except PluginError as error:
+        if any(find("architectures", name)):
+            raise
+        raise ConfigError(
+            f"Megatron has no model for {type(hf).__name__}: {error} Use backend 'fsdp', which trains any model of "
+            "transformers, or add the architecture in a plugin (engine_architectures)."
+        ) from None
+    architecture: Architecture = loaded.resolve("architectures", name)()
+    if problems := architecture.problems(hf):
+        raise ConfigError([f"Megatron does not compute this '{name}': {problem}." for problem in problems])
+    return architecture
+
+
+def sparse(hf: PretrainedConfig, index: int) -> bool:
+    """Whether a layer has experts."""
+    return (
+        index not in hf.mlp_only_layers and hf.num_experts > 0 and (index + 1) % hf.decoder_sparse_step == 0
+    )
+
+
+def head_width(hf: PretrainedConfig) -> int:
+    """Numbers of one head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def norm(name: str, source: str, width: int) -> Joined:
+    """A weight that each rank has whole."""
+    return Joined(f"{name}.weight", whole_source(f"{source}.weight", (width,)), split=None)
+
+
+def gated(name: str, here: str, hidden: int, wide: int, expert: int | None = None) -> Iterator[Joined]:
+    """A gated feed-forward: gate and up in one matrix, down in another."""
+    gate, up = ((Source(f"{here}.{part}_proj.weight", (wide, hidden), 0, wide),) for part in ("gate", "up"))
+    yield Joined(f"{name}.linear_fc1.weight", (gate, up), expert=expert)
+    down = whole_source(f"{here}.down_proj.weight", (hidden, wide))
+    yield Joined(f"{name}.linear_fc2.weight", down, split=1, expert=expert)

@@ -1,0 +1,88 @@
+"""Core attention for megatron-core without Transformer Engine: packed sequences (``thd``) and rectangles (``sbhd``).
+
+Megatron's local ``DotProductAttention`` refuses packed sequences. This one is the core's ``varlen``
+(``engine_core.engines.attention``): ``torch.nn.attention.varlen`` on CUDA in half precision, scaled dot-product
+attention elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from engine_core.engines.attention import varlen
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_ON_DEVICE = (
+    WeakTensorKeyDictionary()
+)  # boundaries on the host -> a copy on the device, for every layer of a pack
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention with shared keys. ``cu_seqlens_q`` may lie on the CPU, where Megatron's rotary embedding reads it
+    without waiting for the device.
+
+    Args:
+        config: of the model.
+        softmax_scale: of the scores; None: one over the root of a head's width.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attention of this rank's heads.
+
+        Args:
+            query: [T, heads, dim] of a pack, else [length, batch, heads, dim]; ``key`` and ``value`` alike.
+            attention_mask: must be None: all attention here is causal; padding stands behind what is valid.
+            packed_seq_params: where each sequence of a pack begins and ends.
+
+        Returns:
+            [T, heads * dim] or [length, batch, heads * dim].
+        """
+        if attention_mask is not None:
+            raise ValueError("attention here is causal and takes no attention_mask: give None")
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            shared = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=shared)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out, _none = varlen(
+            self,
+            q,
+            k,
+            v,
+            None,
+            scaling=self.scale,
+            cu_seq_lens_q=_boundaries(packed_seq_params.cu_seqlens_q, query.device),
+            max_length_q=packed_seq_params.max_seqlen_q,
+        )
+        return out[0].flatten(1)
+
+
+def _boundaries(cu: Tensor, device: torch.device) -> Tensor:
+    if cu.device == device:
+        return cu
+    if cu not in _ON_DEVICE:
+        _ON_DEVICE[cu] = cu.to(device, non_blocking=True)
+    return _ON_DEVICE[cu]

@@ -1,0 +1,61 @@
+"""Whether a model fits a layout, told before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_plugin_megatron.layout import divisors, nearest_fit
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from engine_plugin_megatron.layout import MeshLayout
+
+
+def misfits(hf: PretrainedConfig, layout: MeshLayout, *, sequence_parallel: bool = False) -> list[str]:
+    """What of the layout does not divide the model, a line each; empty where it fits.
+
+    Args:
+        hf: the model's config.
+        layout: of the ranks.
+        sequence_parallel: whether ranks share tokens between the layers' matrices.
+    """
+    found = []
+    heads, groups, wide = hf.num_attention_heads, hf.num_key_value_heads, hf.intermediate_size
+    experts = getattr(hf, "num_experts", None) or 0
+    wides = sorted({wide, hf.moe_intermediate_size} if experts else {wide})
+    fits = [
+        n for n in divisors(heads) if not (groups % n and n % groups) and not any(each % n for each in wides)
+    ]
+    if layout.tp not in fits:
+        told = " and ".join(str(each) for each in wides)
+        found.append(
+            f"tp is {layout.tp}, which does not divide {heads} heads with {groups} heads of keys and a feed-forward of "
+            f"{told}. {nearest_fit(layout.tp, fits)}"
+        )
+    layers = hf.num_hidden_layers
+    if layers % layout.pp:
+        found.append(
+            f"pp is {layout.pp}, which does not divide {layers} layers. {nearest_fit(layout.pp, divisors(layers))}"
+        )
+    elif layers % (layout.pp * layout.vp):
+        fitting = divisors(layers // layout.pp)
+        found.append(
+            f"virtual_pp is {layout.vp}, which does not divide the {layers // layout.pp} layers of a stage. "
+            + nearest_fit(layout.vp, fitting)
+        )
+    if layout.ep > 1 and not experts:
+        found.append(f"ep is {layout.ep}, and '{hf.model_type}' has no experts. Set it to 1.")
+    elif experts and experts % layout.ep:
+        found.append(
+            f"ep is {layout.ep}, which does not divide {experts} experts. {nearest_fit(layout.ep, divisors(experts))}"
+        )
+    if experts and layout.tp > 1 and not sequence_parallel:
+        found.append(
+            "tp with experts needs sequence_parallel: ranks would route the same tokens each. Set it to true."
+        )
+    if layout.cp > 1:
+        found.append(
+            f"cp is {layout.cp}: sequences shared by ranks are not there yet. Set it to 1; use tp and sequence_parallel."
+        )
+    return found

@@ -1,0 +1,70 @@
+"""Option table of the engine (neither torch nor megatron here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from engine_core.specs import Options
+
+
+class MegatronOptions(Options):
+    """``[actor.megatron]``: the model spread over ranks with megatron-core."""
+
+    device: str = "auto"
+    """``auto`` takes the rank's own accelerator; or a torch device string. megatron-core needs CUDA."""
+    tp: int = Field(default=1, gt=0)
+    """Ranks that share each layer: its heads and its wide dimension (tensor parallelism). They should be of one host. Must divide the model's heads and key-value heads."""
+    pp: int = Field(default=1, gt=0)
+    """Ranks that hold consecutive layers each (pipeline parallelism): little is sent, and it may be sent between hosts. Must divide the model's layers."""
+    virtual_pp: int = Field(default=1, gt=0)
+    """Chunks of layers that each rank of `pp` holds, interleaved: the pipeline is filled and emptied quicker, for more messages. Layers must divide by `pp` times this."""
+    ep: int = Field(default=1, gt=0)
+    """Of the ranks with data of their own those that share the experts of each layer (a mixture of experts). Must divide the experts."""
+    cp: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of a sequence (context parallelism). Not yet: 1 alone is accepted."""
+    sequence_parallel: bool = False
+    """With `tp`: what lies between the layers' matrices (norms, sums) is shared by tokens, too: less memory for activations."""
+    distributed_optimizer: bool = True
+    """The optimizer's state, and the float32 copy of 16-bit weights, are spread over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool = False
+    """Gradients are summed over data-parallel ranks while the last micro-batch is still going backward."""
+    overlap_param_gather: bool = False
+    """With `distributed_optimizer`: new weights are gathered while the next forward pass begins. Needs `overlap_grad_reduce`."""
+    bucket_size: int | None = Field(default=None, gt=0)
+    """Parameters in one message of gradients, with `overlap_grad_reduce`; none: megatron-core's choice (40 million, or a million for each data-parallel rank)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """``full``: the activations of each layer are computed again in the backward pass (less memory, about a quarter more time). ``selective``: those of attention's core alone."""
+    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the forward pass and of the weights that it reads; ``auto`` is bf16 where the accelerator has it. With ``bf16`` a trained role keeps a float32 copy in its optimizer. Log-probs are always float32."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are kept and summed; ``bf16`` with `compute_dtype` ``bf16`` alone."""
+    log_prob_chunk_tokens: int = Field(default=1024, gt=0)
+    """Response tokens whose logits exist at one time (that many times a rank's part of the vocabulary, in float32)."""
+    log_prob_recompute: bool = True
+    """Compute logits again in the backward pass, a chunk at a time."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MegatronOptions:
+        if self.cp > 1:
+            raise ValueError(
+                f"cp {self.cp}: sequences shared by ranks are not there yet. Leave it out, or use tp and sequence_parallel."
+            )
+        if self.virtual_pp > 1 and self.pp == 1:
+            raise ValueError(
+                f"virtual_pp {self.virtual_pp} has no effect with pp 1: set pp, or leave it out."
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel has no effect with tp 1: set tp, or leave it out.")
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce: set them, or leave it out."
+            )
+        if self.grad_reduce_dtype == "bf16" and self.compute_dtype == "fp32":
+            raise ValueError("grad_reduce_dtype 'bf16' over compute_dtype 'fp32': set it to 'fp32'.")
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError(
+                "bucket_size has no effect without overlap_grad_reduce: set that, or leave it out."
+            )
+        return self

@@ -1,0 +1,136 @@
+"""Micro-batches of packed sequences through megatron-core's schedules.
+
+The core's loss is a sum whose weights are those of the global mini-batch, so nothing is averaged here: megatron-core's
+config says that losses are per token (``calculate_per_token_loss``), and there is nothing to divide them by. Its other way
+divides the loss tensor in place by the number of micro-batches, and a metric that shares its memory with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from engine_core.engines.transfer import on_host, send
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+
+Micro = tuple[list[int], "Batch"]
+"""Positions in the batch ([] of one that fills up), and the sequences on the device."""
+
+
+class Pipeline:
+    """Runs a plan through the stages.
+
+    Args:
+        models: this rank's chunks as they are called: wrapped where gradients are summed.
+        chunks: the ``GPTModel`` in each.
+        device: of this rank.
+    """
+
+    def __init__(self, models: Sequence[Any], chunks: Sequence[Any], device: torch.device) -> None:
+        self.models, self.device = list(models), device
+        self.config = chunks[0].config
+        self.multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        for chunk in chunks:
+            if chunk.post_process:
+                # hidden states instead of the logits of all tokens: the head takes the rows that are wanted
+                chunk._postprocess = _hidden_states
+            chunk.config.finalize_model_grads_func = _finalize
+
+    def learn(self, plan: Sequence[Micro], loss: Callable[[list[int], Batch, Tensor], Tensor]) -> None:
+        """Forward and backward of every micro-batch; then gradients are summed over ranks.
+
+        Args:
+            plan: as many on every rank.
+            loss: of positions, sequences and hidden states; called on the last stage.
+        """
+
+        def after(indices: list[int], micro: Batch, hidden: Tensor) -> Any:
+            return loss(indices, micro, hidden), torch.zeros((), dtype=torch.int, device=self.device), {}
+
+        self._run(plan, after)
+
+    @torch.no_grad()
+    def compute(self, plan: Sequence[Micro], function: Callable[[list[int], Batch, Tensor], Any]) -> list:
+        """Forward of every micro-batch.
+
+        Returns:
+            On the last stage what ``function`` gives of each, in their order; elsewhere nothing.
+        """
+        return self._run(plan, function, forward_only=True, collect_non_loss_data=True)
+
+    def _run(self, plan: Sequence[Micro], after: Callable[..., Any], **how: bool) -> list:
+        if not plan:
+            return []
+
+        def forward_step(iterator: Iterator[Micro], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            indices, micro = next(iterator)
+            hidden = model(**self.inputs(micro))
+
+            def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+                return after(indices, micro, output)
+
+            return hidden, finish
+
+        iterators = [iter(plan) for _ in self.models]
+        alone = len(self.models) == 1
+        found: list = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators[0] if alone else iterators,
+            model=self.models,
+            num_microbatches=len(plan),
+            seq_length=plan[0][1].num_tokens,
+            micro_batch_size=1,
+            **{"forward_only": False, **how},
+        )
+        return found
+
+    def inputs(self, micro: Batch) -> dict[str, Any]:
+        """Arguments of a model: one row of packed tokens, filled up to what ranks can share."""
+        lengths = on_host(micro.lengths)
+        lengths = lengths[lengths > 0]
+        ids, missing = micro.token_ids, -micro.num_tokens % self.multiple
+        if missing:
+            ids = torch.cat([ids, ids.new_zeros(missing)])
+            lengths = torch.cat([lengths, lengths.new_tensor([missing])])
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], lengths)
+        longest, bounds = int(lengths.max()), ends.to(torch.int32)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return {
+            "input_ids": ids[None],
+            "position_ids": send(positions, self.device)[None],
+            "attention_mask": None,
+            "packed_seq_params": packed,
+        }
+
+
+def _hidden_states(*, hidden_states: Tensor, **_: Any) -> Tensor:
+    return hidden_states
+
+
+def _finalize(model: list, num_tokens: Tensor | None = None, **settings: Any) -> None:
+    """Sum gradients over ranks; there is no number of tokens to divide them by."""
+    finalize_model_grads(model, None, **settings)
+
+
+def synchronised(models: Sequence[Any], overlap: bool) -> None:
+    """Tell the schedule how gradients wait for the last micro-batch, where they are summed while it goes backward."""
+    if not overlap:
+        return
+    waits = [model.no_sync for model in models]
+    for model in models:
+        model.config.no_sync_func = waits[0] if len(waits) == 1 else waits

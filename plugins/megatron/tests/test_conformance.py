@@ -1,0 +1,39 @@
+import pytest
+
+from engine_core.testing import TrainEngineSuite
+
+
+class Megatron(TrainEngineSuite):
+    """megatron-core asks CUDA for a device: in these workers a CPU answers."""
+
+    backend = "megatron"
+    worker_context = "cpu_shim.py:megatron_on_cpu"
+
+
+@pytest.mark.slow
+class TestTensorParallel(Megatron):
+    world_size = 2
+    options = {"tp": 2}
+
+
+@pytest.mark.slow
+class TestOneRank(Megatron):
+    resumes_on = (2,)
+
+
+@pytest.mark.slow
+class TestDataParallel(Megatron):
+    world_size = 2
+    resumes_on = (1,)
+
+
+@pytest.mark.slow
+class TestPipeline(Megatron):
+    world_size = 2
+    options = {"pp": 2}
+
+
+@pytest.mark.slow
+class TestTensorParallelAndPipeline(Megatron):
+    world_size = 4
+    options = {"tp": 2, "pp": 2}

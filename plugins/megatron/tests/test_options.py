@@ -1,0 +1,56 @@
+"""What the options of a run file may say together, and what of a run is refused before its model is read."""
+
+import pytest
+import torch
+from engine_plugin_megatron.engine import MegatronEngine
+from engine_plugin_megatron.options import MegatronOptions
+from pydantic import ValidationError
+
+from engine_core.config import RoleConfig
+from engine_core.engines.base import WorkerContext
+from engine_core.errors import ConfigError
+from engine_core.plugins import PluginSet
+
+
+def test_a_resolved_table_which_sets_every_key_reads_back():
+    """As a run folder has it, and as the workers of a run get it."""
+    assert MegatronOptions.model_validate(MegatronOptions().model_dump(mode="json")) == MegatronOptions()
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ({"cp": 2}, "cp 2: sequences shared by ranks are not there yet"),
+        ({"virtual_pp": 2}, "virtual_pp 2 has no effect with pp 1"),
+        ({"sequence_parallel": True}, "sequence_parallel has no effect with tp 1"),
+        ({"overlap_param_gather": True}, "overlap_param_gather needs"),
+        ({"bucket_size": 10}, "bucket_size has no effect"),
+        ({"compute_dtype": "fp32", "grad_reduce_dtype": "bf16"}, "grad_reduce_dtype 'bf16'"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(table, told):
+    with pytest.raises(ValidationError, match=told):
+        MegatronOptions(**table)
+
+
+def refused(options=None, **role):
+    context = WorkerContext(
+        plugins=PluginSet.load({}), role="actor", device=torch.device("cpu"), rank=0, world_size=2
+    )
+    config = RoleConfig(backend="megatron", options=MegatronOptions(**(options or {})), **role)
+    with pytest.raises(ConfigError) as raised:
+        MegatronEngine.check(config, context)
+    return str(raised.value)
+
+
+def test_a_layout_is_refused_before_the_machine_is_looked_at():
+    assert "tp = 2, pp = 1" in refused({"tp": 3})
+
+
+def test_adapters_are_refused_with_what_trains_them():
+    assert "[actor.lora]: 'megatron' trains no adapters yet" in refused(lora={"rank": 4})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_machine_without_cuda_is_refused_with_what_runs_there():
+    assert "needs a CUDA device; this machine has none. Use 'torch' or 'fsdp' here." in refused()

@@ -1,0 +1,95 @@
+"""A whole run: two processes that share each layer, against one process of the `torch` engine."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine_core.testing import reference
+
+HERE = Path(__file__).parent
+RUN = """
+[model]
+path = "model"
+[actor.optim]
+lr = 1e-3
+[rollout]
+group_size = 4
+max_response_tokens = 8
+[[reward]]
+name = "numeric"
+[data]
+train = "train.jsonl"
+prompts_per_step = 4
+[run]
+steps = 3
+[checkpoint]
+every_steps = 2
+"""
+SPLIT = [
+    'plugins=["on_cpu.py"]',
+    "actor.backend=megatron",
+    "runtime.backend=torchrun",
+    "runtime.torchrun.processes=2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("run")
+    reference.write_model(made / "model", {}, 0, True)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (made / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made / "run.toml").write_text(RUN)
+    for name in ("on_cpu.py", "cpu_shim.py"):
+        shutil.copy(HERE / name, made)
+    return made
+
+
+def engine(folder, *arguments):
+    command = [sys.executable, "-m", "engine_core.cli.main", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def train(folder, name, *settings):
+    told = engine(
+        folder, "train", "run.toml", *(w for s in (f"run.name={name}", *settings) for w in ("--set", s))
+    )
+    return told, metrics(folder, name)
+
+
+def metrics(folder, name):
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_that_share_layers_train_as_one(folder):
+    _, alone = train(folder, "alone")
+    told, both = train(folder, "both", *SPLIT, "actor.megatron.tp=2")
+    assert "actor: tp 2, dp 1." in told
+    for number, (one, two) in enumerate(zip(alone, both, strict=True)):
+        assert one["reward/mean"] == two["reward/mean"]
+        assert two["mismatch/max_abs"] < 1e-4
+        for name in ("actor/loss", "actor/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5 if number == 0 else 1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_stopped_goes_on_in_the_torch_engine(folder):
+    """The stages of a pipeline write one checkpoint, and one process goes on from it."""
+    _, straight = train(folder, "straight", "run.steps=4")
+    train(folder, "moved", *SPLIT, "actor.megatron.pp=2", "run.steps=2")
+    words = ["plugins=[]", "actor.backend=torch", "runtime.backend=local", "run.steps=4"]
+    engine(folder, "resume", "runs/moved", *(w for word in words for w in ("--set", word)))
+    for one, two in zip(straight, metrics(folder, "moved"), strict=True):
+        assert one["reward/mean"] == two["reward/mean"]
+        for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
