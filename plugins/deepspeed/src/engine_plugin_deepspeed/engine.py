@@ -1,0 +1,253 @@
+"""The train engine ``deepspeed``: the reference engine with its model under DeepSpeed's ZeRO.
+
+DeepSpeed brings where weights, gradients and optimizer lie, the sums of gradients, their norm, clipping and the step.
+The engine brings everything else: micro-batches, losses, schedules, checkpoints. Left out: DeepSpeed's launcher, its
+pipelines, schedulers, own checkpoints (they are pickles), and AutoTP (see ``docs/deepspeed.md``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine_core.engines.folder_parts import check_folder
+from engine_core.engines.rank_group import RankGroup
+from engine_core.engines.skeleton import Skeleton
+from engine_core.errors import ConfigError, DataError
+from engine_core.types import StepOutput
+from engine_plugin_deepspeed import library
+from engine_plugin_deepspeed.checks import check_machine, check_ranks
+from engine_plugin_deepspeed.keeping import Keeping
+from engine_plugin_deepspeed.loading import INSTEAD, model_in_parts, read_parts, shapes_shown
+from engine_plugin_deepspeed.options import DeepSpeedOptions
+from engine_plugin_deepspeed.partitions import Partitions
+from engine_plugin_deepspeed.settings import settings
+
+if TYPE_CHECKING:
+    from engine_core.config import ModelConfig, RoleConfig
+    from engine_core.engines.base import WorkerContext
+    from engine_core.engines.memory import Held
+    from engine_core.engines.packed_forward import PackedForward
+    from engine_core.types import Batch
+
+log = logging.getLogger("engine")
+
+PARTS = ("weights", "gradients", "optimizer")
+
+
+class Root(nn.Module):
+    """Holds the model and runs a function inside of its forward pass, where ZeRO gathers what each layer needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class DeepSpeedEngine(Keeping):
+    """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
+
+    Attributes:
+        ranks: sums over ranks.
+        zero: DeepSpeed's engine; None where the role is whole on every rank and not trained.
+        partitions: weights and optimizer as DeepSpeed keeps them.
+        skeleton: the model without weights.
+    """
+
+    options: DeepSpeedOptions
+    options_class = DeepSpeedOptions
+
+    # -- building -----------------------------------------------------------
+
+    @classmethod
+    def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        super().check(config, context, trainable=trainable)
+        options, table = cls._options(config), f"{context.role}.{config.backend}"
+        check_ranks(options, context.world_size, table)
+        check_machine(options, context.device, table)
+
+    def _prepare(self) -> None:
+        self.root, self.zero, self.skeleton = None, None, None
+        self._blank: nn.Module | None = None
+        if self.options.loading == "sharded":
+            path = self.config.path or self.model_config.path
+            check_folder(
+                path, self.context.role, self.config.lora is not None, f"{self._table}.loading", INSTEAD
+            )
+        self.ranks = RankGroup(self.context.rank, self.context.world_size, self.device)
+        self._members: list[list[str]] = []
+        library.join(library.load(self.device, self._table))
+
+    def _choose_device(self) -> torch.device:
+        device = super()._choose_device()
+        if device.type == "cpu":
+            return device
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        return torch.device(device.type, torch.accelerator.current_device_index())
+
+    @property
+    def _load_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def _under_zero(self) -> bool:
+        """Whether DeepSpeed has anything to do: a frozen role is spread at stage 3 alone."""
+        return self.trainable or self.options.stage == 3
+
+    def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
+        """Read by every rank, or by each its part."""
+        if self.options.loading != "sharded" or live is not None:
+            return super()._load(model, live)
+        role, key, error = self.context.role, f"{self._table}.loading", None
+        made = self._zero_config
+        module, self._blank = model_in_parts(model, role, made, self._kept_dtype)
+        found = ""
+        try:
+            count, found = read_parts(module, self._blank, model, role, key)
+            log.info("%s: this rank read %.1f MiB of '%s'.", role, count / 2**20, model.path)
+        except Exception as problem:
+            error = problem
+        self.ranks.share(error, f"Reading parts of '{model.path}'", DataError)
+        told = self.ranks.texts(found)
+        if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
+            raise DataError(
+                f"The folder '{model.path}' of role '{role}' holds other weights on the machine of rank {other} than on "
+                "that of rank 0: the model would be a mixture. Copy one of them to all machines."
+            )
+        return module
+
+    def _adopt(self, built: Any) -> None:
+        if self.options.loading == "sharded" and self._blank is None:
+            raise ConfigError(
+                f"{self._table}.loading = 'sharded': a plugin builds this model, or it was given from Python, so every rank "
+                "has the whole of it. Leave loading out."
+            )
+        super()._adopt(built)
+
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        """Of the weights that compute."""
+        return self.precision.compute if self.options.stage else self.precision.param
+
+    @property
+    def _zero_config(self) -> dict[str, Any]:
+        norm = self.config.optim.max_grad_norm if self.trainable else 0.0
+        return settings(self.options, self.precision.compute, self.device, norm)
+
+    def _place(self, module: nn.Module) -> nn.Module:
+        """On the CPU still where DeepSpeed moves it, in parts already where it is."""
+        if self._blank is not None:
+            return module
+        if not self._under_zero:
+            return super()._place(module)
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self._param_dtype)
+        return module
+
+    def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
+        self.skeleton = Skeleton(module if self._blank is None else self._blank, self.device)
+        return super()._shard(module, units)
+
+    def _finish(self, module: nn.Module) -> None:
+        with shapes_shown(module):
+            super()._finish(module)
+
+    def _make_forward(self) -> PackedForward:
+        """DeepSpeed takes the module when all is there that the engine builds of it."""
+        if self._under_zero:
+            self._start()
+        else:
+            self.root = Root(self.module)
+        wrapped = None if self.zero is None or self.options.stage == 0 else self.zero.optimizer
+        kept = wrapped if self.trainable else None
+        self.partitions = Partitions(self.module, kept, self.optimizer)
+        made = super()._make_forward()
+        with torch.no_grad():
+            assert self.root is not None
+            self.root(made.settle)
+        return made
+
+    def _start(self) -> None:
+        """Give the module, and the optimizer if there is one, to DeepSpeed."""
+        deepspeed = library.load(self.device, self._table)
+        self._members = self._names_of_groups()
+        self.zero, *_ = deepspeed.initialize(
+            model=Root(self.module), optimizer=self.optimizer, config=self._zero_config
+        )
+        self.root = self.zero
+        if self.options.stage == 0:
+            self.zero.set_gradient_accumulation_boundary(False)
+
+    def _names_of_groups(self) -> list[list[str]]:
+        """Names of the weights of each group of the optimizer, before DeepSpeed replaces them by parts of its own."""
+        if self.optimizer is None:
+            return []
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return [
+            [names[id(p)] for p in group["params"]]
+            for group in self.optimizer.param_groups
+            if group["params"]
+        ]
+
+    def communicators(self) -> dict[str, dist.ProcessGroup]:
+        group = dist.group.WORLD
+        return {} if group is None or self.ranks.size == 1 else {"dp": group}
+
+    def _held(self, module: nn.Module) -> Held:
+        from engine_plugin_deepspeed.sizing import held_by_rank
+
+        return held_by_rank(module, self.options, self.precision, self.ranks.size, self.trainable)
+
+    # -- forward and backward -----------------------------------------------
+
+    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
+        """There is no second try: what a failed one has summed lies in DeepSpeed's buffers, and would be counted twice."""
+        if self.zero is None:
+            return super()._halve_budget(batch, error)
+        log.error(
+            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. What "
+            "DeepSpeed has summed so far cannot be taken back.",
+            self.ranks.rank,
+            self.token_budget,
+            self.context.role,
+        )
+        return False
+
+    def _backward(self, value: Tensor) -> None:
+        """The loss is a sum over ranks, and DeepSpeed takes the mean of their gradients."""
+        self.zero.backward(value * self.ranks.size, scale_wrt_gas=False)
+
+    # -- optimizer ----------------------------------------------------------
+
+    def optimizer_step(self) -> StepOutput:
+        self._need(*PARTS)
+        self._trained()
+        if self.options.stage == 0:
+            self.zero.set_gradient_accumulation_boundary(True)
+            self.zero.allreduce_gradients()
+            self.zero.set_gradient_accumulation_boundary(False)
+            return super().optimizer_step()
+        lr = self.lr
+        self.zero.step()
+        skipped = bool(self.zero.optimizer.overflow)
+        if not skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.num_skipped_steps += skipped
+        return StepOutput(grad_norm=float(self.zero.get_global_grad_norm()), lr=lr, skipped=skipped)
+
+    def close(self) -> None:
+        super().close()
+        zero, self.zero, self.root = self.zero, None, None
+        if zero is not None:
+            zero.destroy()
+        self.__dict__.pop("partitions", None)
+        self.skeleton = None

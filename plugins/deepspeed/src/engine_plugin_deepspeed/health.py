@@ -1,0 +1,42 @@
+"""What ``engine doctor`` says of this machine. DeepSpeed is not imported: that takes seconds and starts compilers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+
+from engine_core.errors import EnvironmentProblem
+
+
+def health() -> str:
+    """The version of DeepSpeed, and what of it this machine cannot build.
+
+    Raises:
+        EnvironmentProblem: DeepSpeed is not installed.
+    """
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EnvironmentProblem(
+            "deepspeed is not installed. Try: pip install engine-plugin-deepspeed"
+        ) from error
+    lacking = [f"{tool} ({cost})" for tool, cost in COSTS.items() if not found(tool)]
+    told = f"deepspeed {version}, ZeRO 0 to 3"
+    return told + (f"; not here: {', '.join(lacking)}" if lacking else "; its own operators can be built")
+
+
+COSTS = {
+    "nvcc": "no fused operators for GPUs",
+    "c++": "no operators for the CPU, and no offload to NVMe",
+    "ninja": "no operators at all are built",
+}
+"""What DeepSpeed builds its operators with, and what it costs to lack it. ZeRO itself needs none of them."""
+
+
+def found(tool: str) -> bool:
+    """Whether a tool is there: in PATH, or where its own variable says."""
+    names = {"c++": (os.environ.get("CXX", ""), "c++", "g++", "clang++")}.get(tool, (tool,))
+    home = os.environ.get("CUDA_HOME", "")
+    inside = tool == "nvcc" and bool(home) and os.access(os.path.join(home, "bin", "nvcc"), os.X_OK)
+    return inside or any(name and shutil.which(name) for name in names)

@@ -1,0 +1,21 @@
+"""What this plugin offers (no torch and no DeepSpeed here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_core import hookimpl
+from engine_core.specs import TrainBackend
+from engine_plugin_deepspeed.options import DeepSpeedOptions
+
+
+@hookimpl
+def engine_train_engines() -> Mapping[str, TrainBackend]:
+    return {
+        "deepspeed": TrainBackend(
+            load="engine_plugin_deepspeed.engine:DeepSpeedEngine",
+            config=DeepSpeedOptions,
+            health="engine_plugin_deepspeed.health:health",
+            capabilities=frozenset({"common_checkpoints", "generation_module", "set_lr", "sleep", "support"}),
+        )
+    }

@@ -1,0 +1,128 @@
+"""DeepSpeed's own config, from the option table."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.errors import ConfigError
+from engine_plugin_deepspeed.options import OffloadOptions, unknown_key
+
+if TYPE_CHECKING:
+    from engine_plugin_deepspeed.options import DeepSpeedOptions
+
+GROWTH_STEPS = 2000
+
+
+def settings(
+    options: DeepSpeedOptions, compute: torch.dtype, device: torch.device, max_grad_norm: float
+) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` takes.
+
+    Micro-batches are the engine's: DeepSpeed is told of one, and neither divides a loss nor counts steps.
+
+    Args:
+        compute: type of the weights that compute.
+        device: that they lie on.
+        max_grad_norm: 0: gradients are not clipped.
+    """
+    half = compute != torch.float32 and options.stage > 0
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": managed(options),
+        "gradient_clipping": max_grad_norm,
+        "steps_per_print": 2**62,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32" if options.reduce_dtype == "auto" else options.reduce_dtype,
+        "zero_optimization": zero(options, device),
+        "bf16": {"enabled": half and compute == torch.bfloat16, "check_grad_overflow": True},
+        "fp16": {
+            "enabled": half and compute == torch.float16,
+            "initial_scale_power": round(math.log2(options.loss_scale)),
+            "loss_scale_window": GROWTH_STEPS,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        },
+    }
+    if half and options.stage > 1:  # at stage 1 another optimizer of DeepSpeed's would take its place
+        made["data_types"] = {"grad_accum_dtype": "fp32"}
+    return made
+
+
+def managed(options: DeepSpeedOptions) -> bool:
+    """Whether DeepSpeed is told which micro-batch is the last, instead of going on until a step.
+
+    At stage 0, where the engine sums gradients itself before the step, and at stage 3, where gradients are summed over
+    ranks after each micro-batch anyway, and beside the backward pass only so.
+    """
+    return options.stage == 0 or (options.stage == 3 and options.offload_optimizer.device == "none")
+
+
+def zero(options: DeepSpeedOptions, device: torch.device) -> dict[str, Any]:
+    """The table `zero_optimization`."""
+    on_accelerator = device.type != "cpu"
+    overlap: bool = options.overlap_comm is True
+    if options.overlap_comm == "auto":
+        overlap = on_accelerator and options.stage == 3 and options.offload_optimizer.device == "none"
+    made: dict[str, Any] = {
+        "stage": options.stage,
+        "overlap_comm": overlap,
+        "reduce_bucket_size": options.reduce_bucket_size,
+        "allgather_bucket_size": options.allgather_bucket_size,
+        **options.zero,
+    }
+    if options.stage == 3:
+        made |= {
+            "sub_group_size": options.sub_group_size,
+            "stage3_prefetch_bucket_size": options.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": options.param_persistence_threshold,
+            "stage3_max_live_parameters": options.max_live_parameters,
+            "stage3_max_reuse_distance": options.max_reuse_distance,
+            "zero_hpz_partition_size": options.hpz_partition_size,
+            "zero_quantized_weights": options.quantized_weights,
+            "zero_quantized_gradients": options.quantized_gradients,
+        }
+    for name in ("offload_optimizer", "offload_param"):
+        where: OffloadOptions = getattr(options, name)
+        if where.device != "none":
+            made[name] = _offload(where, on_accelerator)
+    return made
+
+
+def _offload(where: OffloadOptions, on_accelerator: bool) -> dict[str, Any]:
+    pinned = on_accelerator if where.pin_memory == "auto" else where.pin_memory
+    made: dict[str, Any] = {"device": where.device, "pin_memory": pinned}
+    if where.device == "nvme":
+        made |= {"nvme_path": where.nvme_path, "buffer_count": where.buffer_count}
+    return made
+
+
+def check_passed_on(options: DeepSpeedOptions, table: str) -> None:
+    """Refuse keys and values of `zero` that the installed DeepSpeed does not take.
+
+    Raises:
+        ConfigError: it has no such key, or not of this type.
+    """
+    if not options.zero:
+        return
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    fields = DeepSpeedZeroConfig.model_fields
+    known = [*fields, *(field.alias for field in fields.values() if field.alias)]
+    for name in options.zero:
+        if name not in known:
+            raise ConfigError(
+                f"Unknown key in {table}.zero: '{name}'.{unknown_key(name, known)} These are the keys of "
+                "`zero_optimization` in the installed DeepSpeed."
+            )
+    try:
+        DeepSpeedZeroConfig(stage=options.stage, **options.zero)
+    except (ValidationError, AssertionError, ValueError) as error:
+        why = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        key = ".".join(str(part) for part in why["loc"]) or next(iter(options.zero))
+        raise ConfigError(f"{table}.zero.{key} is refused by DeepSpeed: {why['msg']}.") from error

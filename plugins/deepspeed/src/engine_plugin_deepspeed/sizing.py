@@ -1,0 +1,46 @@
+"""What one rank holds of a model under ZeRO, for estimates of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_core.engines.memory import Held
+from engine_core.engines.units import decoder_layers
+from engine_plugin_deepspeed.partitions import shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine_core.engines.precision import Precision
+    from engine_plugin_deepspeed.options import DeepSpeedOptions
+
+MASTER_BYTES = 12  # of one weight: float32 copy and two moments
+GATHERED_UNITS = 2  # the one that computes, and the next
+
+
+def held_by_rank(
+    module: nn.Module, options: DeepSpeedOptions, precision: Precision, size: int, trained: bool
+) -> Held:
+    """Bytes on one rank.
+
+    Args:
+        module: under ZeRO or not: sizes are those of whole weights.
+        size: ranks of the role.
+    """
+    count = sum(shape_of(p).numel() for p in module.parameters())
+    learned = sum(shape_of(p).numel() for p in module.parameters() if p.requires_grad) if trained else 0
+    stage, item = options.stage, precision.compute.itemsize
+    if stage == 0:
+        return Held(count * precision.param.itemsize, learned * 4, learned * 8)
+    weights = count * item // (size if stage == 3 else 1)
+    if options.offload_param.device != "none":
+        weights = 0
+    # until they are summed over ranks, gradients of a micro-batch are whole
+    gradients = learned * 4 // size if stage == 3 else learned * item
+    optimizer = 0 if options.offload_optimizer.device != "none" else learned * MASTER_BYTES // size
+    gathered = 0
+    if stage == 3:
+        layers = [module.get_submodule(name) for name in decoder_layers(module)]
+        sizes = [sum(shape_of(p).numel() for p in layer.parameters()) for layer in layers]
+        gathered = min(count, count - sum(sizes) + max(sizes, default=0) * GATHERED_UNITS) * item
+    return Held(weights, gradients, optimizer, gathered)

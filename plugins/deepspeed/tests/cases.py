@@ -1,0 +1,235 @@
+"""Cases for several ranks: functions of a bench, run by ``Workers``; see ``test_zero.py``."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch
+from engine_plugin_deepspeed.engine import DeepSpeedEngine
+from safetensors import safe_open
+
+from engine_core.engines.torch_build import TorchBuild
+from engine_core.testing.contracts import close, identical, refused
+from engine_core.testing.reference import gradient_of, nll_loss, norm_of
+from engine_core.testing.train_bench import MEASURE
+
+OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
+
+
+def one_step(bench):
+    """Loss, norm and gradient of one step are those of the float64 module, within the type's rounding."""
+    batch, module = bench.batch(), bench.reference()
+    expected, loss = gradient_of(module, nll_loss(module, batch)), nll_loss(module, batch)
+    rounding = bench.gradient_tolerance
+    engine = bench.engine(optim=MEASURE, budget=24)
+    before = masters(engine)
+    trained = bench.forward_backward(engine, batch)
+    step = engine.optimizer_step()
+    assert not step.skipped
+    assert trained.num_micro_batches > 1
+    assert abs(trained.loss / float(loss) - 1) < rounding, (trained.loss, float(loss))
+    assert abs(step.grad_norm / norm_of(expected) - 1) < rounding, (step.grad_norm, norm_of(expected))
+    square, size = 0.0, 0.0
+    for name, after in masters(engine).items():
+        change = before[name].double() - after.double()
+        found = change / (1 - change.abs()).clamp(min=1e-6)
+        square += float((found - expected[name]).square().sum())
+        size += float(expected[name].square().sum())
+    assert (square / size) ** 0.5 < rounding, (square / size) ** 0.5
+
+
+def masters(engine):
+    """Copies of the weights that a step changes, on the CPU."""
+    return {n: t.detach().float().cpu().clone() for n, t in engine.partitions.exact_weights(1 << 20)}
+
+
+def weights_are_spread(bench):
+    """Between passes each rank holds its part of every weight and of the optimizer, and no whole one."""
+    engine, batch = bench.engine(), bench.batch()
+    bench.step(engine, batch)
+    bench.infer(engine, batch)
+    own = engine.partitions.own.values()
+    assert all(p.numel() == 0 for p in own)
+    every = sum(p.ds_numel for p in own)
+    held = sum(p.ds_tensor.numel() for p in own)
+    moments = sum(v.numel() for s in engine.optimizer.state.values() for v in s.values() if v.ndim)
+    assert abs(held * engine.ranks.size / every - 1) < 0.05
+    assert moments == 2 * held
+
+
+def buckets_are_bounded(bench):
+    """Weights are gathered a few at a time: with a bucket of 0 MiB nothing but one tensor is whole."""
+    engine, most = bench.engine(), 0
+    engine.options = engine.options.model_copy(update={"weights_bucket_mb": 0})
+    for _ in engine.named_weights():
+        most = max(most, sum(p.numel() for p in engine.partitions.own.values()))
+    assert most == 0  # what is given away is a copy, and the weight itself in parts again
+    gathers = []
+    import deepspeed
+
+    with mock.patch.object(deepspeed.zero, "GatheredParameters", _Counted(gathers)):
+        names = [name for name, _ in engine.named_weights()]
+    assert gathers == [1] * len(names)
+
+
+class _Counted:
+    def __init__(self, seen):
+        import deepspeed
+
+        self.seen, self.real = seen, deepspeed.zero.GatheredParameters
+
+    def __call__(self, params, **arguments):
+        self.seen.append(len(params))
+        return self.real(params, **arguments)
+
+
+def each_rank_reads_its_part(bench):
+    """No rank reads the whole folder or holds the whole model, and weights are those of the folder."""
+    for tied in (True, False):
+        path = bench.model(tied=tied)
+        with mock.patch.object(TorchBuild, "_load", side_effect=AssertionError("whole")):
+            engine = bench.engine(path=path, optim=OPTIM)
+        assert all(p.numel() == 0 for p in engine.partitions.own.values())
+        expected = {name: value.float() for name, value in bench.reference(path).state_dict().items()}
+        for name, value in bench.weights(engine).items():
+            assert torch.equal(value, expected[name]), name
+        decayed = [g["weight_decay"] for g in engine.optimizer.param_groups]
+        assert decayed == [0.01, 0.0]
+        assert all("norm" in name for name in engine._members[1])
+        assert not any("norm" in name for name in engine._members[0])
+    one_step(bench)
+
+
+def save_for_another(bench):
+    """Two steps, a checkpoint, two more: what the steps after it gave, for another engine to compare."""
+    folder, batch = Path(bench.settings["shared"]), bench.batch()
+    engine = bench.engine(optim=OPTIM)
+    for _ in range(2):
+        bench.step(engine, batch)
+    engine.save(folder / "state").result()
+    bench.barrier()
+    told = [_told(bench, engine, batch) for _ in range(2)]
+    if bench.place.rank == 0:
+        (folder / "steps.json").write_text(json.dumps(told))
+
+
+def go_on_from_another(bench):
+    """The same loss, norm and rate in the next two steps, up to float32."""
+    folder, batch = Path(bench.settings["shared"]), bench.batch()
+    engine = bench.engine(optim=OPTIM, path=bench.model(seed=1))
+    engine.load(folder / "state")
+    for number, expected in enumerate(json.loads((folder / "steps.json").read_text())):
+        found = _told(bench, engine, batch)
+        for name, value in expected.items():
+            assert abs(found[name] - value) <= 1e-4 * abs(value), (number, name, found[name], value)
+
+
+def _told(bench, engine, batch):
+    loss = bench.forward_backward(engine, batch).loss
+    step = engine.optimizer_step()
+    return {"loss": loss, "grad_norm": step.grad_norm, "lr": step.lr}
+
+
+def every_rank_writes_some(bench):
+    """A checkpoint holds each weight and moment once, whole, and about as much in each rank's file."""
+    engine, folder = bench.engine(optim=OPTIM), bench.folder / "state"
+    bench.step(engine, bench.batch())
+    engine.save(folder).result()
+    bench.barrier()
+    sizes, names = [], []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), "pt") as opened:
+            names += [f"{file.name.partition('-')[0]}:{name}" for name in opened.keys()]  # noqa: SIM118
+        sizes.append(file.stat().st_size)
+    bench.barrier()
+    assert len(sizes) == 2 * engine.ranks.size
+    assert len(names) == len(set(names)) == 4 * len(engine.partitions.own)  # and exp_avg, exp_avg_sq, step
+    assert max(sizes[:2]) < 2 * min(sizes[:2])
+    if bench.place.rank == 0:
+        (folder / "optimizer-00001-of-00002.safetensors").rename(folder / "elsewhere")
+    bench.barrier()
+    before = bench.weights(engine)
+    with refused("a checkpoint without a rank's file", "optimizer-00001-of-00002"):
+        engine.load(folder)
+    identical(bench.weights(engine), before, "weights after a refused load")
+
+
+def fp16_scales_and_recovers(bench):
+    """An overflow skips the step on all ranks and halves the scale, which a checkpoint keeps; then steps go on."""
+    batch, module = bench.batch(), bench.reference()
+    norm = norm_of(gradient_of(module, nll_loss(module, batch)))
+    with refused("fp16 on a CPU that has none", "actor.deepspeed.compute_dtype", "'fp16'"), _fp16(False):
+        bench.engine()
+    bench.stack.enter_context(
+        _fp16(True)
+    )  # DeepSpeed asks for instructions that few CPUs have; torch computes it on all
+    engine = bench.engine(optim={"lr": 0.0})
+    bench.step(engine, batch)
+    scaler = engine._loss_scaler
+    scaler.cur_scale = 2.0**40
+    before = bench.weights(engine)
+    steps = [bench.step(engine, batch) for _ in range(40)]
+    skipped = [step.skipped for step in steps]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert scaler.cur_scale == 2.0 ** (40 - sum(skipped))
+    assert abs(steps[-1].grad_norm / norm - 1) < 0.02
+    identical(bench.weights(engine), before, "weights after steps of rate 0")
+    engine.save(bench.folder / "state").result()
+    bench.barrier()
+    again = bench.engine(optim={"lr": 0.0})
+    again.load(bench.folder / "state")
+    assert again._loss_scaler.cur_scale == scaler.cur_scale
+
+
+def _fp16(there):
+    import deepspeed
+
+    return mock.patch.object(type(deepspeed.get_accelerator()), "is_fp16_supported", return_value=there)
+
+
+def values_are_learned(bench):
+    """A critic learns as the reference engine does: the same loss and norm, in its first step."""
+    from engine_core.config import ModelConfig, OptimConfig, RoleConfig
+    from engine_core.engines.base import WorkerContext
+    from engine_core.engines.torch_engine import TorchEngine
+    from engine_core.engines.torch_options import TorchOptions
+    from engine_core.types import LossCall
+
+    batch = bench.batch()
+    batch = batch.with_columns({"returns": torch.linspace(-1, 1, batch.num_tokens)})
+    engine = bench.engine(role="critic", optim=MEASURE)
+    plain = TorchEngine(
+        RoleConfig(backend=bench.name, options=TorchOptions(), optim=OptimConfig(**MEASURE)),
+        ModelConfig(path=bench.model()),
+        WorkerContext(plugins=engine.context.plugins, role="critic", device=bench.device),
+    )
+    bench.stack.callback(plain.close)
+    expected = plain.infer(batch, ("values",))["values"]
+    assert expected.abs().max() > 1e-3
+    close(bench.infer(engine, batch, ("values",))["values"], expected, 1e-5, "values")
+    batch = batch.with_columns({"values": expected})
+    loss = LossCall("value", {}, outputs=("values",))
+    ours, theirs = bench.forward_backward(engine, batch, loss), plain.forward_backward(batch, loss)
+    assert abs(ours.loss / theirs.loss - 1) < 1e-5
+    norms = engine.optimizer_step().grad_norm, plain.optimizer_step().grad_norm
+    assert abs(norms[0] / norms[1] - 1) < 1e-5, norms
+
+
+def refused_options(bench):
+    """Each table is refused before a model is read, in these words."""
+    built = AssertionError("a model was built")
+    for options, words in bench.settings["refused"]:
+        bench.settings["options"] = options
+        with mock.patch.object(DeepSpeedEngine, "_load", side_effect=built), refused(str(options), *words):
+            bench.engine()
+
+
+def another_optimizer_is_refused(bench):
+    """A checkpoint whose weights have taken different numbers of steps cannot be told to one part of ZeRO."""
+    engine = bench.engine(optim=OPTIM)
+    bench.step(engine, bench.batch())
+    names = list(engine.partitions.state_names())[:2]
+    values = {name: {"step": torch.tensor(float(number))} for number, name in enumerate(names)}
+    with refused("different numbers of steps", "'step'", names[1]):
+        engine.partitions.set_state(values)
