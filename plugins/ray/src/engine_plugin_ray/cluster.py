@@ -1,0 +1,305 @@
+"""The cluster of a run: one of its own on this machine, or one that it joins.
+
+A cluster of the run's own listens on the loopback interface alone, asks for a token that is made for this process,
+has no dashboard, tells nobody that it is used, and keeps its files in a folder of its own, which a ``keeper``
+removes with all of the cluster's processes when the controller ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import platform
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_ray.greeting import greet
+from engine_plugin_ray.keeper import MARK, clear
+
+log = logging.getLogger("engine")
+
+CONNECT_SECONDS = 5.0
+KEEPER_SECONDS = 30.0
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+LOOPBACK = ("127.0.0.1", "::1")
+OWN = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Environment of a cluster of the run's own; the last: its nodes are at the loopback address."""
+_TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
+
+
+class Cluster:
+    """A connection to Ray. ``close`` ends what this object has started."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address  # as the file has it
+        self.folder: str | None = None  # of a cluster of our own; nobody else may enter it
+        self._connected = False  # by us
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._pipe: int | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether the cluster ends with this object."""
+        return self.folder is not None
+
+    @property
+    def shown(self) -> str:
+        """For messages."""
+        return f"the cluster at '{self.address}'" if self.address else "the cluster of this machine"
+
+    def start(self, cpus: float, gpus: int, object_store_mib: int) -> None:
+        """Start a cluster of our own.
+
+        Args:
+            cpus: that it counts.
+            gpus: of this machine that it may use.
+            object_store_mib: size of the object store.
+
+        Raises:
+            EnvironmentProblem: Ray does not start here, or would be open to others.
+        """
+        import ray
+
+        self.folder = tempfile.mkdtemp(prefix="engine-ray-", dir=_short_folder())
+        self._watch(self.folder)
+        store = object_store_mib << 20
+        with _environment({**OWN, "RAY_AUTH_TOKEN": _TOKEN, MARK: self.folder}), _loopback(), _own_signals():
+            _read_settings_again()
+            try:
+                ray.init(
+                    "local", num_cpus=math.ceil(cpus), num_gpus=gpus, object_store_memory=store, include_dashboard=False,
+                    _temp_dir=f"{self.folder}/ray", **_quiet(),
+                )  # fmt: skip
+            except Exception as error:
+                self.close()
+                raise EnvironmentProblem(
+                    f"Ray did not start on this machine: {_first_line(error)}."
+                ) from error
+        self._connected = True
+        at = ray.util.get_node_ip_address()
+        if at not in LOOPBACK or not asks_for_token():
+            self.close()
+            raise EnvironmentProblem(
+                f"Ray listens on {at} {'with' if asks_for_token() else 'without'} a token; expected the loopback address "
+                "and a token. Start a cluster with 'ray start' and name it in runtime.ray.address."
+            )
+
+    def join(self) -> None:
+        """Join the cluster at ``address``.
+
+        Raises:
+            ConfigError: nobody answers there, it asks for another token, or it is of another version.
+        """
+        import ray
+
+        if ray.is_initialized():  # by the program that this run is part of
+            log.info("Ray: this process belongs to a cluster already, which is used.")
+            return
+        near = False
+        if self.address != "auto":
+            near = _reach(self.address) in LOOPBACK
+            self._meet(greet(self.address))
+        mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE") or ("token" if _has_token() else "disabled")}
+        with _own_signals(), _environment(mode), _loopback() if near else contextlib.nullcontext():
+            _read_settings_again()
+            try:
+                ray.init(self.address, **_quiet())
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    ray.shutdown()
+                raise ConfigError(self._refusal(error)) from error
+        self._connected = True
+
+    def close(self) -> None:
+        """Leave the cluster; one of our own ends, with its folder."""
+        if self._connected:
+            import ray
+
+            with _own_signals():
+                ray.shutdown()
+            self._connected = False
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+        if self._keeper is not None:
+            try:
+                self._keeper.wait(KEEPER_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._keeper.kill()
+                self._keeper.wait()
+            self._keeper = None
+        if self.folder is not None and os.path.exists(self.folder):
+            clear(self.folder)
+        self.folder = None
+
+    @property
+    def logs(self) -> Path | None:
+        """Where processes of this node write."""
+        import ray
+
+        node: Any = ray._private.worker._global_node
+        return None if node is None else Path(node.get_logs_dir_path())
+
+    def _watch(self, folder: str) -> None:
+        reading, self._pipe = os.pipe()
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "engine_plugin_ray.keeper", str(reading), folder],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[reading], start_new_session=True,
+        )  # fmt: skip
+        os.close(reading)
+
+    def _meet(self, answer: Mapping[str, Any]) -> None:
+        """Refuse a cluster that is none, that asks for another token, or that is of another version."""
+        import ray
+
+        at = f"runtime.ray.address = '{self.address}'"
+        error, ours = answer.get("error", ""), (ray.__version__, platform.python_version())
+        if "uthenticat" in error:
+            here = " and ".join(name for name in TOKEN_VARIABLES if os.environ.get(name)) or "no token"
+            raise ConfigError(
+                f"{at}: the cluster asks for a token, and does not know ours ({here} is set here). Set RAY_AUTH_TOKEN to "
+                "the cluster's token, or RAY_AUTH_TOKEN_PATH to the file that holds it."
+            )
+        if not answer or error:
+            raise ConfigError(
+                f"{at}: what answers there is no Ray cluster{f' ({error:.200})' if error else ''}."
+            )
+        theirs = (answer["ray"], answer["python"])
+        if theirs[0] != ours[0] or _minor(theirs[1]) != _minor(ours[1]):
+            raise ConfigError(
+                f"{at}: the cluster is of Ray {theirs[0]} and Python {theirs[1]}, and this is Ray {ours[0]} and Python "
+                f"{ours[1]}. Run engine in the environment that the cluster was started with, or start the cluster "
+                "with this one."
+            )
+
+    def _refusal(self, error: Exception) -> str:
+        """What to do about a cluster that answers and could not be joined."""
+        at, text = f"runtime.ray.address = '{self.address}'", " ".join(str(error).split())
+        if isinstance(error, ConnectionError) and self.address == "auto":
+            return (
+                f"{at}: no Ray runs on this machine. Give the address of the cluster's head, make this machine a node of "
+                "it (ray start --address=HOST:6379), or leave the key out for a cluster of the run's own."
+            )
+        return (
+            f"{at}: the cluster cannot be joined: {type(error).__name__}: {text:.300}. engine runs on a node of the "
+            f"cluster: make this machine one with 'ray start --address={self.address}'."
+        )
+
+
+def _quiet() -> dict[str, Any]:
+    """What the workers say comes by our own channel."""
+    return {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "namespace": f"engine-{secrets.token_hex(8)}",
+    }
+
+
+def _minor(version: str) -> str:
+    return ".".join(str(version).split(".")[:2])
+
+
+def _reach(address: str) -> str:
+    """The host of an address; one at which nobody answers is refused."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(
+            f"runtime.ray.address is '{address}'; expected HOST:PORT of a Ray cluster's head (6379 is Ray's port), or "
+            "'auto'. Leave it out for a cluster of the run's own."
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"runtime.ray.address = '{address}': nobody answers there ({error}). Start the cluster (ray start --head), "
+            "look at the address, or leave it out for a cluster of the run's own."
+        ) from None
+    return "127.0.0.1" if host == "localhost" else host.strip("[]")
+
+
+def asks_for_token() -> bool:
+    """Whether the cluster that this process belongs to does."""
+    from ray._raylet import AuthenticationMode, get_authentication_mode
+
+    return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
+
+
+def _has_token() -> bool:
+    """Whether this process has one, in a variable or in ``~/.ray/auth_token``."""
+    from ray._raylet import AuthenticationTokenLoader
+
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    return bool(loader.has_token(ignore_auth_mode=True))
+
+
+def _read_settings_again() -> None:
+    """Ray reads its environment when it is imported, and a token once."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray has read its constant when it was imported, perhaps before ``OWN`` was set."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; it saves a run here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _short_folder() -> str | None:
+    """Sockets have short names: a deep temporary folder does not do."""
+    return None if len(tempfile.gettempdir()) < 30 else "/tmp"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(".")

@@ -1,0 +1,61 @@
+"""One actor as the controller holds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from engine_core.runtime.worker_process import LAST_LINES, WorkerHandle
+
+if TYPE_CHECKING:
+    from engine_plugin_ray.mail import ControllerEnd
+
+REASON = re.compile(
+    r"The actor (?:is dead|died) because (.*?)(?:\. Some common causes include|\n|$)", re.DOTALL
+)
+
+
+class ActorHandle(WorkerHandle):
+    """``WorkerHandle`` of an actor.
+
+    Args:
+        rank: of the run.
+        actor: ``actor.Seat``.
+        channel: to it.
+        about: where it runs, as ``Seat.about`` tells.
+        logs: folder with what the processes of its node print, where that is this one.
+    """
+
+    def __init__(
+        self, rank: int, actor: Any, channel: ControllerEnd, about: Mapping[str, Any], logs: Path | None
+    ) -> None:
+        super().__init__(rank, channel, None, about["host"])  # type: ignore[arg-type]
+        self.actor, self.address, self.node = actor, str(about["address"]), str(about["node"])
+        self.pid, self._logs, self._end = int(about["pid"]), logs, channel
+
+    def how_it_ended(self, cause: str = "") -> str:
+        """In Ray's words, with the end of what it printed."""
+        found = REASON.search(self._end.loss)
+        said = " ".join(found[1].split()) if found else "its mailbox was closed"
+        text = "\n".join(self._printed_last())
+        last = f" The last that it printed:\n{text}" if text else ""
+        return f"{cause or f'process {self.pid} ended: {said}'}.{last}"
+
+    def ended(self, seconds: float) -> bool:
+        """Whether it ends within that time."""
+        return self._end.over.wait(seconds)
+
+    def kill(self) -> None:
+        """End it and what it started, now."""
+        ray.kill(self.actor, no_restart=True)
+        self._end.close()
+
+    def _printed_last(self) -> list[str]:
+        lines: list[str] = []
+        for file in sorted(self._logs.glob(f"worker-*-{self.pid}.err")) if self._logs else ():
+            lines += file.read_text("utf-8", "replace").splitlines()
+        return [line for line in lines if not line.startswith(":")][-LAST_LINES:]  # Ray's own marks

@@ -1,0 +1,130 @@
+"""Both ends of a worker's mailbox: ``codec`` messages as arguments and results of an actor's methods.
+
+What crosses is what ``engine_core.runtime.codec`` writes, a header and raw bytes; Ray carries these and nothing else.
+A large payload is put into the object store once, whatever the number of ranks that are given it, and each node
+fetches it once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from engine_core.runtime.channel import Closed
+from engine_core.runtime.codec import Encoded, decode, encode
+
+STORED_BYTES = 64 * 1024  # payloads from here on go into the object store
+
+Parts = tuple[bytes, Any]  # header; payload as an array of bytes
+
+
+class Store:
+    """Payloads in the object store. Of one that goes to several ranks, one after another, there is one object."""
+
+    def __init__(self) -> None:
+        self.objects, self.bytes = 0, 0  # that were put
+        self._last: tuple[Encoded, Any] | None = None
+        self._lock = threading.Lock()
+
+    def payload(self, message: Encoded) -> Any:
+        """An array of bytes, or a reference to one."""
+        if message.payload_bytes < STORED_BYTES:
+            return _array(message)
+        with self._lock:
+            if self._last is None or self._last[0] is not message:
+                self._last = message, ray.put(_array(message))
+                self.objects, self.bytes = self.objects + 1, self.bytes + message.payload_bytes
+            return self._last[1]
+
+    def forget(self) -> None:
+        """The object that was put last is not kept."""
+        with self._lock:
+            self._last = None
+
+
+class ControllerEnd:
+    """The interface of ``channel.Channel`` over an actor.
+
+    Args:
+        actor: ``actor.Seat``.
+        store: of all workers of the run.
+    """
+
+    def __init__(self, actor: Any, store: Store) -> None:
+        self._actor, self._store = actor, store
+        self._answers = actor.answers.options(num_returns="streaming").remote()
+        self._closed = False
+        self.loss = ""  # what Ray said of its end
+        self.over = threading.Event()  # the actor says nothing more
+
+    def send(self, message: Any) -> None:
+        """Send a value, or one that is ``Encoded`` already; an actor that is gone is told by ``receive``."""
+        encoded = message if isinstance(message, Encoded) else encode(message)
+        if self._closed:
+            raise Closed("the run has let it go")
+        self._actor.deliver.remote(encoded.header, self._store.payload(encoded))
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            Closed: the actor has ended.
+        """
+        try:
+            header, payload = ray.get(next(self._answers))
+        except StopIteration:
+            self.over.set()
+            raise Closed("it closed its mailbox") from None
+        except RayError as error:
+            self.loss = str(error)
+            self.over.set()
+            raise Closed(str(error)) from error
+        return decode(header, bytearray(payload))
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._closed = True
+
+
+class WorkerEnd:
+    """The interface of ``channel.Channel`` within the actor."""
+
+    def __init__(self) -> None:
+        self._in: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+
+    def deliver(self, header: bytes, payload: Any) -> None:
+        """A message of the controller."""
+        self._in.put((header, payload))
+
+    def receive(self) -> Any:
+        """The next message; its tensors may be written to."""
+        parts = self._in.get()
+        if parts is None:
+            raise Closed("the mailbox was closed")
+        return decode(parts[0], bytearray(parts[1]))
+
+    def send(self, message: Any) -> None:
+        """Have a value told to the controller."""
+        encoded = message if isinstance(message, Encoded) else encode(message)
+        self._out.put((encoded.header, _array(encoded)))
+
+    def answers(self) -> Iterator[Parts]:
+        """What was sent, until ``close``."""
+        while (parts := self._out.get()) is not None:
+            yield parts
+
+    def close(self) -> None:
+        """Both directions."""
+        self._in.put(None)
+        self._out.put(None)
+
+
+def _array(message: Encoded) -> Any:
+    return np.frombuffer(b"".join(message.buffers), dtype=np.uint8)

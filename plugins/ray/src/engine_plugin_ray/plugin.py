@@ -1,0 +1,34 @@
+"""What this plugin offers (no torch, no Ray here: read by ``engine validate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from engine_core import hookimpl
+from engine_core.runtime.options import CrewOptions
+from engine_core.specs import RuntimeSpec
+
+
+class RayOptions(CrewOptions):
+    """``[runtime.ray]``: every worker an actor of a Ray cluster, which a run starts for itself or joins."""
+
+    address: str = ""
+    """``HOST:PORT`` of a cluster's head, or ``auto`` for the one that this machine belongs to; empty: a cluster of the run's own, on this machine."""
+    cpus_per_process: float = Field(1.0, gt=0)
+    """CPUs that a worker holds in the cluster, beside its accelerator where it has one."""
+    strategy: dict[str, Literal["pack", "spread", "strict_pack", "strict_spread"]] = {}
+    """By pool of [placement]: processes near each other (``pack``, what a pool is without a word) or on different nodes; ``strict_`` refuses what else is only tried."""
+    env: dict[str, str] = {}
+    """Environment variables of every worker."""
+    python: dict[str, str] = {}
+    """By pool: the Python that its processes run on, of an environment with the same versions of Python and Ray."""
+    object_store_mib: int = Field(512, ge=128)
+    """Size of the object store of a cluster of the run's own."""
+
+
+@hookimpl
+def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    return {"ray": RuntimeSpec(load="engine_plugin_ray.runtime:RayRuntime", config=RayOptions)}

@@ -1,0 +1,177 @@
+"""The ray runtime: every worker is an actor, in a placement group of its pool.
+
+The controller is the driver of a Ray job. Its commands and their answers are those of the other runtimes of
+processes, in the same order; only the way that they take, and how a worker comes to be, is Ray's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.errors import EnvironmentProblem
+from engine_core.runtime import elastic
+from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
+from engine_core.runtime.host import default_device
+from engine_core.runtime.placement import Pool, wanted_processes
+from engine_plugin_ray.cluster import Cluster, asks_for_token
+from engine_plugin_ray.mail import ControllerEnd, Store
+from engine_plugin_ray.placing import Node, check, nodes_of_cluster, release, reserve, resources
+
+if TYPE_CHECKING:
+    from engine_core.runtime.base import Role
+    from engine_core.runtime.worker_process import WorkerHandle
+    from engine_plugin_ray.handle import ActorHandle
+    from engine_plugin_ray.plugin import RayOptions
+
+log = logging.getLogger("engine")
+
+
+class RayRuntime(CrewRuntime):
+    """See the module and ``Runtime``."""
+
+    options: RayOptions
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cluster = Cluster(self.options.address)
+        self.store = Store()
+        self._gpu = False
+        self._groups: list[Any] = []
+        self._seats: list[ActorHandle] = []
+        self._meeting: Any = None  # the store in which ranks of several nodes meet
+
+    def close(self) -> None:
+        super().close()
+        self.store.forget()
+        self._meeting = None
+        self._seats = []
+        groups, self._groups = self._groups, []
+        try:
+            if not self.cluster.own:
+                release(groups)
+        finally:
+            self.cluster.close()
+
+    def _processes(self, roles: Mapping[str, Role]) -> int:
+        import ray
+
+        if not self.options.address and not ray.is_initialized():
+            count = self._here()
+            self._gpu = self.options.device != "cpu" and default_device().type != "cpu"
+            return count
+        self.cluster.join()
+        gpus = int(sum(node.get("GPU", 0) for node in nodes_of_cluster().values()))
+        self._gpu = self.options.device != "cpu" and gpus > 0
+        return wanted_processes(self.config) or (gpus if self._gpu else 1)
+
+    def _launch(self) -> list[WorkerHandle]:
+        import ray
+
+        size = sum(len(pool.ranks) for pool in self.pools)
+        joined = ray.is_initialized()
+        # a cluster of our own counts as many CPUs as are asked for, as other launchers do
+        gpus = torch.accelerator.device_count() if self._gpu else 0
+        own: Node = {"CPU": size * self.options.cpus_per_process, "GPU": gpus}
+        nodes = nodes_of_cluster() if joined else {"this machine": own}
+        check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
+        if not joined:
+            self.cluster.start(own["CPU"], gpus, self.options.object_store_mib)
+        elif not asks_for_token():
+            log.warning(
+                "Ray: %s asks for no token: whoever reaches it can run programs on its nodes. Start it with "
+                "RAY_AUTH_MODE=token.",
+                self.cluster.shown,
+            )
+        self._groups = reserve(self.pools, self.options, self._gpu)
+        self._seats = self._take_seats(size)
+        return list(self._seats)
+
+    def _take_seats(self, size: int) -> list[ActorHandle]:
+        """An actor for each rank.
+
+        Raises:
+            EnvironmentProblem: one does not start.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from engine_plugin_ray.actor import Seat
+        from engine_plugin_ray.handle import ActorHandle
+
+        made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
+        each, given = resources(self.options, self._gpu), self._given(size)
+        actors = []
+        for pool, group in zip(self.pools, self._groups, strict=True):
+            python = self.options.python.get(pool.name)
+            for place in range(len(pool.ranks)):
+                chosen = made.options(
+                    num_cpus=each["CPU"],
+                    num_gpus=each.get("GPU", 0),
+                    max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
+                    runtime_env={"py_executable": python} if python else None,
+                )
+                actors.append(chosen.remote(*given))
+        try:
+            about = ray.get(
+                [actor.about.remote() for actor in actors], timeout=self.options.start_minutes * 60
+            )
+        except ray.exceptions.RayError as error:
+            raise EnvironmentProblem(_no_seat(error)) from error
+        here, logs = ray.get_runtime_context().get_node_id(), self.cluster.logs
+        return [
+            ActorHandle(
+                rank, actor, ControllerEnd(actor, self.store), found, logs if found["node"] == here else None
+            )
+            for rank, (actor, found) in enumerate(zip(actors, about, strict=True))
+        ]
+
+    def _given(self, size: int) -> tuple[dict[str, str], list[str] | None, str]:
+        """What an actor is told before it imports anything: environment, path, working folder."""
+        from engine_core.runtime.starting import portable_path
+
+        env: dict[str, str] = {}
+        threads = self.options.threads
+        if self.cluster.own:
+            threads = (
+                threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or even_threads(size) or os.cpu_count()
+            )
+            loopback = elastic.loopback_interface()
+            env |= {name: os.environ.get(name, loopback) for name in elastic.INTERFACE_VARIABLES if loopback}
+        env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        return env | self.options.env, portable_path() if self.cluster.own else None, os.getcwd()
+
+    def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
+        mine = self._seats[rank]
+        near = sum(self._seats[other].node == mine.node for other in pool.ranks)
+        # Ray shows each rank one accelerator, which is number 0 there
+        seat = {"local_rank": 0, "local_world_size": near, "path": None, "host": mine.address}
+        return seat | {"store": self._meeting_place(pool)}
+
+    def _meeting_place(self, pool: Pool) -> dict[str, Any]:
+        """A file of a cluster of our own; a store of the controller where ranks may be on other nodes."""
+        if self.cluster.folder is not None:
+            return {"file": str(Path(self.cluster.folder) / f"meet-{pool.name}"), "tcp": None}
+        import ray
+        import torch.distributed as dist
+
+        host = ray.util.get_node_ip_address()
+        if self._meeting is None:
+            self._meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return {"file": None, "tcp": (host, self._meeting.port, f"engine/{pool.name}")}
+
+
+def _no_seat(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "ModuleNotFoundError" in text or "No module named" in text:
+        return (
+            f"A node of the cluster cannot import what the run needs: {text[-300:]}. Install engine-plugin-ray and the run's "
+            "other plugins in the environment of every node."
+        )
+    return f"A worker did not start within runtime.ray.start_minutes, or ended: {type(error).__name__}: {text:.500}"

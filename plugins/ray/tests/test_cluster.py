@@ -1,0 +1,118 @@
+"""Clusters that are joined, and those that are refused with the keys to change."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+
+import psutil
+import pytest
+from engine_plugin_ray.cluster import Cluster, _minor
+from engine_plugin_ray.keeper import MARK
+
+from engine_core.errors import ConfigError
+
+
+def refusal(address):
+    with pytest.raises(ConfigError) as caught:
+        Cluster(address).join()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["head", ":6379", "head:ray"])
+def test_an_address_without_a_host_or_a_port_is_refused(address):
+    assert f"runtime.ray.address is '{address}'; expected HOST:PORT" in refusal(address)
+
+
+def test_an_address_where_nobody_answers_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"runtime.ray.address = '{address}': nobody answers there (" in refusal(address)
+
+
+ANSWERS = [
+    ({"ray": "2.1.0", "python": "3.11.2"}, "the cluster is of Ray 2.1.0 and Python 3.11.2, and this is Ray "),
+    (
+        {"error": "AuthenticationError: RPC error"},
+        "the cluster asks for a token, and does not know ours (no token is",
+    ),
+    ({}, "what answers there is no Ray cluster."),
+]
+
+
+@pytest.mark.parametrize(("answer", "text"), ANSWERS)
+def test_a_cluster_that_does_not_fit_is_refused_before_it_is_joined(answer, text, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        Cluster("head:6379")._meet(answer)
+    assert str(caught.value).startswith("runtime.ray.address = 'head:6379': " + text)
+
+
+def test_another_patch_of_python_is_no_other_version():
+    import ray
+
+    Cluster("head:6379")._meet({"ray": ray.__version__, "python": _minor(sys.version.split()[0]) + ".99"})
+
+
+# -- against a real cluster ----------------------------------------------------------------------
+
+JOIN = """
+import sys
+from engine_core.errors import ConfigError
+from engine_plugin_ray.cluster import Cluster, asks_for_token
+
+try:
+    made = Cluster(sys.argv[1])
+    made.join()
+    print("joined", asks_for_token())
+    made.close()
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def join(cluster, tmp_path):
+    """Another process that joins the cluster of this session, with a token or without."""
+    import ray
+    from engine_plugin_ray import cluster as module
+
+    def run(**env):
+        plain = {n: v for n, v in os.environ.items() if not n.startswith("RAY_") and n != MARK}
+        command = [sys.executable, "-c", JOIN, ray.get_runtime_context().gcs_address]
+        found = plain | {"HOME": str(tmp_path), **env}
+        return subprocess.run(
+            command, env=found, capture_output=True, text=True, timeout=120, check=False
+        ).stdout
+
+    run.token = module._TOKEN
+    return run
+
+
+@pytest.mark.slow
+def test_who_knows_the_token_joins_and_nobody_else(join):
+    assert "joined True" in join(RAY_AUTH_TOKEN=join.token)
+    assert "does not know ours (no token is set here)" in join()
+    assert "does not know ours (RAY_AUTH_TOKEN is set here)" in join(RAY_AUTH_TOKEN="ab" * 32)
+
+
+@pytest.mark.slow
+def test_a_cluster_of_the_runs_own_is_closed_to_others(cluster):
+    ours = [p for p in psutil.process_iter() if marked(p, cluster.folder)]
+    assert {"raylet", "gcs_server"} <= {p.name() for p in ours}
+    listening = [
+        c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert listening
+    assert stat.S_IMODE(os.stat(cluster.folder).st_mode) == 0o700
+
+
+def marked(process, folder):
+    try:
+        return process.environ().get(MARK) == folder
+    except psutil.Error:
+        return False

@@ -1,0 +1,46 @@
+"""Whole runs on a cluster: those of the other runtimes, bit for bit."""
+
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RAY = {"runtime.backend": "ray"}
+POOLS = {
+    "placement.pools": {"train": 1, "serve": 1},
+    "placement.actor": "train",
+    "placement.rollout": "serve",
+    "placement.ref": "serve",
+}
+
+
+def test_one_process_is_the_local_run_bit_for_bit(cluster, train):
+    ours = train("ray", **RAY)
+    assert ours == train("local")
+    assert all(line["actor/grad_norm"] > 0 for line in ours["metrics"])
+
+
+def test_actor_and_sampler_in_processes_of_their_own_train_as_in_one(cluster, train):
+    """Weights go from actor to actor over a channel of their own."""
+    assert train("ray", **RAY, **POOLS) == train("local", **{"rollout.weights": "own"})
+
+
+def test_two_sharded_ranks_are_those_of_torchrun_bit_for_bit(cluster, train):
+    two = {"actor.backend": "fsdp", "rollout.weights": "own"}
+    ours = train("ray", **RAY, **two, **{"runtime.ray.processes": 2})
+    theirs = train("torchrun", **two, **{"runtime.backend": "torchrun", "runtime.torchrun.processes": 2})
+    assert ours == theirs
+
+
+def test_rollouts_run_ahead_as_with_torchrun(cluster, train):
+    apart = {**POOLS, "trainer": "async"}
+    assert train("ray", **RAY, **apart) == train("torchrun", **apart, **{"runtime.backend": "torchrun"})
+
+
+def test_a_pool_may_have_a_python_of_its_own(cluster, train, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho used >> "{tmp_path}/used"\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    train("ray", **RAY, **{"run.steps": 1, "runtime.ray.python": {"all": str(python)}})
+    assert (tmp_path / "used").read_text() == "used\n"
