@@ -6,6 +6,7 @@ Nothing here imports torch, transformers or datasets, so that ``engine validate`
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ from engine_core.config.dump import as_data
 from engine_core.config.evaluation import held_out_sets
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
 from engine_core.config.read import RawConfig, key_text, read_config
+from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
 from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
+from engine_core.rollout_environment import foreign_plugin
 from engine_core.specs import RefillOptions, TrainerSpec
 
 if TYPE_CHECKING:
@@ -109,6 +112,8 @@ def check_complete(
     spec: Any = plugins.spec("trainers", config.trainer)
     reads = spec.sections or type(config).model_fields
     missing = [*_lora_problems(config, plugins, reads), *_quantize_problems(config, reads)]
+    if "rollout" in reads and config.rollout.weights == "shared":
+        missing += _sharing_problems(config, plugins)
     if not config.model.path and "model" not in live and "model" in reads:
         missing.append(
             "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
@@ -229,6 +234,32 @@ def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
             yield missing
 
 
+def _sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
+    """Why a sampler that is to use the actor's module cannot."""
+    trainer: Any = plugins.spec("train_engines", config.actor.backend)
+    sampler: Any = plugins.spec("rollout_engines", config.rollout.backend)
+    way_on = 'Set rollout.weights = "own" or "auto".'
+    if config.rollout.process is not None:
+        yield f"rollout.weights = 'shared': with [rollout.process] the sampler is in a process of its own. {way_on}"
+        return
+    if "share_module" not in sampler.capabilities:
+        yield (
+            f"rollout.weights = 'shared': backend '{config.rollout.backend}' has weights of its own (no capability "
+            f"'share_module'). {way_on}"
+        )
+    if "generation_module" not in trainer.capabilities:
+        yield (
+            f"rollout.weights = 'shared': actor.backend '{config.actor.backend}' does not give its module to samplers (no "
+            f"capability 'generation_module'). {way_on}"
+        )
+    placement = config.placement
+    if len(placement.pools) > 1 and placement.actor != placement.rollout:
+        yield (
+            f"rollout.weights = 'shared': the sampler is in pool '{placement.rollout}' and the actor in "
+            f"'{placement.actor}'. Place them together, or {way_on[0].lower()}{way_on[1:]}"
+        )
+
+
 def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[str]:
     """Sets whose score or vote is of a reward that the run has not, or that extracts no answers.
 
@@ -299,10 +330,22 @@ def _load(raw: RawConfig) -> PluginSet:
         names = used_names(raw.data, sections)
         if trainer is not None:
             names |= {kind: {name} for _, kind, name in _chosen_by_trainer(raw, trainer)}
+        foreign = _foreign_sampler(raw, names)
         try:
-            return PluginSet.load(names, modules, raw.folder, raw.allow_code), []
+            plugins, problems = PluginSet.load(names, modules, raw.folder, raw.allow_code), []
         except PluginProblems as error:
-            return error.loaded, error.problems
+            plugins, problems = error.loaded, error.problems
+        if foreign is not None:
+            python, name = foreign
+            try:
+                plugins.adopt(
+                    "rollout_engines",
+                    name,
+                    *foreign_plugin(python, name, modules, raw.folder, raw.allow_code),
+                )
+            except PluginError as error:
+                problems = [*problems, ("rollout_engines", name, str(error))]
+        return plugins, problems
 
     first, problems = load(())
     trainers = [spec for spec, _ in first.chosen.values() if isinstance(spec, TrainerSpec)]
@@ -315,6 +358,35 @@ def _load(raw: RawConfig) -> PluginSet:
     if problems:  # without a trainer nobody knows what else the run needs: that is judged, not asked for
         raise PluginProblems(problems, plugins)
     return plugins
+
+
+def _foreign_sampler(raw: RawConfig, names: dict[str, set[str]]) -> tuple[str, str] | None:
+    """Interpreter and name of a rollout engine that another environment offers; taken out of ``names``.
+
+    One that a reward's model uses too is loaded here, and judged here.
+    """
+    python = interpreter_of(raw)
+    table = raw.data.get("rollout")
+    name = table.get("backend", RolloutConfig.model_fields["backend"].default) if python and table else None
+    if python is None or not isinstance(name, str) or name not in names.get("rollout_engines", ()):
+        return None
+    others = [place for place in places(prepared(raw.data)) if place.section == "reward.judge"]
+    if any(chosen.name == name for place in others for chosen in place.chosen):
+        return None
+    names["rollout_engines"].discard(name)
+    return python, name
+
+
+def interpreter_of(raw: RawConfig) -> str | None:
+    """The other interpreter that a run file names for its sampler: a path, or a command."""
+    node: Any = raw.data
+    for key in ("rollout", "process", "python"):
+        node = node.get(key) if isinstance(node, dict) else None
+    if not isinstance(node, str) or not node:
+        return None
+    if os.sep not in node and not node.startswith("~"):
+        return node
+    return str(_absolute(raw, "rollout.process.python", node))
 
 
 def _chosen_by_trainer(raw: RawConfig, trainer: TrainerSpec) -> Iterator[tuple[str, str, str]]:
@@ -378,6 +450,8 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
             path = _absolute(raw, f"{at}.{field}", text)
             if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
                 setattr(holder, field, str(path))
+    if config.rollout.process and config.rollout.process.python:
+        config.rollout.process.python = interpreter_of(raw) or ""
     for role in ("actor", *OPTIONAL_ROLES):
         holder = getattr(config, role)
         if holder and holder.lora and holder.lora.path:

@@ -45,7 +45,7 @@ from engine_core.specs import (
     TrainerSpec,
 )
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
-from engine_core.trainers.options import DistillOptions, OfflineOptions, SFTOptions
+from engine_core.trainers.options import AsyncOptions, DistillOptions, OfflineOptions, SFTOptions
 
 SHARED = frozenset(
     {
@@ -72,7 +72,9 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
         "torch": TrainBackend(
             load="engine_core.engines.torch_engine:TorchEngine",
             config=TorchOptions,
-            capabilities=frozenset({"generation_module", "lora", "set_lr", "sleep", "support"}),
+            capabilities=frozenset(
+                {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
+            ),
         )
     }
 
@@ -185,6 +187,13 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
             load="engine_core.trainer:Trainer",
             sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm"},
             required=frozenset({"reward", "data"}),
+        ),
+        "async": TrainerSpec(
+            load="engine_core.async_trainer:AsyncTrainer",
+            config=AsyncOptions,
+            sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm", "async"},
+            required=frozenset({"reward", "data"}),
+            concurrent=True,
         ),
         "offline": TrainerSpec(
             load="engine_core.offline_trainer:OfflineTrainer",

@@ -6,6 +6,7 @@
     |-- DataError                   4   a row, a file or a checkpoint cannot be used
     |-- EnvironmentProblem          5   the machine: memory, shared memory, disk, open files
     |-- TrainingFailed              6   training went wrong in a way that more steps cannot mend
+    |-- SamplerLost                 6   a sampler's own process died or hung too often; the trainer is whole
     `-- WorkerLost                  6   a worker process died or stopped answering
 
 Each prints as its message, without a traceback. Anything else that reaches the command line is a
@@ -67,6 +68,10 @@ class TrainingFailed(EngineError):
     """Training cannot go on; the last good checkpoint is untouched."""
 
     exit_code = 6
+
+
+class SamplerLost(TrainingFailed):
+    """A sampler's own process died or hung too often. The trainer is whole: the last finished step can be saved."""
 
 
 class WorkerLost(TrainingFailed):

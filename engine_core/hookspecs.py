@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig, OptimConfig
     from engine_core.specs import (
         Advantage,
+        CodeLanguage,
         Environment,
         Loss,
+        ModelArchitecture,
         PairLoss,
         Reward,
         RolloutBackend,
@@ -287,6 +289,32 @@ def engine_environments() -> Mapping[str, Environment]:
                 return {"guess": Environment(load=guess, rewards=frozenset({"solved"}))}
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.environments``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_code_languages() -> Mapping[str, CodeLanguage]:
+    """Offer languages of programs that a reward runs: ``[reward.code] language = "NAME"``.
+
+    :returns: ``CodeLanguage`` by name; its ``load`` gives what the reward's plugin needs to run a program, here
+        ``engine_plugin_rewards.code_languages.Language``, imported only in the workers that use it.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.code_languages``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_architectures() -> Mapping[str, ModelArchitecture]:
+    """Offer architectures to a train engine that has models of its own: the ``model_type`` of a Hugging Face config.
+
+    :returns: ``ModelArchitecture`` by name; its ``load`` gives what the engine's plugin builds the model by, here
+        ``engine_plugin_megatron.models.architecture.Architecture``, imported only in the workers that train such a model.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.architectures``.
 
     Called once in every process that loads plugins, before any model is built. Not collective.
     """

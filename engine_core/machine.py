@@ -102,6 +102,16 @@ def check_file_system(path: Path) -> str | None:
     )
 
 
+def usable_cores() -> int:
+    """Cores that this process may keep busy: those that it is bound to, and the share that its control group has."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return bound
+    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
+
+
 def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
     """A sentence where less than ``need`` bytes are free on the disk of ``path``."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from engine_core.config.evaluation import held_out_sets
 from engine_core.data import Fit, PromptSource, StoredGroups, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError
-from engine_core.rewards.runner import reward_statistics
+from engine_core.rewards.reward_statistics import reward_statistics
 from engine_core.trainer import Trainer
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.sampling import RolloutSource
@@ -26,6 +26,7 @@ from engine_core.trainers.sampling import RolloutSource
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_core.rewards.early import EarlyScoring, Known
     from engine_core.runtime.base import Role
     from engine_core.types import Batch, Prompt, Rollout
 
@@ -53,15 +54,24 @@ class StoredRollouts(RolloutSource):
             rounds.score()
         return rounds.finish()
 
-    def sample(self, groups: Sequence[Any], step: int, first_group: int = 0) -> list[Rollout]:
-        """The rollouts of these groups, numbered anew."""
-        return [
+    def sample_and_score(
+        self, groups: Sequence[Any], step: int, first_group: int = 0
+    ) -> tuple[list[Rollout], None]:
+        """The rollouts of these groups, numbered anew; their rewards are there already."""
+        found = [
             dataclasses.replace(rollout, group_id=number)
             for number, group in enumerate(groups, first_group)
             for rollout in group
         ]
+        return found, None
 
-    def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScoring | Known | None = None,
+    ) -> dict[str, float]:
         """The metrics of the rewards that they have; in evaluation, new ones."""
         if not training:
             return super().score(rollouts, step, training=False)
@@ -122,6 +132,9 @@ class OfflineTrainer(Trainer):
                 columns |= source.columns()
         return columns
 
+    def reward_rows(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        return ()  # those of held-out sets are looked at where these are read
+
     def roles(self, training: bool) -> dict[str, Role]:
         return {
             name: role
@@ -149,7 +162,7 @@ class OfflineTrainer(Trainer):
         return [
             f"{self.total_steps} steps of {config.data.prompts_per_step} groups ({len(self.source)} in data.train),",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
-            f"at most {config.actor.max_tokens_per_rank} tokens a micro-batch.",
+            config.actor.micro_batch,
         ]
 
     def _vocabulary(self) -> int:

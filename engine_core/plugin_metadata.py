@@ -133,6 +133,7 @@ def offer_problem(offer: Offer) -> str | None:
     return _version_problem(offer.distribution)
 
 
+@functools.lru_cache(maxsize=256)
 def _version_problem(distribution: Distribution) -> str | None:
     """Why a distribution does not fit this core, and which side to upgrade; None when it fits.
 

@@ -12,9 +12,11 @@ until ``"distribution:name"`` picks one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,12 +33,13 @@ from engine_core.errors import EngineError, PluginError, did_you_mean
 from engine_core.plugin_listing import PluginInfo, list_plugins
 from engine_core.plugin_metadata import CORE, NOUNS, find, installed, known_names, split, unknown_name
 from engine_core.plugin_modules import describe, hook_problems, import_file, import_load, import_offer
-from engine_core.specs import TABLE_SPECS, RefillOptions, Spec
+from engine_core.specs import TABLE_SPECS, RefillOptions, Spec, resolve
 
 __all__ = ["CAPABILITIES", "PluginInfo", "PluginProblems", "PluginSet", "known_names", "list_plugins"]
 
 TRAIN_CAPABILITIES = {
     "generation_module": "generation_module",
+    "common_checkpoints": "load",  # of any engine that writes those of ``engines.state.FORMAT``
     "lora": "without_adapter",
     "set_lr": "set_lr",
     "sleep": "sleep",
@@ -48,6 +51,7 @@ ROLLOUT_CAPABILITIES = {
     "pause": "pause",
     "sleep": "sleep",
     "support": "add",  # of requests with ``Sampling.max_support``
+    "partial": "abort",  # in the midst of a response, and ``add`` of what it gave
 }
 """The same for rollout engines."""
 
@@ -126,6 +130,12 @@ class PluginSet:
         if problems := _Loader(plugin_set).load(names):
             raise PluginProblems(problems, plugin_set)
         return plugin_set
+
+    def adopt(self, kind: str, name: str, spec: Spec, plugin: Plugin) -> None:
+        """Take a spec from elsewhere: of a plugin that is loaded in another environment, whose module has no hooks."""
+        self.manager.register(plugin.module, plugin.module.__name__)
+        self.plugins.append(plugin)
+        self.chosen[kind, name] = spec, plugin
 
     def find(self, kind: str, name: str) -> Spec | None:
         """The spec behind a name; None if the run does not use it or it could not be loaded."""
@@ -452,16 +462,33 @@ def _check_engine(label: str, spec: Any, found: Any) -> None:
 
 
 def probe(targets: Sequence[str]) -> None:
-    """The subprocess of ``list_plugins(check=True)``: load ``kind=dist:name`` each, print their problems as JSON."""
-    problems: dict[str, str | None] = {}
-    for target in targets:
-        kind, _, name = target.partition("=")
-        problems[target] = None
-        try:
-            if kind == "plugins":
-                PluginSet.load({}, [name])
-            else:
-                PluginSet.load({kind: [name]}).resolve(kind, name)
-        except EngineError as exc:
-            problems[target] = str(exc)
-    print("\n" + json.dumps(problems))
+    """The subprocess of ``list_plugins(check=True)``: load ``kind=dist:name`` each, and print its problem and what it says of the machine.
+
+    One line of JSON each, at once: it may not live to the next. What plugins print goes to stderr.
+    """
+    gc.disable()  # a short life, nearly all of it imports: collecting takes a fifth of them
+    with os.fdopen(os.dup(1), "w", buffering=1) as told:
+        os.dup2(2, 1)
+        for target in targets:
+            kind, _, name = target.partition("=")
+            problem, health = None, ("", True)
+            try:
+                if kind == "plugins":
+                    PluginSet.load({}, [name])
+                else:
+                    plugins = PluginSet.load({kind: [name]})
+                    plugins.resolve(kind, name)
+                    health = _health(plugins.spec(kind, name))
+            except EngineError as exc:
+                problem = str(exc)
+            print(json.dumps([target, problem, *health]), file=told)
+
+
+def _health(spec: Spec) -> tuple[str, bool]:
+    """What a spec says of this machine, and whether that is well."""
+    if spec.health is None:
+        return "", True
+    try:
+        return resolve(spec.health)(), True
+    except EngineError as exc:
+        return str(exc), False

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.advice import advice
 from engine_core.errors import DataError
 from engine_core.progress import with_interval
 from engine_core.tracking import RunFolder, read_rollouts
@@ -107,6 +108,7 @@ def _facts(environment: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, 
         "plugins": ", ".join(f"{name} {version}" for name, version in environment["plugins"].items()),
         "commit": git and git["sha"][:12] + (" and changes" if git["changed_files"] else ""),
         "time in steps": seconds and f"{seconds:,.1f} s",
+        "advice": advice(metrics),
     }
     return [(name, value) for name, value in facts.items() if value]
 

@@ -57,6 +57,8 @@ class Spec:
 
     load: str | Callable[..., Any]
     config: type[BaseModel] = NoOptions
+    health: str | Callable[[], str] | None = None
+    """Asked by ``engine doctor``: a line about this machine, or an ``EngineError`` that says what it lacks."""
 
     def resolve(self) -> Any:
         """The class or function behind ``load``."""
@@ -104,16 +106,27 @@ class Reward(Spec):
 
     Args:
         factory: ``load`` is no reward but makes one: it is called once in each worker with the
-            options, and with ``root`` (folder of the run file), ``allow_code`` and ``timeout`` (seconds
-            that a call may take) if it names them.
+            options, and with ``root`` (folder of the run file), ``allow_code``, ``timeout`` (seconds that a call may
+            take) and ``modules`` (`plugins` of the run file) if it names them.
         answers: the function gives ``{"score": number, "pred": text}``, where equal texts are the same
             answer: a majority vote (`eval.majority`) can be held on them.
+        workers: default of `workers`. ``cores`` is for a function that keeps a core busy, has no state, and takes
+            little memory: each worker has its own copy.
+        on_timeout: default of `on_timeout`: ``zero`` where the time depends on the response alone, so that a hang is no way around
+            a bad reward.
+        check: called with what a factory is called with, by ``engine validate`` and when a run starts, before any
+            model is built; it raises an ``EngineError`` that says what this machine or the options lack. It gives None, or a function
+            ``f(columns)`` that is asked about rows: it raises a LookupError where a row lacks what the reward reads, and
+            a ValueError where that is of no use. Both end a sentence that begins with the row and the reward.
     """
 
     kind = "rewards"
     noun = "reward"
     factory: bool = False
     answers: bool = False
+    workers: Literal["one", "cores"] = "one"
+    on_timeout: Literal["drop", "zero"] = "drop"
+    check: str | Callable[..., Callable[[Mapping[str, Any]], None] | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +258,28 @@ class Environment(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodeLanguage(Spec):
+    """A language of programs that a reward runs: ``load`` is a function without arguments that describes it.
+
+    What it gives is said by the plugin whose reward runs programs: see ``code`` of ``engine-plugin-rewards``.
+    """
+
+    kind = "code_languages"
+    noun = "code language"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArchitecture(Spec):
+    """An architecture of a train engine that has models of its own: ``load`` is a function without arguments, or a class.
+
+    What it gives is said by the engine's plugin: see ``Architecture`` of ``engine-plugin-megatron``.
+    """
+
+    kind = "architectures"
+    noun = "architecture"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerSpec(Spec):
     """A tracker: ``load`` is a subclass of ``engine_core.tracking.Tracker``."""
 
@@ -262,6 +297,7 @@ class TrainerSpec(Spec):
         required: those of them that must be present.
         for_eval: those whose backends are needed only where ``[eval]`` asks for scores.
         stored: `data.train` names files of rollouts, not rows.
+        concurrent: it samples while it trains: what a sampler needs of the actor it is given beforehand.
     """
 
     kind = "trainers"
@@ -270,6 +306,7 @@ class TrainerSpec(Spec):
     required: frozenset[str] = frozenset()
     for_eval: frozenset[str] = frozenset()
     stored: bool = False
+    concurrent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +328,8 @@ TABLE_SPECS: Mapping[str, type[Spec]] = {
         PairLoss,
         Stage,
         Environment,
+        CodeLanguage,
+        ModelArchitecture,
         TrackerSpec,
         TrainerSpec,
         RuntimeSpec,

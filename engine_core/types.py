@@ -50,17 +50,45 @@ class Sampling:
     max_support: int = (
         0  # tell which tokens top-p and top-k left, where they are at most this many; 0: do not
     )
+    log_probs: bool = True  # False: nobody reads `Rollout.rollout_log_probs`, and they may be 0
+    timeout_s: float = 0.0  # from when it is queued; then it is stopped as far as it came. 0: no limit
 
 
 @dataclass(slots=True)
 class Request:
-    """One completion to sample. ``id`` comes back on the rollout's ``request_id``."""
+    """One completion to sample. ``id`` comes back on the rollout's ``request_id``.
+
+    With ``begun`` a response that was stopped goes on: its rollout is the whole response, and what was sampled
+    before keeps its log-probs, policy versions and extras (capability ``partial``).
+    """
 
     id: str
     prompt: Prompt
     sampling: Sampling
     group_id: int = 0
     index: int = 0  # position within its group, 0..G-1
+    begun: Rollout | None = None  # what ``abort`` gave of it; `max_response_tokens` is of the whole response
+
+    def unsampled(self) -> Rollout:
+        """What there is of it before another token is sampled, with finish reason ``abort``."""
+        import torch
+
+        count = len(self.prompt.token_ids)
+        empty = Rollout(
+            request_id=self.id,
+            prompt=self.prompt,
+            token_ids=torch.tensor(self.prompt.token_ids),
+            loss_mask=torch.zeros(count, dtype=torch.bool),
+            rollout_log_probs=torch.zeros(count),
+            policy_versions=torch.zeros(count, dtype=torch.int32),
+            finish_reason="abort",
+            group_id=self.group_id,
+            index=self.index,
+        )
+        if self.begun is None:
+            return empty
+        kept = {name: getattr(self.begun, name) for name in (*TENSORS, "extras", "text")}
+        return dataclasses.replace(empty, **kept)
 
 
 @dataclass(slots=True)
@@ -95,7 +123,9 @@ class Rollout:
     )
     answers: dict[str, str] = field(default_factory=dict)  # by reward name: the answer that it extracted
     valid: bool = True  # False: a reward or the episode failed, to be dropped; no gradient comes from it
-    failure: str = ""  # of its episode: "error", "timeout"; the rollout is what there was until then
+    failure: str = (
+        ""  # "error", "timeout" (of its episode or request); the rollout is what there was until then
+    )
     messages: list[dict[str, str]] = field(default_factory=list)
     # ^ of an episode: what came after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -175,7 +205,9 @@ class Batch:
         import torch
 
         index = torch.arange(len(self.lengths), device=self.lengths.device)
-        return torch.repeat_interleave(index, self.lengths)
+        # on a device the size is told, which would else be waited for
+        size = None if self.lengths.device.type == "cpu" else len(self.token_ids)
+        return torch.repeat_interleave(index, self.lengths, output_size=size)
 
     @property
     def offsets(self) -> Tensor:
@@ -281,7 +313,7 @@ class Batch:
             "rewards": torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
             "group_ids": torch.tensor([r.group_id for r in rollouts], dtype=torch.int64),
             "response_lengths": torch.tensor([int(r.loss_mask.sum()) for r in rollouts]),
-            "truncated": torch.tensor([r.finish_reason == "length" for r in rollouts]),
+            "truncated": torch.tensor([r.finish_reason in CUT for r in rollouts]),
             "valid": torch.tensor([r.valid for r in rollouts], dtype=torch.bool),
         }
         for name in reward_names:
@@ -296,6 +328,10 @@ class Batch:
         )
 
 
+TENSORS = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
+"""Fields of a rollout with a value a token."""
+CUT = ("length", "abort")
+"""Finish reasons of responses that did not come to their own end."""
 SUPPORT = "support_ids"
 """Extra of rollouts and column of batches: the tokens that top-p and top-k left to sample from."""
 

@@ -12,6 +12,8 @@ class GRPOOptions(Options):
 
     normalize_by_std: bool = True
     """Divide by the group's standard deviation; off is Dr.GRPO's advantage."""
+    epsilon: float = Field(1e-6, ge=0)
+    """Added to the standard deviation that divides; TRL's is 1e-4."""
 
 
 class GRPOPassKOptions(Options):

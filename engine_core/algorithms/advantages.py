@@ -31,22 +31,24 @@ EPSILON = 1e-6
 """Added to a standard deviation that is a divisor."""
 
 
-def grpo(batch: Batch, *, normalize_by_std: bool = True) -> Tensor:
+def grpo(batch: Batch, *, normalize_by_std: bool = True, epsilon: float = EPSILON) -> Tensor:
     """Group-relative advantage.
 
-    Formula: ``A = (R - mean) / (std + 1e-6)``
+    Formula: ``A = (R - mean) / (std + epsilon)``
     Paper: https://arxiv.org/abs/2402.03300
-    Differs: a group of one gets 0 (verl: its raw reward); epsilon is 1e-9 in OpenRLHF, 1e-4 in TRL
+    Differs: a group of one gets 0 (verl: its raw reward); `epsilon` is 1e-6 (1e-9 in OpenRLHF, 1e-4 in TRL)
 
     Args:
         batch: columns ``rewards`` [B], ``group_ids`` [B] (any ids, any order), ``valid`` [B],
             ``loss_mask`` [T].
         normalize_by_std: off gives the numerator alone, which is ``dr_grpo``.
+        epsilon: keeps the divisor of a group whose rewards hardly differ from 0.
 
     Returns:
         [T] float32: the rollout's value on its sampled tokens, 0 elsewhere.
     """
-    values, compared = _standardized(batch["rewards"].double(), batch, batch["valid"], normalize_by_std)
+    rewards = batch["rewards"].double()
+    values, compared = _standardized(rewards, batch, batch["valid"], normalize_by_std, epsilon)
     return on_tokens(batch, values, compared)
 
 
@@ -243,8 +245,10 @@ def _groups(group_ids: Tensor) -> tuple[Tensor, int]:
     return group, len(names)
 
 
-def _standardized(values: Tensor, batch: Batch, counts: Tensor, divide: bool) -> tuple[Tensor, Tensor]:
+def _standardized(
+    values: Tensor, batch: Batch, counts: Tensor, divide: bool, epsilon: float = EPSILON
+) -> tuple[Tensor, Tensor]:
     """[B] values relative to their group, and [B] whether there was anything to compare them with."""
     mean, std, number = group_statistics(values, batch["group_ids"], counts)
     centred = values - mean
-    return centred / (std + EPSILON) if divide else centred, counts & (number > 1)
+    return centred / (std + epsilon) if divide else centred, counts & (number > 1)

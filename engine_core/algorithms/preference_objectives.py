@@ -144,8 +144,8 @@ def kto(
     logps = response_log_probs(outputs["log_probs"].detach(), batch) * batch["kind_share"]
     metrics = {}
     for name, kind in (("chosen", desirable), ("rejected", ~desirable)):
-        metrics[f"rewards/{name}"] = rewards[kind].sum()
-        metrics[f"logps/{name}"] = logps[kind].sum()
+        metrics[f"rewards/{name}"] = torch.where(kind, rewards, 0.0).sum()
+        metrics[f"logps/{name}"] = torch.where(kind, logps, 0.0).sum()
     metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return (batch["share"] * losses).sum(), metrics
 

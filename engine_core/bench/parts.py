@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.assemble import plugins_for
-from engine_core.bench.shapes import Cost, peak_flops
+from engine_core.bench.devices import decode_floor, device_of, train_floor
+from engine_core.bench.shapes import Cost
 from engine_core.bench.work import requests, train_batch
 from engine_core.config.models import CheckpointConfig
 from engine_core.data import load_tokenizer
@@ -36,20 +37,24 @@ def bench_train(
     """Forward, backward and optimizer step of the actor on packed random sequences.
 
     Returns:
-        Medians over ``steps``: seconds of a step, tokens a second; ``first_step_s``, with what is compiled
-        in it; MFU where the device's peak is known.
+        Medians over ``steps``: seconds of a step and its two phases, tokens a second; ``first_step_s``, with what is
+        compiled in it; MFU and how near the floor it is, where the device is known (``devices``).
     """
     model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
     with _workers(config, {"actor": Role("train")}) as (_, groups):
-        actor, seconds, micro = groups["actor"], [], 0
+        actor, micro = groups["actor"], 0
+        seconds: list[float] = []
+        updates: list[float] = []
         _reset_peak_memory()
         for step in range(warmup + steps):
             batch = train_batch([length] * sequences, prompt, model["vocab_size"], seed=step)
             start = _now()
             micro = actor.call("forward_backward", batch, loss=LossCall("nll")).result().num_micro_batches
+            middle = _now()
             actor.call("optimizer_step").result()
             seconds.append(_now() - start)
-        processes = getattr(actor, "world_size", 1)
+            updates.append(_now() - middle)
+        processes = actor.world_size
     tokens, step_s = sequences * length, statistics.median(seconds[warmup:])
     found = _head(config, "train", processes) | {
         "sequences": sequences,
@@ -59,13 +64,16 @@ def bench_train(
         "micro_batches": micro,
         "first_step_s": seconds[0],
         "step_s": step_s,
+        "forward_backward_s": step_s - statistics.median(updates[warmup:]),
+        "optimizer_s": statistics.median(updates[warmup:]),
         "tokens_per_s": tokens / step_s,
         "tokens_per_s_and_process": tokens / step_s / processes,
     }
-    cost, peak = Cost.of(model), peak_flops(_device_name())
-    if cost and peak:
-        operations = cost.train([length] * sequences, sequences * (length - prompt))
-        found["mfu"] = operations / step_s / peak / processes
+    cost, device = Cost.of(model), device_of(_device_name())
+    if cost and device:
+        lengths, learned = [length] * sequences, sequences * (length - prompt)
+        found["mfu"] = cost.train(lengths, learned) / step_s / device.flops / processes
+        found |= _of_floor(train_floor(cost, device, lengths, learned, _itemsize(config), processes), step_s)
     return found | _peak_memory()
 
 
@@ -74,7 +82,8 @@ def bench_rollout(
 ) -> dict[str, Any]:
     """Sampling `group_size` responses for each of some random prompts."""
     group = config.rollout.group_size
-    vocabulary = load_hf_config(config.model).get_text_config(decoder=True).vocab_size
+    model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
+    vocabulary = model["vocab_size"]
     roles = {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
     with _workers(config, roles) as (runtime, groups):
         runtime.push_weights("actor", "rollout", 1)
@@ -87,8 +96,14 @@ def bench_rollout(
                 rollouts = groups["rollout"].call("generate", requests=asked).result()
                 seconds.append(_now() - start)
             generated.append(sum(r.response_length for r in rollouts))
-        processes = getattr(groups["rollout"], "world_size", 1)
+        processes = groups["rollout"].world_size
     rates = [n / s for n, s in zip(generated[warmup:], seconds[warmup:], strict=True)]
+    step_s, count = statistics.median(seconds[warmup:]), prompts * group
+    cost, device = Cost.of(model), device_of(_device_name())
+    floor: dict[str, Any] = {}
+    if cost and device:
+        sampled = statistics.median(generated[warmup:]) / count
+        floor = _of_floor(decode_floor(cost, device, count, prompt, sampled, processes), step_s)
     return (
         _head(config, "rollout", processes)
         | {
@@ -97,10 +112,11 @@ def bench_rollout(
             "prompt": prompt,
             "response": response,
             "first_step_s": seconds[0],
-            "step_s": statistics.median(seconds[warmup:]),
+            "step_s": step_s,
             "generated_tokens": generated[-1],
             "tokens_per_s": statistics.median(rates),
         }
+        | floor
         | _peak_memory()
     )
 
@@ -115,7 +131,7 @@ def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
                 start = _now()
                 moved = runtime.push_weights("actor", "rollout", version).bytes
                 seconds.append(_now() - start)
-        processes = getattr(groups["rollout"], "world_size", 1)
+        processes = groups["rollout"].world_size
     step_s = statistics.median(seconds[warmup:])
     found = _head(config, "sync", processes) | {
         "bytes": moved,
@@ -143,6 +159,7 @@ def bench_step(
         _reset_peak_memory()
         try:
             trainer.train()
+            processes = trainer.groups["actor"].world_size
             lines = (trainer.folder.path / "metrics.jsonl").read_text("utf-8").splitlines()
         finally:
             trainer.close()
@@ -152,11 +169,59 @@ def bench_step(
         name: statistics.median(line[name] for line in found if name in line) for name in sorted(names)
     }
     return (
-        _head(config, "step", 1)
+        _head(config, "step", processes)
         | {"first_step_s": json.loads(lines[0]).get("time/step")}
         | medians
+        | _step_floor(config, found, processes)
         | _peak_memory()
     )
+
+
+def bench_comm(config: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
+    """Each collective over each axis of the actor's mesh, through the runtime of the run file.
+
+    Returns:
+        ``measured``: see ``engines.collectives``, with ``percent_of_link`` where ranks of one host talk by a link
+        whose rate is known.
+    """
+    with _workers(config, {"actor": Role("train")}) as (_, groups):
+        processes = groups["actor"].world_size
+        measured = groups["actor"].call("measure_collectives", sizes=sizes, repeats=steps).result()
+    if not measured:
+        raise ConfigError(
+            f"There is nothing to measure: the {processes} process(es) of actor.backend = '{config.actor.backend}' share no "
+            "collective. It takes several ranks: runtime.backend = 'torchrun' and an engine that spreads a model over them."
+        )
+    device = device_of(_device_name())
+    for one in measured:
+        if device and device.link and one["on_one_host"] and one["backend"] != "gloo":
+            one["percent_of_link"] = 100 * one["bus_gb_per_s"] * 1e9 / device.link
+    return _head(config, "comm", processes) | {"measured": measured}
+
+
+def _step_floor(config: EngineConfig, lines: list[dict[str, Any]], processes: int) -> dict[str, Any]:
+    """Of a step that samples and trains once on what it sampled: both floors together."""
+    cost = Cost.of(load_hf_config(config.model).get_text_config(decoder=True).to_dict())
+    device, names = device_of(_device_name()), ("tokens/total", "tokens/generated", "time/step")
+    if not (cost and device and all(name in line for name in names for line in lines)):
+        return {}
+    total, generated, step_s = (statistics.median(line[name] for line in lines) for name in names)
+    count = config.data.prompts_per_step * config.rollout.group_size
+    prompt, response = (total - generated) / count, generated / count
+    decoding = decode_floor(cost, device, count, prompt, response, processes)
+    lengths = [round(total / count)] * count
+    training = train_floor(cost, device, lengths, round(generated), _itemsize(config), processes)
+    return {"decode_floor_s": decoding, "train_floor_s": training} | _of_floor(decoding + training, step_s)
+
+
+def _of_floor(floor: float, seconds: float) -> dict[str, float]:
+    """100% is as quick as the device's data sheet allows."""
+    return {"floor_s": floor, "percent_of_floor": 100 * floor / seconds}
+
+
+def _itemsize(config: EngineConfig) -> int:
+    """Bytes of a trained weight."""
+    return 2 if getattr(config.actor.options, "param_dtype", "") == "bf16" else 4
 
 
 @contextmanager
@@ -164,8 +229,10 @@ def _workers(
     config: EngineConfig, roles: Mapping[str, Role]
 ) -> Iterator[tuple[Runtime, Mapping[str, WorkerGroup]]]:
     plugins = plugins_for(config)
-    live = {"tokenizer": load_tokenizer(config.model)} if "rollout" in roles else {}
-    runtime = plugins.resolve("runtimes", config.runtime.backend)(config, plugins, live)
+    kind: Any = plugins.resolve("runtimes", config.runtime.backend)
+    # workers elsewhere are told which tokenizer it is; in this process only a sampler reads it
+    needed = "rollout" in roles or not kind.in_process
+    runtime = kind(config, plugins, {"tokenizer": load_tokenizer(config.model)} if needed else {})
     try:
         yield runtime, runtime.start(roles, 1_000_000)
     finally:
@@ -174,7 +241,7 @@ def _workers(
 
 def _head(config: EngineConfig, part: str, processes: int) -> dict[str, Any]:
     """What was measured, and where."""
-    backend = config.actor.backend if part in ("train", "step") else config.rollout.backend
+    backend = config.actor.backend if part in ("train", "step", "comm") else config.rollout.backend
     return {
         "part": part,
         "model": Path(config.model.path).name,
@@ -202,10 +269,9 @@ def _reset_peak_memory() -> None:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Of this process's device; other workers have their own."""
-    if not torch.accelerator.is_available():
-        return {}
-    return {"peak_memory_gib": torch.accelerator.max_memory_allocated() / GIB}
+    """Of this process's device; nothing where the work was done by processes of their own."""
+    peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
+    return {"peak_memory_gib": peak / GIB} if peak else {}
 
 
 def check_lengths(length: int, prompt: int) -> None:

@@ -51,9 +51,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 """Published sizes of Qwen3, and a tiny one."""
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bf16 operations a second by the vendors' data sheets, by a word in the device's name."""
-
 
 def write_shape(name: str, folder: Path) -> str:
     """Write the ``config.json`` of a shape into ``folder``; returns the folder as a path for `[model]`.
@@ -81,6 +78,8 @@ class Cost:
     body: int  # weights of the layers, without embeddings and head
     head: int  # V * H
     attention: int  # L * n_q * d
+    keys_values: int = 0  # 2 L n_kv d: numbers that a token leaves for later ones
+    weights: int = 0  # of the layers, the embedding and, where it is not the same, the head
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Cost | None:
@@ -97,15 +96,17 @@ class Cost:
         if config.get("num_experts") or config.get("num_local_experts"):
             return None
         attention = hidden * size * (2 * heads + 2 * kv)
-        return cls(layers * (attention + mlp), vocabulary * hidden, layers * heads * size)
+        body, ends = layers * (attention + mlp), vocabulary * hidden
+        return cls(
+            body,
+            ends,
+            layers * heads * size,
+            2 * layers * kv * size,
+            body + ends * (1 if config.get("tie_word_embeddings") else 2),
+        )
 
     def train(self, lengths: list[int], head_tokens: int) -> float:
         """Operations of one forward and backward pass over sequences of these lengths."""
         tokens = sum(lengths)
         seen = sum(n * n for n in lengths)  # S * T, summed over sequences
         return 6.0 * (self.body * tokens + self.head * head_tokens + self.attention * seen)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Of one device; None where its data sheet is not known here."""
-    return next((peak for word, peak in PEAK_FLOPS.items() if word in device_name), None)

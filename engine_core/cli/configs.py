@@ -16,6 +16,7 @@ from engine_core.config.dump import dump_toml, origins
 from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import DataError, EngineError, PluginError
 from engine_core.plugins import PluginSet, known_names
+from engine_core.rewards.preflight import check_rewards
 from engine_core.rewards.signatures import check_functions
 from engine_core.specs import TABLE_SPECS, Spec
 
@@ -53,6 +54,7 @@ def _check_rewards(config: EngineConfig, plugins: PluginSet) -> None:
     trainer: Any = plugins.spec("trainers", config.trainer)
     if config.reward and (trainer.sections is None or "reward" in trainer.sections):
         check_functions(config.reward, plugins)
+        check_rewards(config.reward, plugins)
 
 
 def show(

@@ -110,12 +110,14 @@ def check_runs_folder(path: Path) -> Iterator[Check]:
 
 
 def check_plugins() -> Iterator[Check]:
-    """Each installed plugin, imported in a process of its own."""
+    """Each installed plugin, imported in another process."""
     plugins = list_plugins(check=True)
     for info in plugins:
         if not info.healthy:
             where = f"{info.name} ({info.distribution} {info.version})"
             yield Check("problem", "plugins", f"{where}: {info.problem}")
+        elif info.health:
+            yield Check("ok" if info.fit else "warning", f"{info.kind.rstrip('s')} {info.name}", info.health)
     healthy = [info for info in plugins if info.healthy]
     distributions = ", ".join(sorted({f"{info.distribution} {info.version}" for info in healthy}))
     yield Check("ok", "plugins", f"{len(healthy)} names of {distributions}")

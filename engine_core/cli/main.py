@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
         "rollout": "engine_core.cli.bench:rollout",
         "sync": "engine_core.cli.bench:sync",
         "step": "engine_core.cli.bench:step",
+        "comm": "engine_core.cli.bench:comm",
     },
     "new": {"plugin": "engine_core.cli.new:plugin", "run": "engine_core.cli.new:run"},
 }

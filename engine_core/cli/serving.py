@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from contextlib import closing
 from typing import Annotated
 
@@ -63,6 +64,8 @@ def serve_reward(
         closing(RewardService(config, reward)) as service,
         RewardServer(service, host, port, token) as server,
     ):
+        # A shell starts what runs in the background with SIGINT ignored; who sends it then means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print(server.url, flush=True)
         with contextlib.suppress(KeyboardInterrupt, Terminated):
             server.serve_forever(poll_interval=0.1)

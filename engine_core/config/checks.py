@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine_core.config.choices import OPTIONAL_ROLES
 from engine_core.config.evaluation import evaluation_problems
+from engine_core.config.roles import RolloutConfig
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
 from engine_core.errors import did_you_mean
@@ -27,6 +28,8 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
     problems = [*_duplicates(config), *_placement(config), *_values(config)]
     if "algorithm" in sections:
         problems += _adaptive(config)
+    if "rollout" in sections:
+        problems += _stopping(config, sections)
     if {"eval", "rollout"} <= set(sections):
         problems += evaluation_problems(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
@@ -119,6 +122,33 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         )
 
 
+def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
+    """Responses that are stopped before their end."""
+    rollout, correction = config.rollout, config.algorithm.correction
+    if config.environment is not None and "environment" in sections:
+        for key in ("request_timeout_seconds", "over_sampling"):
+            if getattr(rollout, key) != RolloutConfig.model_fields[key].default:
+                yield Problem(
+                    ("rollout", key),
+                    "is of single responses, and [environment] samples episodes. Remove it; environment.timeout_seconds "
+                    "limits an episode.",
+                )
+    if not (rollout.carry_partial and rollout.over_sampling > 1):
+        return
+    if "algorithm" not in sections:
+        yield Problem(
+            ("rollout", "carry_partial"),
+            f"brings tokens of older policies, which trainer '{config.trainer}' does not correct for. Remove it: what "
+            "is stopped is then dropped.",
+        )
+    elif correction.level == "off" and not correction.bypass:
+        yield Problem(
+            ("algorithm", "correction", "level"),
+            "got 'off', but rollout.carry_partial brings responses whose tokens are of several policies. Use 'token' (or "
+            "'auto'), or set algorithm.correction.bypass = true.",
+        )
+
+
 def _adaptive(config: EngineConfig) -> Iterator[Problem]:
     """A weight that adapts is set by nothing else."""
     for target, weight in (("kl_target", "kl_coef"), ("entropy_target", "entropy_coef")):
@@ -164,6 +194,15 @@ def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.entropy_delta", "algorithm.entropy_target is not set"
     if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
         yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
+    if config.rollout.over_sampling == 1:
+        yield "rollout.carry_partial", "rollout.over_sampling is 1: no response is stopped"
+    if config.rollout.over_sampling == 1 or not config.rollout.carry_partial:
+        yield (
+            "rollout.carry_max_age",
+            "nothing is carried over (rollout.over_sampling, rollout.carry_partial)",
+        )
+    if config.rollout.request_timeout_seconds == 0:
+        yield "rollout.on_timeout", "rollout.request_timeout_seconds is 0"
     yield from _idle_correction(algorithm.correction)
     for reward in (reward for reward in config.reward if reward.has_model):
         of_workers = ("workers", "timeout_seconds", "on_timeout", "max_memory_gb")
@@ -175,7 +214,11 @@ def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 
 def _idle_correction(correction: CorrectionConfig) -> Iterator[tuple[str, str]]:
-    held = {"level": ("cap", "normalize"), "mask": ("mask_low", "mask_high"), "reject": ("reject_ratio",)}
+    held = {
+        "level": ("cap", "normalize", "min_effective_sample_share"),
+        "mask": ("mask_low", "mask_high"),
+        "reject": ("reject_ratio",),
+    }
     for switch, keys in held.items():
         if getattr(correction, switch) == "off":
             yield from (

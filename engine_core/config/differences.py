@@ -82,27 +82,59 @@ class Difference:
 
 
 def differences(
-    was: Mapping[str, Any], now: Mapping[str, Any], roles: Collection[str] | None = None
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    roles: Collection[str] | None = None,
+    movable: Collection[str] = (),
 ) -> list[Difference]:
     """The keys that differ between two configs as plain data, in the order of the tables.
+
+    Of a backend that changed, its options are compared with those of the same name of the other one.
 
     Args:
         was: the config then.
         now: the config now.
         roles: those that the run had then. The table of another one cannot contradict what was done;
             whether that role can join is not a matter of keys. None: any role may have been there.
+        movable: roles whose engine may be another one now: it reads what the one then has saved.
     """
     before, after = _flat(was), _flat(now)
+    _align_backends(before, after)
     new = set() if roles is None else set(ROLES) - set(roles)
     return [
-        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *_judged(key, new))
+        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *_judged(key, new, movable))
         for key in dict.fromkeys([*before, *after])
         if before.get(key, UNSET) != after.get(key, UNSET)
     ]
 
 
-def _judged(key: str, new: Collection[str]) -> tuple[Verdict, str]:
-    return ("warned", "the run had no such role") if key.partition(".")[0] in new else judge(key)
+def _align_backends(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Where a backend changed, leave of the two tables of options what both have, under the name of the new one.
+
+    The change of the backend is told by its own key; that options of the old one are unset now adds nothing.
+    """
+    for key in [
+        key for key in before if key.endswith(".backend") and after.get(key, before[key]) != before[key]
+    ]:
+        parent = key.removesuffix("backend")
+        old, new = (f"{parent}{str(side[key]).rpartition(':')[2]}." for side in (before, after))
+        if old == new:
+            continue
+        was = {name: before.pop(name) for name in [name for name in before if name.startswith(old)]}
+        moved = {new + name.removeprefix(old): value for name, value in was.items()}
+        for name in [name for name in after if name.startswith(new) and name not in moved]:
+            before.pop(name, None)
+            del after[name]
+        before |= {name: value for name, value in moved.items() if name in after}
+
+
+def _judged(key: str, new: Collection[str], movable: Collection[str]) -> tuple[Verdict, str]:
+    role, _, rest = key.partition(".")
+    if role in new:
+        return "warned", "the run had no such role"
+    if rest == "backend" and role in movable:
+        return "warned", "another engine computes the same with other roundings"
+    return judge(key)
 
 
 def judge(key: str) -> tuple[Verdict, str]:

@@ -60,6 +60,8 @@ class CorrectionConfig(Table):
     """Take the sampler's log-probs as the old ones: no pass to compute them, and the ratio of the loss corrects the gap. Weights are then for losses without a ratio (``reinforce``)."""
     max_masked_share: Fraction = 0.5
     """`mask` and `reject` together may drop this share of a mini-batch's loss tokens; more ends the run before the update."""
+    min_effective_sample_share: Fraction = 0.0
+    """The weights of a mini-batch must be worth at least this share of its loss tokens, ``(mean w)^2 / mean w^2``; less ends the run before the update. 0: no bound."""
 
 
 class AlgorithmConfig(Table):

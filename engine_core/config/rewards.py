@@ -185,14 +185,14 @@ class RewardConfig(Table):
     """Divide by the running standard deviation of this reward (after clipping)."""
     timeout_seconds: PositiveFloat = 10.0
     """Time for one sample; after it the worker is killed and the sample follows `on_timeout`."""
-    workers: NonNegativeInt = 1
-    """Worker processes; 0 runs the function in the controller, where it cannot be killed."""
+    workers: NonNegativeInt | None = None
+    """Worker processes; 0 runs the function in the controller, where it cannot be killed. Default: what the reward's plugin says, 1 or as many as there are cores for this process (16 at most)."""
     max_memory_gb: NonNegativeFloat = 0.0
     """Address space of one worker, 10^9 bytes; more is a MemoryError in the function. 0: no limit."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
     """When the function raises, dies or returns nonsense: leave the sample out of the update, give it 0, or end the run."""
-    on_timeout: Literal["drop", "zero", "fail"] = "drop"
-    """The same for a time-out."""
+    on_timeout: Literal["drop", "zero", "fail"] | None = None
+    """The same for a time-out. Default: what the reward's plugin says: zero where only what the policy wrote can make it slow, else drop."""
     max_failure_share: Fraction = 0.5
     """A step in which more than this share of samples failed ends the run."""
     model: RewardModelConfig | None = None

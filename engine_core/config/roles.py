@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -25,8 +26,8 @@ class ModelConfig(Table):
     """Folder or hub name of the tokenizer; default: `path`."""
     override: dict[str, Any] = {}
     """Changes to the model's own config, by its key names: ``override = { rope_theta = 1e6 }``."""
-    attention: str = "varlen"
-    """Attention implementation: ``varlen`` (packed sequences, ours), or one of transformers: ``sdpa``, ``eager``, ``flash_attention_2``."""
+    attention: str = "auto"
+    """Attention implementation: ``auto`` chooses by model and device, and the log says what and why; ``varlen`` (packed sequences, ours), or one of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` (needs flash-attn), ``flash_attention_3``, ``flash_attention_4``, ``flex_attention``."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
     seed: NonNegativeInt = 0
@@ -96,8 +97,8 @@ class RoleConfig(Table):
 
     backend: str = "torch"
     """Train engine, by name (``engine plugins``); its options stand in the table of that name."""
-    max_tokens_per_rank: PositiveInt = 8192
-    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own."""
+    max_tokens_per_rank: PositiveInt | Literal["auto"] = 8192
+    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own. ``auto``: as many as fit by an estimate, at most 65536, settled at the first use; on the CPU 8192."""
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()
@@ -110,6 +111,12 @@ class RoleConfig(Table):
     def take_options(self, actor: RoleConfig) -> None:
         """Have the backend's table of the actor: the same backend, and none of the role's own."""
         self.options = actor.options
+
+    @property
+    def micro_batch(self) -> str:
+        """For people."""
+        tokens = self.max_tokens_per_rank
+        return f"{'as many tokens a micro-batch as fit' if tokens == 'auto' else f'at most {tokens} tokens a micro-batch'}."
 
 
 class CriticOptimConfig(OptimConfig):
@@ -142,6 +149,26 @@ class CriticConfig(RoleConfig):
             self.options = self.options.model_copy(update={"quantize": None})  # all its weights are trained
 
 
+class ProcessConfig(Table):
+    """``[rollout.process]``: where the table is present, the rollout engine runs in a process of its own."""
+
+    python: str = ""
+    """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
+    start_minutes: PositiveFloat = 15.0
+    """Time for the engine to be built."""
+    silent_seconds: PositiveFloat = 60.0
+    """Without a sign of life for so long, the process counts as hanging: it is stopped, or the engine holds the interpreter."""
+    stall_minutes: PositiveFloat = 30.0
+    """One step of the engine, or one command, that takes longer counts as hanging."""
+    max_restarts: NonNegativeInt = 3
+    """A process that died or hangs is started again so many times in a run; the next loss ends the run (exit code 6)."""
+
+    @property
+    def interpreter(self) -> str:
+        """The command of the interpreter."""
+        return self.python or sys.executable
+
+
 class RolloutConfig(Table):
     """``[rollout]``: how responses are sampled."""
 
@@ -163,7 +190,28 @@ class RolloutConfig(Table):
     """Token ids that end a response, besides the tokenizer's own end token."""
     max_support: NonNegativeInt = 256
     """With `top_p` or `top_k`: each token comes with the ids of those that it was drawn from, where they are at most this many (4 bytes each), see `algorithm.correction.support`."""
+    weights: Literal["auto", "shared", "own"] = "auto"
+    """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits beside what the actor holds."""
+    score_early: bool = True
+    """Rewards of a group are worked out as soon as it is complete, while others are still sampled. The results are the same; rewards that see all samples at once (``group_ids``), those of a model and those with `workers = 0` wait."""
+    request_timeout_seconds: NonNegativeFloat = 0.0
+    """Seconds for one response from when the sampler is asked for it, waiting included; then it is stopped as far as it came and follows `on_timeout`. 0: no limit."""
+    on_timeout: Literal["drop", "zero", "keep", "fail"] = "drop"
+    """A response that was stopped at `request_timeout_seconds`: leave it out of the update, give it reward 0, score it as a truncated one, or end the run."""
+    over_sampling: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """A step samples this many times its prompts and ends as soon as it has all its groups; responses of the others are stopped. See `carry_partial`."""
+    carry_partial: bool = False
+    """What `over_sampling` stopped goes on in the next step from where it was, before new prompts; each token keeps its log-prob and policy version. Else it is dropped, and long responses are rarer in the update than they are."""
+    carry_max_age: PositiveInt = 8
+    """With `carry_partial`: a group whose oldest token is of more policy versions ago than this is dropped and counted."""
     max_log_prob_gap: NonNegativeFloat = 1.0
     """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
+    process: ProcessConfig | None = None
+    """Run the engine in a process of its own: in another Python environment, started again when it dies or hangs."""
     options: Any = Field(default=None, exclude=True)
     """The backend's own table, filled in by the loader."""
+
+    @property
+    def stops_responses(self) -> bool:
+        """Responses may be stopped before their end: an engine's steps are then short."""
+        return self.request_timeout_seconds > 0 or self.over_sampling > 1

@@ -78,6 +78,15 @@ class Preparer:
             return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {limit}")
         return Outcome("truncated" if was_cut else "ok", item)
 
+    def columns(self, index: int) -> dict[str, Any] | None:
+        """What rewards receive of row ``index``, without rendering it; None for a row that cannot be used."""
+        try:
+            return layouts.convert(
+                self.rows.row(index), self._layout(index), self.config.columns, self.learn
+            ).columns
+        except BadRow:  # told when its turn comes
+            return None
+
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
         """What a row becomes, and whether it had to be cut."""
         row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)

@@ -107,6 +107,13 @@ class Source(Generic[Item]):
             first += len(file)
         return names
 
+    def spread(self, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Place and columns of at most so many rows, spread evenly from the first on; unusable ones are left out."""
+        for index in range(0, len(self._rows), math.ceil(len(self._rows) / most)):
+            columns = self._preparer.columns(index)
+            if columns is not None:
+                yield self._rows.where(index), columns
+
     def state(self) -> dict[str, Any]:
         """The position after the last item handed out, as JSON."""
         return {

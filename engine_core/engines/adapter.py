@@ -19,7 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from engine_core.engines import state
-from engine_core.engines.sharded import whole
+from engine_core.engines.sharded import axes_that_split, made_whole, whole
 from engine_core.engines.weights import (
     BASE,
     OF_ADAPTER,
@@ -161,6 +161,9 @@ class Adapter:
 def merged_weight(layer: Any, lengths: bool = True) -> Tensor:
     """``W + scale * B A``; of DoRA (with ``lengths``) its rows scaled to the lengths that were learned."""
     base = layer.get_base_layer().weight
+    if axes_that_split(base) > 1:
+        with made_whole(layer):
+            return merged_weight(layer, lengths)
     exact = torch.promote_types(base.dtype, torch.float32)
     weight = base.to(exact) + layer.get_delta_weight(NAME).to(exact)
     if lengths and NAME in layer.lora_magnitude_vector:

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.engines.deadlines import Deadlines
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
     from engine_core.plugins import PluginSet
@@ -171,9 +174,18 @@ class TrainEngine(abc.ABC):
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
-        """The module, ready to sample from, where that is possible (capability ``generation_module``)."""
+        """The module, ready to sample from, where that is possible (capability ``generation_module``).
+
+        With several ranks all of them enter and leave it together, and the module is used by each for itself: no
+        collective in between, since ranks sample different numbers of tokens.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not give its module to samplers.")
         yield  # pragma: no cover
+
+    @property
+    def lends_whole(self) -> bool:
+        """With several ranks: each can use what ``generation_module`` gives without the others."""
+        return True
 
     def mark(self) -> None:
         """A step ended here: a later ``save`` writes the random state of this moment.
@@ -185,7 +197,8 @@ class TrainEngine(abc.ABC):
     def save(self, folder: Path) -> Future[None]:
         """Write weights, optimizer, schedule and RNG state below ``folder``, no pickle.
 
-        An ``OSError`` (a full disk) is a failed save that may be tried again.
+        An ``OSError`` (a full disk) is a failed save that may be tried again. With several ranks, none may wait for
+        one that could not write.
         """
 
     @abc.abstractmethod
@@ -205,9 +218,25 @@ class TrainEngine(abc.ABC):
         """Replace the peak learning rate from the next step on (``[schedule]``)."""
         raise NotImplementedError
 
-    def set_token_budget(self, tokens: int) -> None:
+    def set_token_budget(self, tokens: int | str) -> None:
         """Replace `max_tokens_per_rank` from the next batch on (``[schedule]``)."""
         self.config = self.config.model_copy(update={"max_tokens_per_rank": tokens})
+
+    def communicators(self) -> Mapping[str, ProcessGroup]:
+        """Groups of several ranks that this worker talks in, by axis of its mesh."""
+        return {}
+
+    def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+        """How quickly ranks talk, see ``engines.collectives``. Collective.
+
+        Args:
+            sizes: bytes.
+            repeats: the median of them is taken.
+        """
+        from engine_core.engines.collectives import measure
+
+        device = getattr(self, "device", self.context.device)
+        return measure(self.communicators(), device, sizes, repeats)
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Give back device memory by part: ``weights``, ``gradients``, ``optimizer``."""
@@ -233,23 +262,42 @@ class RolloutEngine(abc.ABC):
         self.version = 0  # weight updates seen
         self.running: dict[str, Request] = {}  # of ``advance``, by id
         self.dropped: set[str] = set()
+        self.deadlines = Deadlines()
+
+    @property
+    def label(self) -> str:
+        """The class, for messages."""
+        return f"{type(self).__module__}.{type(self).__name__}"
 
     @property
     def layout(self) -> Layout:
         """All ranks of one tensor-parallel engine get the same calls in the same order."""
         return Layout()
 
+    @property
+    def capacity(self) -> int:
+        """Requests that it samples at one time, where it finishes them before it takes others; 0: it takes all that come.
+
+        Of a longer call a runtime of several ranks gives each as many, and more to the one that is free first.
+        """
+        return 0
+
     @abc.abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests. A malformed one (no tokens, too long for the model) is an error here.
 
         Where a request has ``Sampling.max_support``, its rollout tells which tokens top-p and top-k left
-        (``Rollout.extras``; capability ``support``).
+        (``Rollout.extras``; capability ``support``). One with ``begun`` is the rest of a response that was stopped
+        (capability ``partial``); one with nothing left to sample is an error.
         """
 
     @abc.abstractmethod
     def step(self) -> list[Rollout]:
-        """Go on sampling; the rollouts that finished since the last call. Nothing queued: []."""
+        """Go on sampling; the rollouts that finished since the last call. Nothing queued: [].
+
+        With the capability ``partial``, where ``config.stops_responses``, it takes a bounded number of tokens of each
+        sequence and what is unfinished stays under way, so that single requests can be stopped between two steps.
+        """
 
     @property
     @abc.abstractmethod
@@ -258,7 +306,10 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
-        """Stop these requests; what they have so far, with finish reason ``abort``."""
+        """Stop these requests; what they have so far, with finish reason ``abort``.
+
+        With the capability ``partial`` that is every token sampled, with its log-prob and policy version.
+        """
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """Sample all requests; rollouts in their order. Built on ``add`` and ``step``."""
@@ -266,17 +317,25 @@ class RolloutEngine(abc.ABC):
 
         return generate(self, requests)
 
-    def advance(self, requests: Sequence[Request] = (), dropped: Sequence[str] = ()) -> list[Rollout]:
+    def advance(
+        self, requests: Sequence[Request] = (), dropped: Sequence[str] = (), stopped: Sequence[str] = ()
+    ) -> list[Rollout]:
         """One round for requests that come and go one by one: queue these, forget those, go on sampling once.
 
         Built on ``add``, ``step`` and ``abort``.
 
+        Args:
+            requests: new ones, with ids that none under way has.
+            dropped: ids whose rollouts nobody waits for any more.
+            stopped: ids whose rollouts are wanted as far as they are; an id that is not under way is passed over.
+
         Returns:
-            The rollouts that finished, of this and earlier calls. With nothing left to sample: [].
+            The rollouts that finished, of this and earlier calls, and those of ``stopped``. With nothing left to
+            sample: [].
         """
         from engine_core.engines.driver import advance
 
-        return advance(self, requests, dropped)
+        return advance(self, requests, dropped, stopped)
 
     def pause(self, mode: str = "drain") -> None:
         """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""

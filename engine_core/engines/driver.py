@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
+from engine_core.engines.deadlines import TIMEOUT
 from engine_core.errors import PluginError
 
 if TYPE_CHECKING:
@@ -26,40 +27,63 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
         PluginError: the engine returned a rollout nobody asked for, one twice, one that is
             malformed, or stopped before all were done. What it returned is discarded.
     """
+    done = {rollout.request_id: rollout for part in stream(engine, requests) for rollout in part}
+    return [done[request.id] for request in requests]
+
+
+def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+    """Sample all requests; each step's rollouts as soon as it is over.
+
+    Whoever does not want the rest closes the iterator: what is unfinished is then stopped.
+
+    Args:
+        engine: any rollout engine, with nothing queued.
+        requests: with distinct ids.
+
+    Raises:
+        PluginError: as ``generate``.
+    """
     wanted = {request.id: request for request in requests}
     if len(wanted) != len(requests):
         raise ValueError("Requests must have distinct ids.")
     engine.add(requests)
-    done: dict[str, Rollout] = {}
+    engine.deadlines.begin(requests)
+    done: set[str] = set()
     try:
-        _collect(engine, wanted, done)
+        while len(done) < len(wanted):
+            unfinished = engine.num_unfinished
+            finished = engine.step()
+            engine.deadlines.end(rollout.request_id for rollout in finished)
+            finished += _stop_late(engine)
+            for rollout in finished:
+                check_rollout(engine, rollout, wanted.get(rollout.request_id), rollout.request_id in done)
+                done.add(rollout.request_id)
+            if not finished and not unfinished:
+                missing = next(id for id in wanted if id not in done)
+                raise _broken(
+                    engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'"
+                )
+            if finished:
+                yield finished
     except BaseException:  # whoever goes on after it finds nothing of ours queued
+        engine.deadlines.end(wanted)
         engine.abort([id for id in wanted if id not in done])
         raise
-    return [done[request.id] for request in requests]
 
 
-def _collect(engine: RolloutEngine, wanted: Mapping[str, Request], done: dict[str, Rollout]) -> None:
-    while len(done) < len(wanted):
-        unfinished = engine.num_unfinished
-        finished = engine.step()
-        for rollout in finished:
-            check_rollout(engine, rollout, wanted.get(rollout.request_id), rollout.request_id in done)
-            done[rollout.request_id] = rollout
-        if not finished and not unfinished:
-            missing = next(id for id in wanted if id not in done)
-            raise _broken(
-                engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'"
-            )
-
-
-def advance(engine: RolloutEngine, requests: Sequence[Request], dropped: Sequence[str] = ()) -> list[Rollout]:
-    """Queue requests, drop some of earlier calls, and go on sampling once.
+def advance(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    dropped: Sequence[str] = (),
+    stopped: Sequence[str] = (),
+) -> list[Rollout]:
+    """Queue requests, drop and stop some of earlier calls, and go on sampling once.
 
     Args:
         engine: any rollout engine.
         requests: new ones, with ids that none in ``engine.running`` has.
         dropped: ids whose rollouts nobody waits for any more.
+        stopped: ids whose rollouts are wanted as far as they are.
 
     Raises:
         PluginError: as ``generate``, told as soon as it is seen.
@@ -67,24 +91,48 @@ def advance(engine: RolloutEngine, requests: Sequence[Request], dropped: Sequenc
     running = engine.running
     if gone := [id for id in dropped if running.pop(id, None) is not None]:
         engine.dropped |= set(gone)
+        engine.deadlines.end(gone)
         engine.abort(gone)
     if requests:
         engine.add(requests)
+        engine.deadlines.begin(requests)
         running |= {request.id: request for request in requests}
+    finished = _stop(engine, [id for id in stopped if id in running])
     if not running:
         engine.dropped.clear()
-        return []
+        return finished
     unfinished = engine.num_unfinished
-    finished = []
-    for rollout in engine.step():
+    for rollout in [*engine.step(), *_stop_late(engine)]:
         if rollout.request_id not in engine.dropped:  # else it was done before it was dropped
-            check_rollout(engine, rollout, running.pop(rollout.request_id, None), seen=False)
-            finished.append(rollout)
+            finished.append(_over(engine, rollout))
     if not finished and not unfinished:
         raise _broken(
             engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
         )
     return finished
+
+
+def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:
+    """Of ``running``: as far as they are."""
+    return [_over(engine, rollout) for rollout in engine.abort(ids)] if ids else []
+
+
+def _over(engine: RolloutEngine, rollout: Rollout) -> Rollout:
+    """One of ``running`` has come."""
+    check_rollout(engine, rollout, engine.running.pop(rollout.request_id, None), seen=False)
+    engine.deadlines.end([rollout.request_id])
+    return rollout
+
+
+def _stop_late(engine: RolloutEngine) -> list[Rollout]:
+    """What the requests have whose time is up."""
+    late = engine.deadlines.missed()
+    stopped = engine.abort(late) if late else []
+    engine.deadlines.end(late)
+    for rollout in stopped:
+        if rollout.finish_reason == "abort":  # else it had just finished
+            rollout.failure = TIMEOUT
+    return stopped
 
 
 def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:
@@ -102,6 +150,10 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
     prompt = request.prompt.token_ids
     if rollout.token_ids[: len(prompt)].tolist() != prompt:
         raise _broken(engine, f"returned '{name}' with another prompt than was asked")
+    if request.begun is not None and rollout.token_ids[: len(request.begun.token_ids)].tolist() != (
+        request.begun.token_ids.tolist()
+    ):
+        raise _broken(engine, f"went on with '{name}' from another beginning than it was given")
     sampled = rollout.loss_mask
     if not bool(rollout.rollout_log_probs[sampled].isfinite().all()):
         raise _broken(engine, f"gave '{name}' a log-prob that is not finite")
@@ -111,6 +163,4 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
 
 
 def _broken(engine: RolloutEngine, what: str) -> PluginError:
-    return PluginError(
-        f"Rollout engine {type(engine).__module__}.{type(engine).__name__} {what}. This is a bug of the plugin."
-    )
+    return PluginError(f"Rollout engine {engine.label} {what}. This is a bug of the plugin.")

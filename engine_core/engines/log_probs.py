@@ -72,6 +72,9 @@ def find_head(module: nn.Module) -> Head | None:
 class Distribution:
     """``p = softmax(logits / temperature)`` of some rows, and what outputs are read at.
 
+    An engine whose ranks have a part of the vocabulary each overrides what reads all of it: ``vocabulary``, ``at``,
+    ``sum_over``, ``log_sum_of``, ``likeliest`` and ``without``.
+
     Attributes:
         log_sum: [n], what a logit is less to be a log-prob.
 
@@ -84,8 +87,38 @@ class Distribution:
     top_k: int  # K of the outputs ``top_...``
 
     def __post_init__(self) -> None:
-        self.log_sum = self.logits.logsumexp(-1)
+        self.log_sum = self.log_sum_of(self.logits)
         self._top_ids: Tensor | None = None  # once asked for
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.logits.shape[-1]
+
+    def at(self, ids: Tensor) -> Tensor:
+        """[n, K] ids -> [n, K] logits."""
+        return self.logits.gather(-1, ids)
+
+    def sum_over(self, values: Tensor) -> Tensor:
+        """[n, V] -> [n]: over the vocabulary."""
+        return values.sum(-1)
+
+    def log_sum_of(self, values: Tensor) -> Tensor:
+        """[n, V] -> [n]: ``log sum_v exp(values_v)``."""
+        return values.logsumexp(-1)
+
+    def likeliest(self, count: int) -> Tensor:
+        """[n, count] ids, the likeliest first."""
+        return self.logits.topk(count, dim=-1).indices
+
+    def without(self, ids: Tensor) -> Tensor:
+        """[n, V] logits, those of ``ids`` [n, K] replaced by minus infinity."""
+        return self.logits.scatter(-1, ids, -torch.inf)
+
+    @property
+    def mean_logit(self) -> Tensor:
+        """[n]: ``sum_v p_v logit_v``."""
+        return self.sum_over(torch.softmax(self.logits, -1) * self.logits)
 
     @property
     def log_norm(self) -> Tensor:
@@ -95,7 +128,7 @@ class Distribution:
             return self.log_sum
         kept = ids >= 0
         whole = ~kept.any(-1)
-        at = self.logits.gather(-1, ids.clamp(min=0).long())
+        at = self.at(ids.clamp(min=0).long())
         # a row without a token keeps its logits: a sum over nothing would have no gradient but NaN
         over = at.masked_fill(~kept & ~whole[:, None], -torch.inf).logsumexp(-1)
         return torch.where(whole, self.log_sum, over)
@@ -103,27 +136,26 @@ class Distribution:
     @property
     def top_ids(self) -> Tensor:
         """[n, K] int64: the likeliest tokens, the likeliest first."""
-        if not 0 < self.top_k <= self.logits.shape[-1]:
+        if not 0 < self.top_k <= self.vocabulary:
             raise ValueError(
-                f"Batch.top_k is {self.top_k}; the outputs 'top_...' are of 1 to {self.logits.shape[-1]} tokens a position."
+                f"Batch.top_k is {self.top_k}; the outputs 'top_...' are of 1 to {self.vocabulary} tokens a position."
             )
         if self._top_ids is None:
-            self._top_ids = self.logits.topk(self.top_k, dim=-1).indices
+            self._top_ids = self.likeliest(self.top_k)
         return self._top_ids
 
     def log_probs_of(self, ids: Tensor) -> Tensor:
         """[n, K] ids -> [n, K]."""
-        return self.logits.gather(-1, ids) - self.log_sum[:, None]
+        return self.at(ids) - self.log_sum[:, None]
 
     def log_rest_of(self, ids: Tensor) -> Tensor:
         """[n, K] different ids -> [n]: the log of the probability of all other tokens, ``NOTHING`` where there are none.
 
         Summed over the others, not ``log(1 - sum)``: a rest of e^-30 keeps its digits and its gradient.
         """
-        if ids.shape[-1] >= self.logits.shape[-1]:
+        if ids.shape[-1] >= self.vocabulary:
             return self.logits.new_full(ids.shape[:1], NOTHING)
-        others = self.logits.scatter(-1, ids, -torch.inf)
-        return (others.logsumexp(-1) - self.log_sum).clamp(min=NOTHING)
+        return (self.log_sum_of(self.without(ids)) - self.log_sum).clamp(min=NOTHING)
 
 
 def gather_outputs(
@@ -139,6 +171,8 @@ def gather_outputs(
     top_k: int = 0,
     compile: bool = False,
     recompute: bool = True,
+    mode: str = "default",
+    kind: Callable[..., Distribution] = Distribution,
 ) -> dict[str, Tensor]:
     """What a train engine computes of the distribution ``p = softmax(logits / temperature)``.
 
@@ -155,6 +189,8 @@ def gather_outputs(
         top_k: K of the outputs ``top_...``.
         compile: by ``torch.compile``; where that fails the log says so, and it runs as it is.
         recompute: logits are not kept for the backward pass but computed again, a chunk at a time.
+        mode: of ``torch.compile``, see ``units.compiled``.
+        kind: how logits are read; another one where a rank's are a part of the vocabulary.
 
     Returns:
         [N] float32 unless said otherwise: ``log_probs`` ``log p[target]`` always, with ``support_ids`` over those
@@ -174,7 +210,7 @@ def gather_outputs(
         logits = logits_of(part)
         if temperature != 1.0:
             logits = logits / temperature
-        made = Distribution(logits, target, dict(zip(read, values, strict=True)), top_k)
+        made = kind(logits, target, dict(zip(read, values, strict=True)), top_k)
         found = []
         for name in names:
             wanted = name == "log_probs" or name in grad
@@ -193,7 +229,8 @@ def gather_outputs(
             else function
         )
 
-    run = compiled_where_possible(one, "What computes log-probs", around) if compile else around(one)
+    name = "What computes log-probs"
+    run = compiled_where_possible(one, name, around, mode) if compile else around(one)
     pieces = [run(*part) for part in parts if len(part[1])]
     if not pieces:  # no row: zero of them, still part of the graph
         empty = zeros_of(names, 0, read, top_k, rows.device)
@@ -240,14 +277,10 @@ def _column(columns: Mapping[str, Tensor], name: str) -> Tensor:
     return columns[name]
 
 
-def _entropy(p: Distribution) -> Tensor:
-    return p.log_sum - (torch.softmax(p.logits, -1) * p.logits).sum(-1)
-
-
 _OF_DISTRIBUTION: dict[str, Callable[[Distribution], Tensor]] = {
-    "log_probs": lambda p: p.logits.gather(-1, p.targets[:, None]).squeeze(-1) - p.log_norm,
-    "entropy": _entropy,
-    "sum_pi_squared": lambda p: ((2 * p.logits).logsumexp(-1) - 2 * p.log_sum).exp(),
+    "log_probs": lambda p: p.at(p.targets[:, None]).squeeze(-1) - p.log_norm,
+    "entropy": lambda p: p.log_sum - p.mean_logit,
+    "sum_pi_squared": lambda p: (p.log_sum_of(2 * p.logits) - 2 * p.log_sum).exp(),
     "log_probs_at": lambda p: p.log_probs_of(p.columns["candidate_ids"]),
     "log_rest": lambda p: p.log_rest_of(p.columns["candidate_ids"]),
     "top_ids": lambda p: p.top_ids,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine_core.engines.attention import check_attention
+from engine_core.engines.attention_choice import choose_attention, with_attention
 from engine_core.engines.lora import base_copy
 from engine_core.errors import NO_HUB, ConfigError, DataError, did_you_mean
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig
 
 log = logging.getLogger("engine")
+CPU = torch.device("cpu")
+DRAWS = frozenset({"cuda", "xpu"})  # devices whose generators can be set and put back
 transformers_logging.disable_progress_bar()  # its bars would run through our own display
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """``AutoModelForCausalLM`` from ``[model]``, on ``device``.
 
-    A folder with a config and no weights gives random weights from `model.seed`, the same on every
-    device and in every type.
+    A folder with a config and no weights gives random weights from `model.seed`, drawn on ``device``: the same in every
+    type and at every time, but other ones on another kind of device, whose generator is another.
 
     Raises:
         ConfigError: the path, an override, the attention or the folder's own code is refused.
         DataError: weights are missing, left over or of another shape.
     """
-    check_attention(model.attention, device)
     config = load_hf_config(model)
+    model = with_attention(model, config, device)
     if has_no_weights(model.path):
         log.warning(
             "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
         )
-        built = cast_parameters(random_model(config, model), dtype)
+        built = cast_parameters(random_model(config, model, device), dtype)
     else:
         built, _ = load_weights(AutoModelForCausalLM, config, model, dtype)
     return built.to(device)
@@ -91,9 +91,15 @@ def _unreadable(path: str, error: Exception) -> str:
     return f"model.path '{path}' cannot be read: {_first_line(error)}{hint}"
 
 
-def random_model(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
-    """A model with weights from `model.seed`, float32 on the CPU; torch's random state is left alone."""
-    with torch.random.fork_rng(devices=[]):
+def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.device = CPU) -> PreTrainedModel:
+    """A model with weights from `model.seed`, float32, drawn on ``device``; torch's random state is left alone.
+
+    Drawing 8 billion numbers takes minutes on a CPU and a second on an accelerator. Weights of one seed differ by kind
+    of device.
+    """
+    where = device if device.type in DRAWS else CPU
+    forked = torch.random.fork_rng(devices=[] if where is CPU else [where], device_type=where.type)
+    with forked, where:
         torch.manual_seed(model.seed)
         return AutoModelForCausalLM.from_config(
             config,
@@ -106,8 +112,7 @@ def random_model(config: PretrainedConfig, model: ModelConfig) -> PreTrainedMode
 def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.device) -> nn.Module:
     """A model given from Python: the actor trains that object, other roles get a copy of it."""
     if isinstance(module, PreTrainedModel):
-        check_attention(model.attention, device)
-        module.set_attn_implementation(model.attention)
+        module.set_attn_implementation(choose_attention(model.attention, module.config, device)[0])
     return module if role == "actor" else base_copy(module)
 
 

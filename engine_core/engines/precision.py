@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from engine_core.engines.model_loading import DTYPES
 from engine_core.errors import ConfigError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMED = {**DTYPES, "fp16": torch.float16}  # those of backends that scale the loss, too
 _NAMES = {dtype: name for name, dtype in NAMED.items()}
 

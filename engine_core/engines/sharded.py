@@ -6,10 +6,12 @@ sharded module as it does on a plain one.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -28,6 +30,28 @@ def on_mesh(tensor: DTensor) -> DTensor:
 def here(tensor: Tensor) -> Tensor:
     """The part that lies on this rank: a view, so that writing to it changes the tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@contextlib.contextmanager
+def made_whole(module: nn.Module) -> Iterator[None]:
+    """Within it the sharded parameters of a module are whole plain tensors, to compute from. Collective."""
+    held = [
+        (part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None
+    ]
+    try:
+        for part, name, parameter in held:
+            part._parameters[name] = nn.Parameter(whole(parameter), requires_grad=False)
+        yield
+    finally:
+        for part, name, parameter in held:
+            part._parameters[name] = parameter
+
+
+def axes_that_split(tensor: Tensor) -> int:
+    """Over how many axes of its mesh a sharded tensor is split: with one, products are taken part by part."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    return sum(not placed.is_replicate() for placed in tensor.placements)
 
 
 def span(tensor: Tensor) -> tuple[slice, ...]:

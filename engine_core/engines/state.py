@@ -19,7 +19,9 @@ from engine_core.errors import DataError
 
 log = logging.getLogger("engine")
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+STATE = "state.json"
+FORMAT = 1
+"""Of the files that the reference engine and those that shard it write, each of which reads those of the others."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -148,6 +150,24 @@ def load_optimizer_state(
         for group, members in zip(optimizer.param_groups, saved, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with what belongs to one rank of several."""
+    return f"rank-{rank:05d}.json"
+
+
+def saved_random(folder: Path, scalars: Mapping[str, Any], rank: int, device: torch.device) -> dict[str, str]:
+    """A rank's random state in a checkpoint of one process, or of several; a rank beyond those that saved keeps its own."""
+    with reading(folder / STATE):
+        if "ranks" not in scalars:
+            return dict(scalars["random"])
+    own = folder / rank_file(rank)
+    if not own.is_file():
+        return random_state(device)
+    values = load_json(own)
+    with reading(own):
+        return dict(values["random"])
 
 
 def random_state(device: torch.device) -> dict[str, str]:

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from engine_core.engines.base import TrainEngine
+from engine_core.engines.attention_choice import choose_attention, with_attention
+from engine_core.engines.feed_forward import chunk_feed_forwards
 from engine_core.engines.lora import attach
-from engine_core.engines.model_loading import adopt_live, cast_parameters, load_model
+from engine_core.engines.memory import Settings
+from engine_core.engines.model_loading import adopt_live, cast_parameters, load_hf_config, load_model
 from engine_core.engines.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
 from engine_core.engines.precision import Precision, choose, find_device
 from engine_core.engines.quantization import Change, check_quantized, quantize
+from engine_core.engines.sizing import Sizing
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.engines.units import checkpoint_units, compile_units, decoder_layers, units_problem
 from engine_core.engines.value_forward import ValueForward
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 
-class TorchBuild(TrainEngine):
+class TorchBuild(Sizing):
     """The part of ``TorchEngine`` that runs once, in its constructor.
 
     Attributes:
@@ -74,6 +78,7 @@ class TorchBuild(TrainEngine):
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
         self._asleep: set[str] = set()
+        self._recomputing = False
         self._random: dict[str, str] | None = None  # random state at the last ``mark``
         if context.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -102,9 +107,22 @@ class TorchBuild(TrainEngine):
         role: str = "actor",
     ) -> Any:
         model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
-        module = self._steps.engine_build_model(role=role, model_config=model, options=engine_config)
+        # a plugin passes the name on to transformers, which has no "auto"; what it builds is not known yet
+        asked = with_attention(model, None, self.device)
+        module = self._steps.engine_build_model(role=role, model_config=asked, options=engine_config)
         live = (self.context.live or {}).get("model") if self.config.path is None else None
-        return self._load(model, live) if module is None else module
+        return self._load(self._choose_attention(model, live), live) if module is None else module
+
+    def _choose_attention(self, model: ModelConfig, live: nn.Module | None) -> ModelConfig:
+        """``[model]`` with the attention that this role gets."""
+        if live is not None and not isinstance(live, PreTrainedModel):
+            return model
+        config: Any = None
+        if live is not None or model.attention == "auto":
+            config = load_hf_config(model) if live is None else live.config
+        name, why = choose_attention(model.attention, config, self.device)
+        log.info("%s: attention '%s': %s.", self.context.role, name, why)
+        return model.model_copy(update={"attention": name})
 
     def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
         """The model of ``[model]``, or the one given from Python, as this role needs it."""
@@ -150,19 +168,36 @@ class TorchBuild(TrainEngine):
     def _refuse_changes(self) -> None:
         """A model that comes with its optimizer stays as it is."""
         role = self.context.role
-        if self.config.lora is not None:
+        if self.config.lora is not None and self.adapter is None:
             raise ConfigError(
                 f"[{role}.lora]: the plugin that builds this model brings its own optimizer, so no "
                 "adapter can be put in. Take the table out."
             )
-        if self.quantize:
+        if self.quantize and self.change is None:
             raise ConfigError(
                 f"{self._table}.quantize: the plugin that builds this model brings its own optimizer, "
                 "so its layers cannot be replaced. Leave the key out."
             )
 
     def _finish(self, module: nn.Module) -> None:
-        """Adapt, wrap, shard and give an optimizer to a bare module, by the step hooks."""
+        """Make a bare module ready for this engine and give it an optimizer, by the step hooks."""
+        role, options = self.context.role, self.options
+        self.module = self._distribute(module)
+        if not self.trainable:
+            return
+        optim, total_steps = self.config.optim, self.context.total_steps
+        resolved = optim.model_copy(update={"decay_steps": optim.decay_steps or total_steps})
+        built = self._steps.engine_build_optimizer(
+            optimizer_problem, role=role, module=self.module, optim_config=resolved, options=options
+        )
+        self.optimizer, self.lr_scheduler = built or build_optimizer(self.module, optim, total_steps, role)
+
+    def _distribute(self, module: nn.Module) -> nn.Module:
+        """Place, adapt, wrap and shard a bare module: all but its optimizer.
+
+        For a ``_build_model_optimizer`` with an optimizer of its own, which is made over what this returns:
+        the same parameters here, parts of them in an engine that shards.
+        """
         role, options = self.context.role, self.options
         head = (HEAD,) if role in VALUE_ROLES else ()
         base = identity(base_weights(module)) if self.quantize and self.config.lora else None
@@ -176,15 +211,7 @@ class TorchBuild(TrainEngine):
         if units is None:
             units = self._units(module)
         sharded = self._steps.engine_shard_model(role=role, module=module, units=units, options=options)
-        self.module = self._shard(module, units) if sharded is None else sharded
-        if not self.trainable:
-            return
-        optim, total_steps = self.config.optim, self.context.total_steps
-        resolved = optim.model_copy(update={"decay_steps": optim.decay_steps or total_steps})
-        built = self._steps.engine_build_optimizer(
-            optimizer_problem, role=role, module=self.module, optim_config=resolved, options=options
-        )
-        self.optimizer, self.lr_scheduler = built or build_optimizer(self.module, optim, total_steps, role)
+        return self._shard(module, units) if sharded is None else sharded
 
     def _units(self, module: nn.Module) -> list[str]:
         """Units where no plugin names any."""
@@ -211,9 +238,13 @@ class TorchBuild(TrainEngine):
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         """No sharding; compiled units and activation checkpointing where the options ask for them."""
+        chunk = self.options.sequence_chunk_tokens
+        mode = self.options.compile_mode if self._compiles else None
+        chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
-            compile_units(module, units)
-        if self.options.activation_checkpointing and self.trainable:
+            compile_units(module, units, self.options.compile_mode)
+        asked = self.options.activation_checkpointing
+        if self.trainable and (self._recomputes(module) if asked == "auto" else asked):
             checkpoint_units(module, units)
         return module
 
@@ -249,6 +280,19 @@ class TorchBuild(TrainEngine):
     def _compute_dtype(self) -> torch.dtype:
         return self.precision.compute
 
+    @property
+    def _settings(self) -> Settings:
+        half = self.precision.compute in (torch.float16, torch.bfloat16)
+        return Settings(
+            param=self.precision.param,
+            compute=self.precision.compute,
+            chunk=0 if self.context.role in VALUE_ROLES else self.options.log_prob_chunk_tokens,
+            recompute=self.options.log_prob_recompute is not False,
+            wide_chunk=self.options.sequence_chunk_tokens,
+            compiled=self._compiles,
+            kernel=self.device.type == "cuda" and half,
+        )
+
     def _make_forward(self) -> PackedForward:
         """What computes outputs: of a value head, or of a distribution over tokens."""
         if self.context.role in VALUE_ROLES:
@@ -260,6 +304,8 @@ class TorchBuild(TrainEngine):
             chunk=self.options.log_prob_chunk_tokens,
             compile=self._compiles,
             recompute=self.options.log_prob_recompute,
+            mode=self.options.compile_mode,
+            share=self.options.share_prefixes,
         )
 
     @property

@@ -10,10 +10,11 @@ between two passes, so that ratios were not 1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from engine_core.engines.log_probs import zero_outputs
 from engine_core.engines.torch_state import PARTS, TorchState
+from engine_core.engines.transfer import Fetched, numbers, on_host, send_batch
 from engine_core.engines.weights import published_weights, take_weights, to_own_names
 from engine_core.errors import did_you_mean
 from engine_core.packing import plan_micro_batches
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("engine")
+Result = TypeVar("Result")
 
 
 class TorchEngine(TorchState):
@@ -41,7 +44,12 @@ class TorchEngine(TorchState):
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
         self._need("weights")
         self._check_outputs(outputs)
-        found = zero_outputs(outputs, batch)
+        return self._in_memory(batch, functools.partial(self._infer, batch, outputs, adapter))
+
+    def _infer(self, batch: Batch, outputs: Sequence[str], adapter: bool) -> dict[str, Tensor]:
+        """One pass over the micro-batches of a batch."""
+        found, fetched = zero_outputs(outputs, batch), Fetched(self.device)
+        parts: list[tuple[Tensor, dict[str, Tensor]]] = []
         offsets = batch.offsets.tolist()
         # A compiled forward rounds otherwise without gradient than with it, and a ratio of 1 must be exactly 1.
         as_trained = self._compiles and self.trainable
@@ -54,27 +62,43 @@ class TorchEngine(TorchState):
                 if not indices:
                     continue
                 places = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in indices])
-                for name in outputs:
-                    found[name][places] = computed[name].detach().cpu()
+                parts.append((places, {name: fetched.fetch(computed[name].detach()) for name in outputs}))
+        fetched.wait()
+        for places, values in parts:
+            for name, value in values.items():
+                found[name][places] = value
         return found
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
         self._need("weights", "gradients")
         self._check_outputs((*loss.outputs, *loss.watched))
-        fresh = not self._grads()  # else a second try would add to what an earlier call left
+        if self._grads():  # a second try would add to what an earlier call left
+            return self._accumulate(batch, loss)
+        once = functools.partial(self._accumulate, batch, loss)
+        return self._in_memory(batch, once, functools.partial(self.module.zero_grad, set_to_none=True))
+
+    def _in_memory(
+        self, batch: Batch, run: Callable[[], Result], undo: Callable[[], None] | None = None
+    ) -> Result:
+        """``run()``; where the device has no memory for it once more, with half the token budget.
+
+        Args:
+            undo: takes back what a failed try has left.
+        """
         while True:
             try:
-                return self._accumulate(batch, loss)
+                return run()
             except torch.OutOfMemoryError as error:
-                if not fresh or not self._halve_budget(batch, error):
+                if not self._halve_budget(batch, error):
                     raise
-            self.module.zero_grad(set_to_none=True)
+            if undo is not None:
+                undo()
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()
 
     def _halve_budget(self, batch: Batch, error: Exception) -> bool:
         """Half the token budget from here on, where one process is alone and a micro-batch can be smaller."""
-        budget = min(self.config.max_tokens_per_rank, batch.num_tokens)
+        budget = min(self.token_budget, batch.num_tokens)
         if self.layout.dp_size > 1 or budget <= int(batch.lengths.max()):
             return False
         self.set_token_budget(budget // 2)
@@ -105,9 +129,8 @@ class TorchEngine(TorchState):
                 value = torch.stack([output.sum() for output in outputs.values()]).sum()
             self._backward(value)
             count += 1
-        return self._over_ranks(
-            TrainOutput(total.item(), {name: float(value) for name, value in metrics.items()}, count)
-        )
+        summed, *values = numbers([total, *metrics.values()], self.device)  # the one wait for the device
+        return self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), count))
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """The plan of a batch, the same for ``infer`` and ``forward_backward``: positions, sequences.
@@ -116,12 +139,12 @@ class TorchEngine(TorchState):
         add nothing to results, gradients and metrics.
         """
         together = None if batch.keep_together is None else batch.keep_together.tolist()
-        for indices in plan_micro_batches(batch.lengths.tolist(), self.config.max_tokens_per_rank, together):
-            yield indices, batch.select(indices).to(self.device)
+        for indices in plan_micro_batches(batch.lengths.tolist(), self.token_budget, together):
+            yield indices, send_batch(batch.select(indices), self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
         """[T] each, or [T, K]. No forward pass where nothing is learned: the outputs are 0."""
-        if not bool(micro["loss_mask"].any()):
+        if not bool(on_host(micro["loss_mask"]).any()):
             return zero_outputs((*grad, *watched), micro, self.device)
         return self.forward(micro, grad, watched)
 

@@ -16,8 +16,14 @@ class ForwardOptions(Options):
     """``auto`` takes the accelerator that torch finds, else the CPU; or a torch device string."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
     """Response tokens whose logits exist at one time (that many times the vocabulary, in float32)."""
-    log_prob_recompute: bool = True
-    """Compute logits again in the backward pass. Where there is memory for those of a whole micro-batch, in the compute type, ``false`` saves a fortieth to a twentieth of a step."""
+    log_prob_recompute: bool | Literal["auto"] = "auto"
+    """Compute logits again in the backward pass; ``auto``: not on the CPU where those of a micro-batch take at most 256 MiB. Where there is memory for those of a whole micro-batch, in the compute type, ``false`` saves a fortieth to a twentieth of a step."""
+    share_prefixes: bool = True
+    """What sequences of a micro-batch begin with alike, such as the prompt of a group, goes through the layers once: on the CPU, with `model.attention` ``varlen``; elsewhere nothing is shared."""
+    sequence_chunk_tokens: int = Field(default=0, ge=0)
+    """Feed-forwards run at most this many tokens at a time and are computed again in the backward pass: for long sequences, less memory for about a tenth more time. 0: all at once."""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """Of torch.compile: ``max-autotune-no-cudagraphs`` tries several kernels for each matrix product in the first steps, for minutes, and keeps the quickest."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto`` on an accelerator where nothing is quantised. It takes seconds in the first step, then a small model is twice as fast."""
 
@@ -31,8 +37,8 @@ class TorchOptions(ForwardOptions):
     """Type of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32; ``bf16`` over fp32 weights is autocast. Log-probs are always float32."""
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
     """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter. What it changes is measured and said at the start."""
-    activation_checkpointing: bool = False
-    """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time."""
+    activation_checkpointing: bool | Literal["auto"] = False
+    """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU."""
 
     @model_validator(mode="after")
     def _no_upcast(self) -> TorchOptions:

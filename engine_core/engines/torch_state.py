@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine_core.engines import state
+from engine_core.engines.shards import Shards, optimizer_tensors
 from engine_core.engines.torch_build import TorchBuild
-from engine_core.engines.weights import own_weights, places, take_weights, weight_at
+from engine_core.engines.weights import own_weights, places, weight_at
 from engine_core.errors import DataError, did_you_mean
 
 PARTS = ("weights", "gradients", "optimizer")
@@ -39,17 +40,26 @@ class TorchState(TorchBuild):
         return done
 
     def load(self, folder: Path) -> None:
+        """What any engine of this format saved, on any number of ranks; see ``shards``."""
         scalars = state.load_json(folder / state.STATE)
         self._check_base(folder, scalars.get("base"))
-        take_weights(
-            self.module, state.load_tensors(folder / state.WEIGHTS).items(), own=self._saved_weights()
-        )
-        self._take_state(folder, scalars, lambda: state.load_tensors(folder / state.OPTIMIZER))
+        self._take_weights(Shards(folder, "weights"))
+        random = state.saved_random(folder, scalars, self.context.rank, self.device)
+        self._take_state(folder, {**scalars, "random": random})
+
+    def _take_weights(self, shards: Shards) -> None:
+        shards.fill(self._saved_weights(), type(self.module).__name__)
+
+    def _take_optimizer(self, shards: Shards, saved: Mapping[str, Any]) -> None:
+        """The optimizer's tensors, and what else a checkpoint holds of it."""
+        tensors = optimizer_tensors(shards, dict(self.module.named_parameters()))
+        state.load_optimizer_state(self._trained(), self.module, tensors, saved)
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """What a checkpoint holds: tensors (not copies) by the file's name and their own, and plain values."""
         tensors = {"weights": self._saved_weights()}
         scalars: dict[str, Any] = {
+            "format": state.FORMAT,
             "random": self._random or state.random_state(self.device),
             "num_skipped_steps": self.num_skipped_steps,
             "base": None if self.adapter is None else self.adapter.base_identity(),
@@ -64,15 +74,13 @@ class TorchState(TorchBuild):
         """The weights that are saved: of a model with an adapter only that."""
         return own_weights(self.module) if self.adapter is None else self.adapter.tensors()
 
-    def _take_state(
-        self, folder: Path, scalars: dict[str, Any], optimizer_tensors: Callable[[], dict[str, Tensor]]
-    ) -> None:
+    def _take_state(self, folder: Path, scalars: dict[str, Any]) -> None:
         """Everything of a checkpoint but the weights."""
         if self.optimizer is not None:
             self._check_schedule(folder, scalars)
-            tensors = optimizer_tensors()
+            shards = Shards(folder, "optimizer")
             with state.reading(folder / state.STATE):
-                state.load_optimizer_state(self.optimizer, self.module, tensors, scalars["optimizer"])
+                self._take_optimizer(shards, scalars["optimizer"])
         with state.reading(folder / state.STATE):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])

@@ -40,20 +40,20 @@ def checkpoint_units(module: nn.Module, units: Sequence[str]) -> None:
     for name in units:
         unit = module.get_submodule(name)
         unit.forward = functools.partial(
-            checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False, context_fn=_as_before
+            checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False, context_fn=as_before
         )
 
 
-def _as_before() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def as_before() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a forward pass and of its repetition in the backward pass, which runs outside of ``packed``."""
     return contextlib.nullcontext(), packed() if is_packed() else contextlib.nullcontext()
 
 
-def compile_units(module: nn.Module, units: Sequence[str]) -> None:
+def compile_units(module: nn.Module, units: Sequence[str], mode: str = "default") -> None:
     """Compile each unit for packed forward passes. Parameter names stay as they are."""
     for name in units:
         unit = module.get_submodule(name)
-        unit.forward = CompiledForward(unit.forward, name)
+        unit.forward = CompiledForward(unit.forward, name, mode)
 
 
 class CompiledForward:
@@ -65,11 +65,12 @@ class CompiledForward:
     Args:
         plain: the function.
         name: of the unit, for the log.
+        mode: see ``compiled``.
     """
 
-    def __init__(self, plain: Callable[..., Any], name: str) -> None:
+    def __init__(self, plain: Callable[..., Any], name: str, mode: str = "default") -> None:
         self.plain, self.name = plain, name
-        self.compiled: Callable[..., Any] | None = compiled(plain)
+        self.compiled: Callable[..., Any] | None = compiled(plain, mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is None or not is_packed():
@@ -83,7 +84,10 @@ class CompiledForward:
 
 
 def compiled_where_possible(
-    function: Callable[..., Any], name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    function: Callable[..., Any],
+    name: str,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    mode: str = "default",
 ) -> Callable[..., Any]:
     """``around(function)``, compiled, or as it is once that has failed; for a function that is made anew for each use.
 
@@ -93,8 +97,9 @@ def compiled_where_possible(
         function: of a ``def``.
         name: for the log.
         around: what it runs in, such as ``checkpoint``, which nothing of a failed try may stay in.
+        mode: see ``compiled``.
     """
-    run, plain, code = around(compiled(function)), around(function), function.__code__
+    run, plain, code = around(compiled(function, mode)), around(function), function.__code__
 
     def call(*args: Any) -> Any:
         if code in _PLAIN:
@@ -118,12 +123,16 @@ def _say_that_it_runs_plain(name: str, error: Exception) -> None:
     )
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` by ``torch.compile``, for inputs of any length. Compiled when it is first called."""
+def compiled(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
+    """``function`` by ``torch.compile``, for inputs of any length. Compiled when it is first called.
+
+    Args:
+        mode: of ``torch.compile``; one without CUDA graphs, which would need inputs at fixed places.
+    """
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function, dynamic=True, mode=None if mode == "default" else mode)
 
 
 def units_problem(units: Any, module: nn.Module) -> str:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine_core.engines.log_probs import Head
-from engine_core.engines.packed_forward import PackedForward, close_to, mixes
+from engine_core.engines.packed_forward import PackedForward, mixes
+from engine_core.engines.transfer import on_host, predicted, send
 from engine_core.engines.value_models import HEAD
 from engine_core.errors import PluginError
 
@@ -63,11 +64,9 @@ class ValueForward(PackedForward):
         """
         self.settle()
         with self.autocast():
-            rows = self._rows(pack.token_ids, pack.lengths.cpu(), pack.sequence_index)
-        mask = pack["loss_mask"].clone()
-        places = {"scores": mask.nonzero().squeeze(1)}
-        mask[pack.offsets[:-1][pack.lengths > 0]] = False  # nothing comes before a first token
-        places["values"] = mask.nonzero().squeeze(1)
+            rows = self._rows(pack.token_ids, on_host(pack.lengths))
+        scored = on_host(pack["loss_mask"]).nonzero().squeeze(1)
+        places = {"scores": send(scored, self.device), "values": send(predicted(pack), self.device)}
         zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
         found = {}
         for name in dict.fromkeys((*grad, *watched)):
@@ -99,13 +98,8 @@ class ValueForward(PackedForward):
         self._tried = True
         if not isinstance(self.module, PreTrainedModel) or not self.packs:
             return
-        vocabulary: int = self.module.get_input_embeddings().weight.shape[0]  # type: ignore
-        ids = torch.arange(1, 13, device=self.device) % vocabulary
-        lengths, index = torch.tensor([8, 4]), torch.tensor([0] * 8 + [1] * 4, device=self.device)
         with self.autocast():
-            together = self._run(ids, lengths, index)[8:].float()
-            self.packs = False
-            alone = self._run(ids[8:], lengths[1:], index[:4]).float()
-        self.packs = close_to(together, alone)
-        if not self.packs:
+            apart = self._packs_apart()
+        self.packs = apart
+        if not apart:
             mixes(self.module)

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from engine_core.engines.attention import check_attention
+from engine_core.engines.attention_choice import with_attention
 from engine_core.engines.lora import base_copy
 from engine_core.engines.model_loading import cast_parameters, has_no_weights, load_weights, random_model
 from engine_core.engines.model_loading import load_hf_config as load_config
@@ -62,19 +62,21 @@ def load_value_model(
                 "Give the role a path of its own, or build it in a plugin (engine_build_model)."
             )
         return _on(with_value_head(base_copy(live), model.seed), device)
-    check_attention(model.attention, device)
     config = load_config(model)
+    model = with_attention(model, config, device)
     if has_no_weights(model.path):
         log.warning(
             "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
         )
-        return _on(cast_parameters(with_value_head(random_model(config, model), model.seed), dtype), device)
+        return _on(
+            cast_parameters(with_value_head(random_model(config, model, device), model.seed), dtype), device
+        )
     config.num_labels = 1
     kind = value_class(config)
     built, fresh = load_weights(kind, config, model, dtype, absent=(HEAD,), unused=LANGUAGE_HEADS)
     if fresh:
         log.info("%s has no value head: a fresh one from model.seed %d.", model.path, model.seed)
-        _reset(getattr(built, HEAD), model.seed)
+        reset_head(getattr(built, HEAD), model.seed)
     return _on(built, device)
 
 
@@ -87,7 +89,7 @@ def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:
     setattr(built, built.base_model_prefix, module.base_model)
     weight = next(module.parameters())
     head = nn.Linear(getattr(built, HEAD).in_features, 1, bias=False, dtype=weight.dtype)
-    _reset(head, seed)
+    reset_head(head, seed)
     setattr(built, HEAD, head.to(weight.device))
     return built
 
@@ -113,7 +115,7 @@ def _on(module: nn.Module, device: torch.device) -> nn.Module:
     return module.to(device)
 
 
-def _reset(head: nn.Linear, seed: int) -> None:
+def reset_head(head: nn.Linear, seed: int) -> None:
     """N(0, 1 / (H + 1)^2): values begin near 0 (https://arxiv.org/abs/2009.01325 has the variance 1 / (H + 1))."""
     generator = torch.Generator().manual_seed(seed)
     fresh = torch.empty(head.weight.shape).normal_(0.0, 1 / (head.in_features + 1), generator=generator)

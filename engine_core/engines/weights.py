@@ -31,6 +31,11 @@ BASE, SAVED = ".base_layer.", ".original_module."  # and what lies below it
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
     """The module's own tensors (not copies) by its own names, tied ones once."""
+    return {name: tensor.detach() for name, tensor in own_parameters(module).items()}
+
+
+def own_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """``own_weights`` as the module has them: parameters, and buffers that are saved."""
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     seen: set[int] = set()
     found = {}
@@ -38,7 +43,7 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
         if name in tied or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        found[name] = tensor.detach()
+        found[name] = tensor
     return found
 
 
@@ -108,7 +113,7 @@ def take_weights(
     module: nn.Module,
     stream: Iterable[tuple[str, Tensor]],
     mix: float = 1.0,
-    own: Mapping[str, Tensor] | Mapping[str, Tensor | QuantizedLinear] | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> None:
     """``w <- (1 - mix) * w + mix * new`` for weights under the module's own names.
 
@@ -116,7 +121,8 @@ def take_weights(
         module: the model.
         stream: names and tensors, in any order.
         mix: share of the new.
-        own: the weights that must come, by name; default: all of the module's, quantised ones whole.
+        own: the weights that must come, by name: tensors, or what has their ``shape`` and a method ``store(new, mix)``;
+            default: all of the module's, quantised ones whole.
 
     Raises:
         DataError: a name or shape does not fit, or weights are missing. Those before it were taken.
@@ -129,10 +135,10 @@ def take_weights(
         place = own[name]
         if place.shape != new.shape:
             raise DataError(f"Weight '{name}' has shape {list(new.shape)}; expected {list(place.shape)}.")
-        if isinstance(place, QuantizedLinear):
-            place.store(new, mix)
-        else:
+        if isinstance(place, Tensor):
             write(place, new, mix)
+        else:
+            place.store(new, mix)
         left.discard(name)
     if left:
         some = ", ".join(sorted(left)[:5])

@@ -7,7 +7,7 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.environments.checks import check_columns, check_reward_names, load_environment
@@ -89,12 +89,18 @@ class EnvironmentRunner:
         """Refuse data that lacks what the environment reads."""
         check_columns(self.config, self.spec, columns)
 
-    def run(self, group: WorkerGroup, requests: Sequence[Request]) -> list[Rollout]:
+    def run(
+        self,
+        group: WorkerGroup,
+        requests: Sequence[Request],
+        seen: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
+    ) -> list[Rollout]:
         """Play one episode for each request.
 
         Args:
             group: the rollout engine.
             requests: an episode each; their seeds and sampling are those of its first turn.
+            seen: is given the rollouts of episodes as they end.
 
         Returns:
             One rollout a request, in order. One whose episode failed is what there was of it, with ``failure``
@@ -113,7 +119,7 @@ class EnvironmentRunner:
         self._loop.post(session.begin, episodes)
         running: set[str] = set()  # requests that the sampler has
         try:
-            finished = self._serve(group, session, requests, running)
+            finished = self._serve(group, session, requests, running, seen)
         except BaseException:  # Stop included: whoever goes on after it finds nothing of ours queued
             self._loop.post(session.cancel)
             group.call("advance", dropped=sorted(running)).result()
@@ -152,19 +158,24 @@ class EnvironmentRunner:
         asyncio.run_coroutine_threadsafe(wait(), self._loop.loop).result(self.config.tool_timeout_seconds)
 
     def _serve(
-        self, group: WorkerGroup, session: Session, requests: Sequence[Request], running: set[str]
+        self,
+        group: WorkerGroup,
+        session: Session,
+        requests: Sequence[Request],
+        running: set[str],
+        seen: Callable[[Sequence[Rollout]], None],
     ) -> dict[int, Finished]:
         """Sample what episodes ask for until all are over."""
         assert self._loop is not None
         finished: dict[int, Finished] = {}
         while len(finished) < len(requests):
             news = session.news(0.0 if running else ALIVE_SECONDS)
-            self._settle(news, requests, finished)
+            self._settle(news, requests, finished, seen)
             while news.requests and not running:
                 if session.started - len(finished) <= len(news.requests):
                     break  # nobody else is about to ask
                 more = session.news(LINGER_SECONDS)
-                self._settle(more, requests, finished)
+                self._settle(more, requests, finished, seen)
                 news.requests += more.requests
                 news.dropped += more.dropped
                 if not more.requests and not more.finished:
@@ -184,7 +195,13 @@ class EnvironmentRunner:
                 )
         return finished
 
-    def _settle(self, news: News, requests: Sequence[Request], finished: dict[int, Finished]) -> None:
+    def _settle(
+        self,
+        news: News,
+        requests: Sequence[Request],
+        finished: dict[int, Finished],
+        seen: Callable[[Sequence[Rollout]], None],
+    ) -> None:
         """Enter episodes that are over; raise what ends the run."""
         if news.broken:
             raise news.broken[0]
@@ -199,6 +216,8 @@ class EnvironmentRunner:
             if end.failure:
                 failures = sum(bool(each.failure) for each in finished.values())
                 self._failed(end, request, failures, len(requests))
+        if news.finished:
+            seen([end.rollout for end in news.finished])
 
     def _failed(self, end: Finished, request: Request, failures: int, count: int) -> None:
         """Count a failure and do with it as its policy says."""

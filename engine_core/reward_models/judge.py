@@ -68,7 +68,9 @@ class JudgeReward(AskingReward):
         text = f"{self.seed}:{vote}:{','.join(map(str, ids))}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
         config = self.config
-        return Sampling(config.temperature, max_response_tokens=config.max_response_tokens, seed=seed)
+        return Sampling(
+            config.temperature, max_response_tokens=config.max_response_tokens, seed=seed, log_probs=False
+        )
 
 
 class VerdictReader:

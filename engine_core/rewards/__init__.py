@@ -22,7 +22,8 @@ crash, print, exit or fork. What a failed sample means is declared in its ``[[re
 
 A reward may also come from a model of the run (``models``, ``engine_core.reward_models``).
 
-Left out on purpose: isolation against hostile code. A worker keeps accidents away, not attacks.
+Left out on purpose: isolation against hostile code. A worker keeps accidents away, not attacks; a reward that
+runs what a model wrote brings its own sandbox.
 """
 
 from engine_core.rewards.models import ModelReward

@@ -57,7 +57,7 @@ class Pool:
         self.timeout: float = order["timeout"]
         self.workers: list[Worker] = []
         self.signature: Signature | None = None
-        self.columns: Mapping[str, Sequence[Any]] = {}
+        self.columns: dict[str, list[Any]] = {}
         self.queue: deque[Sequence[int]] = deque()
         self.outcomes: list[Outcome | None] = []
         self.restarts = 0  # since the beginning
@@ -73,10 +73,34 @@ class Pool:
 
     def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
         """Take up ``count`` samples; ``drive`` does them, ``outcomes`` then has one for each."""
+        self.expect(count)
+        self.submit(range(count), columns)
+
+    def expect(self, count: int) -> None:
+        """``count`` samples will come, in parts."""
+        if self.pending:  # of a round that nobody waited for
+            self.abandon()
+        self.columns, self.outcomes = {}, [None] * count
+
+    def submit(self, places: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Some of the samples that are expected.
+
+        Args:
+            places: theirs among all.
+            columns: the arguments, a value for each of these.
+        """
         assert self.signature is not None
-        self.columns, self.outcomes = columns, [None] * count
-        bounds = _bounds(self.signature, count, self.size)
-        self.queue = deque(range(*pair) for pair in itertools.pairwise(bounds))
+        for name, values in columns.items():
+            whole = self.columns.setdefault(name, [None] * len(self.outcomes))
+            for place, value in zip(places, values, strict=True):
+                whole[place] = value
+        bounds = _bounds(self.signature, len(places), self.size)
+        self.queue.extend(places[start:end] for start, end in itertools.pairwise(bounds))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a worker is at something, or could be."""
+        return bool(self.queue) or any(worker.job is not None for worker in self.workers)
 
     def tend(self, on_failure: OnFailure) -> None:
         """Read answers, bury the dead and the late, replace them, hand out work."""

@@ -18,8 +18,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, DataError, TrainingFailed
+from engine_core.rewards.early import EarlyScoring, Known
 from engine_core.rewards.models import ByModel, ModelReward
 from engine_core.rewards.pool import OnFailure, Pool, drive, start
+from engine_core.rewards.preflight import with_defaults
+from engine_core.rewards.reward_statistics import RunningStd, reward_statistics
 from engine_core.rewards.signatures import (
     Outcome,
     RewardFunction,
@@ -33,7 +36,7 @@ from engine_core.rewards.signatures import (
 if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
     from engine_core.plugins import PluginSet
-    from engine_core.types import Rollout
+    from engine_core.types import Request, Rollout
 
 METRIC_NAMES = frozenset(
     {"mean", "std", "failures", "timeouts", "zero_variance_groups", "unrewarded", "kl_penalty"}
@@ -82,28 +85,6 @@ class InProcess:
         """Nothing to end."""
 
 
-@dataclasses.dataclass
-class RunningStd:
-    """Standard deviation of all values seen (Welford, https://doi.org/10.2307/1266577)."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def update(self, values: Sequence[float]) -> None:
-        for value in values:
-            self.count += 1
-            delta = value - self.mean
-            self.mean += delta / self.count
-            self.squares += delta * (value - self.mean)
-
-    @property
-    def divisor(self) -> float:
-        """The deviation (n), or 1 while there is none."""
-        std = (self.squares / self.count) ** 0.5 if self.count else 0.0
-        return std if std > 1e-8 else 1.0
-
-
 class Scorer:
     """One reward of a run: its settings, what runs it, what failed in the present step."""
 
@@ -126,7 +107,7 @@ class Scorer:
 
     def policy(self, outcome: Outcome) -> str:
         """``drop``, ``zero`` or ``fail`` for a failure, else an empty string."""
-        policies = {"error": self.config.on_error, "timeout": self.config.on_timeout}
+        policies = {"error": self.config.on_error, "timeout": self.config.on_timeout or "drop"}
         return policies.get(outcome.failure, "")
 
     def note(self, outcome: Outcome, sample: str, step: int, count: int) -> None:
@@ -159,7 +140,7 @@ class Scorer:
             self.told_nothing = True
             logger.warning(
                 "Reward '%s' gave None (not applicable) for all %d samples: nothing is learned from it. "
-                "Does the function return its value?",
+                "Does the function return its value, and have the rows the columns that it reads?",
                 self.config.name,
                 count,
             )
@@ -190,7 +171,8 @@ class RewardRunner:
         given: Mapping[str, float] | None = None,
     ) -> None:
         self.tokenizer, self.given = tokenizer, dict(given or {})
-        self.scorers = [Scorer(config, _runner(config, plugins, models or {})) for config in configs]
+        told = [with_defaults(config, plugins) for config in configs]
+        self.scorers = [Scorer(config, _runner(config, plugins, models or {})) for config in told]
         self.scorers += [_live(function) for function in live]
         names = [*(scorer.config.name for scorer in self.scorers), *self.given]
         for name in names:
@@ -205,13 +187,50 @@ class RewardRunner:
         self.pools = [scorer.runner for scorer in self.scorers if isinstance(scorer.runner, Pool)]
         start(self.pools)
 
-    def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
+    def early(self, requests: Sequence[Request], step: int) -> EarlyScoring | None:
+        """Begin to score what is about to be sampled; None where every reward waits for all samples.
+
+        Args:
+            requests: in groups of at least 2, whose rollouts ``score`` is given in this order.
+            step: for messages.
+        """
+        pools = self.in_parts()
+        if not pools:
+            return None
+        rollouts: list[Any] = [None] * len(requests)
+        scoring = EarlyScoring(pools, self._begin(rollouts, step), rollouts, self._decode)
+        scoring.expect(requests)
+        return scoring
+
+    def in_parts(self) -> list[Pool]:
+        """The workers of rewards whose samples may be done in any parts, started."""
+        start(self.pools)  # a signature is told by a worker
+        return [pool for pool in self.pools if pool.signature and not pool.signature.whole_batch]
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
+        """What the rewards of ``in_parts`` say of some complete groups, by reward; nothing is counted yet."""
+        self._decode(rollouts)
+        pools = self.in_parts()
+        for pool in pools:
+            assert pool.signature is not None
+            pool.begin(arguments(pool.name, pool.signature, rollouts), len(rollouts))
+        drive(pools, lambda name, place, outcome: None)
+        return {pool.name: [outcome for outcome in pool.outcomes if outcome] for pool in pools}
+
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScoring | Known | None = None,
+    ) -> dict[str, float]:
         """Fill in ``rewards``, ``reward`` and ``valid`` of each rollout.
 
         Args:
             rollouts: any number; a rollout that is not valid is scored and stays so.
             step: for messages.
             training: False leaves the statistics of ``normalize`` as they are.
+            early: what has been scored of them: by ``early``, after ``seal``, or by ``outcomes``.
 
         Returns:
             Metrics ``reward/...``: ``mean`` and ``std`` over valid rollouts, ``NAME`` (mean of its raw
@@ -223,33 +242,70 @@ class RewardRunner:
             TrainingFailed: a policy says so. The rollouts are as they were; the runner can be used again.
             DataError: a reward needs a column that the data lacks.
         """
+        self._decode(rollouts)
+        if isinstance(early, EarlyScoring) and [id(each) for each in early.rollouts] != [
+            id(each) for each in rollouts
+        ]:
+            raise ValueError("early: it has scored other rollouts than these.")
+        self._run(rollouts, step, early)
+        metrics = self._sum(rollouts, training)
+        return metrics | self._failures(step) | reward_statistics(rollouts)
+
+    def _decode(self, rollouts: Sequence[Rollout]) -> None:
+        """Text for those that came without."""
         for rollout in rollouts:
             if not rollout.text and self.tokenizer is not None and rollout.response_length:
                 response = rollout.token_ids[rollout.prompt_length :]
                 rollout.text = self.tokenizer.decode(response, skip_special_tokens=True)
-        self._run(rollouts, step)
-        metrics = self._sum(rollouts, training)
-        return metrics | self._failures(step) | reward_statistics(rollouts)
 
-    def _run(self, rollouts: Sequence[Rollout], step: int) -> None:
-        """Every runner's ``outcomes`` for these rollouts; workers of all rewards work at once."""
+    def _begin(self, rollouts: Sequence[Rollout], step: int) -> OnFailure:
+        """Counts from 0 again; what is told of each failed sample."""
         scorers = {scorer.config.name: scorer for scorer in self.scorers}
+        for scorer in self.scorers:
+            scorer.failures, scorer.first_failure = {"error": 0, "timeout": 0}, ""
 
         def on_failure(reward: str, position: int, outcome: Outcome) -> None:
             rollout = rollouts[position]
             sample = f"{rollout.prompt.id} ({rollout.request_id})"
             scorers[reward].note(outcome, sample, step, len(rollouts))
 
+        return on_failure
+
+    def _run(self, rollouts: Sequence[Rollout], step: int, early: EarlyScoring | Known | None) -> None:
+        """Every runner's ``outcomes`` for these rollouts; workers of all rewards work at once."""
         start(self.pools)  # a signature is told by a worker
+        under_way: Sequence[Pool] = ()
+        if isinstance(early, EarlyScoring):
+            on_failure, under_way = early.on_failure, early.pools
+        else:
+            on_failure = self._begin(rollouts, step)
+            under_way = self._known(early.outcomes, len(rollouts), on_failure) if early else ()
         columns = {}
         for scorer in self.scorers:
-            scorer.failures, scorer.first_failure = {"error": 0, "timeout": 0}, ""
             assert scorer.runner.signature is not None
-            columns[scorer.config.name] = arguments(scorer.config.name, scorer.runner.signature, rollouts)
-        self.ask(columns, len(rollouts), on_failure)
+            if scorer.runner not in under_way:
+                columns[scorer.config.name] = arguments(scorer.config.name, scorer.runner.signature, rollouts)
+        self.ask(columns, len(rollouts), on_failure, under_way)
+
+    def _known(
+        self, outcomes: Mapping[str, Sequence[Outcome]], count: int, on_failure: OnFailure
+    ) -> list[Pool]:
+        """Give the workers' pools what was worked out before; those pools."""
+        pools = [pool for pool in self.pools if pool.name in outcomes]
+        for pool in pools:
+            pool.expect(count)
+            pool.outcomes = list(outcomes[pool.name])
+            for place, outcome in enumerate(outcomes[pool.name]):
+                if outcome.failure:
+                    on_failure(pool.name, place, outcome)
+        return pools
 
     def ask(
-        self, columns: Mapping[str, Mapping[str, Sequence[Any]]], count: int, on_failure: OnFailure
+        self,
+        columns: Mapping[str, Mapping[str, Sequence[Any]]],
+        count: int,
+        on_failure: OnFailure,
+        under_way: Sequence[Pool] = (),
     ) -> None:
         """Fill in the ``outcomes`` of every reward's runner.
 
@@ -257,10 +313,12 @@ class RewardRunner:
             columns: of each reward, the arguments that its signature names, ``count`` values each.
             count: samples.
             on_failure: told of each failed sample; what it raises ends the work.
+            under_way: pools that have their samples already; ``columns`` has nothing for them.
         """
         start(self.pools)
         for pool in self.pools:
-            pool.begin(columns[pool.name], count)
+            if pool not in under_way:
+                pool.begin(columns[pool.name], count)
         drive(self.pools, on_failure)
         for scorer in self.scorers:
             if not isinstance(scorer.runner, Pool):
@@ -374,9 +432,10 @@ def _runner(
     options = config.options.model_dump(mode="json") if config.options is not None else None
     if config.workers == 0:
         timeout = config.timeout_seconds
-        reward = load_reward(config.name, plugins, options, plugins.root, plugins.allow_code, timeout)
+        reward = load_reward(
+            config.name, plugins, options, plugins.root, plugins.allow_code, timeout, plugins.modules
+        )
         return InProcess(reward, timeout)
-    plugins.spec("rewards", config.name)  # refuses a name that the run did not load
     order = {
         "reward": config.name,
         "options": options,
@@ -387,6 +446,7 @@ def _runner(
         "timeout": config.timeout_seconds,
         "max_memory_gb": config.max_memory_gb,
     }
+    assert config.workers is not None
     return Pool(config.name, order, config.workers)
 
 
@@ -398,18 +458,3 @@ def _live(function: Callable[..., Any]) -> Scorer:
     name = getattr(plain, "__name__", type(plain).__name__)
     config = RewardConfig(name=name, workers=0)
     return Scorer(config, InProcess(RewardFunction(name, function, {}), config.timeout_seconds))
-
-
-def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """``reward/mean`` and ``/std`` over valid rollouts, ``/zero_variance_groups``."""
-    rewards = [r.reward for r in rollouts if r.valid]
-    groups: dict[int, set[float]] = {r.group_id: set() for r in rollouts}
-    for rollout in rollouts:
-        if rollout.valid:
-            groups[rollout.group_id].add(rollout.reward)
-    flat = sum(len(values) < 2 for values in groups.values())
-    return {
-        "reward/mean": statistics.fmean(rewards) if rewards else 0.0,
-        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "reward/zero_variance_groups": flat / len(groups) if groups else 0.0,
-    }

@@ -126,6 +126,7 @@ def load_reward(
     root: Path,
     allow_code: bool,
     timeout: float,
+    modules: Sequence[str],
 ) -> RewardFunction:
     """A reward of loaded plugins, its options checked; imports the plugin's code.
 
@@ -136,13 +137,14 @@ def load_reward(
         root: folder of the run file, which a factory may ask for.
         allow_code: whether files outside of it may be run, which a factory may ask for.
         timeout: seconds that a call may take, which a factory may ask for.
+        modules: the run file's `plugins`, which a factory may ask for, to load what other tables offer.
     """
     spec, function = plugins.spec("rewards", name), plugins.resolve("rewards", name)
     model = spec.config.model_validate(options or {})
     values = {field: getattr(model, field) for field in type(model).model_fields}
     if not getattr(spec, "factory", False):
         return RewardFunction(name, function, values)
-    context = {"root": root, "allow_code": allow_code, "timeout": timeout}
+    context = {"root": root, "allow_code": allow_code, "timeout": timeout, "modules": modules}
     taken = inspect.signature(function).parameters.keys() - values.keys()
     return RewardFunction(name, function(**values, **{k: v for k, v in context.items() if k in taken}), {})
 

@@ -7,7 +7,7 @@ process and on a cluster.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.plugins import PluginSet
-    from engine_core.types import Batch
+    from engine_core.types import Batch, Request, Rollout
     from engine_core.weight_sync import SyncResult
 
 
@@ -40,6 +40,11 @@ class Role:
 class WorkerGroup(abc.ABC):
     """The workers of one role, behind one ordered mailbox each."""
 
+    @property
+    def world_size(self) -> int:
+        """Processes of this role."""
+        return 1
+
     @abc.abstractmethod
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
         """Have every worker call ``engine.method(batch, **plain)``.
@@ -55,6 +60,16 @@ class WorkerGroup(abc.ABC):
             A future of the result. A worker that died or missed the deadline is ``WorkerLost``.
         """
 
+    def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Have a sampler group sample all requests; rollouts in parts, as they finish.
+
+        The same rollouts as those of ``call("generate")``. By default all at once, at the end.
+
+        Args:
+            requests: with distinct ids. Whoever does not want the rest closes the iterator.
+        """
+        yield self.call("generate", requests=list(requests)).result()
+
 
 class Runtime(abc.ABC):
     """Starts and stops the workers of a run.
@@ -65,6 +80,8 @@ class Runtime(abc.ABC):
         live: objects given from Python (``model``, ``tokenizer``); only a local runtime takes a model.
     """
 
+    in_process = False  # workers are in the controller's process
+    traded_seconds = 0.0  # so far, in which device memory was handed over between roles
     shared = False  # the sampler reads the actor's own module: the two are one policy
 
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
@@ -92,6 +109,10 @@ class Runtime(abc.ABC):
             mix: share of the source in the target's new weights.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot refresh a reference model.")
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Memory of the workers now, ``memory/ROLE/...`` in GiB, the most of a role's ranks; by default they are this process."""
+        return {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

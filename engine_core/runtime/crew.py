@@ -49,14 +49,18 @@ class Reply(Future[Any]):
         super().__init__()
         self._give_up = give_up
 
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.done():
+            self._give_up()
+
     def result(self, timeout: float | None = None) -> Any:
         try:
             return super().result(timeout)
         except Exception:
             raise
         except BaseException:  # a signal
-            if not self.done():
-                self._give_up()
+            self.give_up()
             raise
 
 
@@ -84,6 +88,7 @@ class Command:
         self.number, self.what, self.ranks, self.leaders, self.merge = number, what, ranks, leaders, merge
         self.deadline = deadline
         self.reply: Reply
+        self.on_part: Callable[[Any], None] = lambda part: None
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
         self.later: dict[int, Future[Any]] = {}  # results that come after the answer: of saves
@@ -106,13 +111,15 @@ class Command:
             return
         if self.errors:
             errors = list(self.errors.values())
-            self.reply.set_exception(next((e for e in errors if isinstance(e, EngineError)), errors[0]))
+            error = next((e for e in errors if isinstance(e, EngineError)), errors[0])
+            # a rank that failed at once is told when the others have written: only then may files be cleared away
+            merge_futures(list(self.later.values())).add_done_callback(lambda _: self._fail(error))
             return
         try:
             found = [self.values[rank] for rank in self.leaders]
             result = merge_futures(list(self.later.values())) if self.later else self.merge(found)
-        except Exception as error:
-            self.reply.set_exception(error)
+        except Exception as problem:
+            self.reply.set_exception(problem)
         else:
             self.reply.set_result(result)
 
@@ -121,6 +128,9 @@ class Command:
         for future in self.later.values():
             if not future.done():
                 future.set_exception(error)
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
         if not self.reply.done():
             self.reply.set_exception(error)
 
@@ -131,10 +141,16 @@ class Crew:
     Args:
         workers: in the order of their ranks, started.
         stall_seconds: how long a rank may take for one command.
+        stall_key: where the user says so.
     """
 
-    def __init__(self, workers: Sequence[WorkerHandle], stall_seconds: float) -> None:
-        self.workers, self.stall_seconds = list(workers), stall_seconds
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        stall_seconds: float,
+        stall_key: str = "runtime.torchrun.stall_minutes",
+    ) -> None:
+        self.workers, self.stall_seconds, self.stall_key = list(workers), stall_seconds, stall_key
         self.broken: WorkerLost | None = None
         self.open: dict[int, Command] = {}
         self.stacks: dict[int, list[Stack]] = {}
@@ -164,6 +180,7 @@ class Crew:
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
         deadline: float | None = None,
+        on_part: Callable[[Any], None] = lambda part: None,
     ) -> Future[Any]:
         """Put a command into the mailboxes of some ranks.
 
@@ -175,9 +192,11 @@ class Crew:
             merge: makes one result of theirs.
             interruptible: may be left at any point: no rank waits for another in it.
             deadline: seconds; default: `stall_minutes`.
+            on_part: is given, in a thread, each part of a result that a rank tells before it answers.
         """
         ranks = list(messages)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or self.stall_seconds)
+        command.on_part = on_part
         command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
         if self._closing.is_set():
             command.fail(self._over(command))
@@ -255,7 +274,10 @@ class Crew:
         else:
             with self._lock:
                 command = self.open.get(message["id"])
-                if command is not None:
+                if command is not None and "part" in message:
+                    if worker.rank in command.leaders:
+                        command.on_part(message["part"])
+                elif command is not None:
                     self._answered(worker, command, message)
 
     def _answered(self, worker: WorkerHandle, command: Command, message: Mapping[str, Any]) -> None:
@@ -344,7 +366,7 @@ class Crew:
         while len(self.stacks) < len(self.workers) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
         blamed, cause, stacks = told(
-            command.what[1], command.deadline, command.waiting, command.ranks, self.stacks
+            command.what[1], command.deadline, command.waiting, command.ranks, self.stacks, self.stall_key
         )
         log.error("Where every rank is:\n%s", stacks)
         self._lose(self.workers[blamed], cause, command.what[0])

@@ -13,13 +13,14 @@ import torch
 
 from engine_core.engines.base import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.errors import ConfigError
+from engine_core.runtime.lending import Lender, fits
 from engine_core.weight_sync import SyncResult, same_process
 
 if TYPE_CHECKING:
-    from engine_core.config import EngineConfig
+    from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
     from engine_core.plugins import PluginSet
     from engine_core.runtime.base import Role
-    from engine_core.specs import RolloutBackend, TrainBackend
+    from engine_core.specs import RolloutBackend, TrainBackend, TrainerSpec
 
 log = logging.getLogger("engine")
 
@@ -38,8 +39,8 @@ class Place:
 class EngineHost:
     """Actor, reference, critic, sampler, models of rewards, as far as they live in this process.
 
-    A sampler that can uses the actor's own module where both are alone: with several ranks each may be at
-    another sequence, and a sharded module answers only where all ranks call it.
+    A sampler that can uses the actor's own module, as ``rollout.weights`` says. With several ranks each is at another
+    sequence, while a sharded module is gathered by all at once: it is lent to the sampler for a phase (``lending``).
 
     Args:
         config: the whole run file.
@@ -55,6 +56,7 @@ class EngineHost:
         self.engines: dict[str, Engine] = {}
         self.guests: dict[str, Role] = {}  # those that are asked in one phase alone
         self.shared = False  # the sampler reads the actor's own module
+        self.lender: Lender | None = None  # of it, where there are several ranks
         self._stack = ExitStack()
 
     def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
@@ -83,6 +85,16 @@ class EngineHost:
         """From a train role to another, both here."""
         trained, other = (cast("TrainEngine", self.engines[role]) for role in (source, target))
         other.load_named_weights(trained.named_weights(), mix)
+
+    def lend(self) -> None:
+        """Gather the actor's module for the sampler; on all ranks."""
+        if self.lender is not None:
+            self.lender.lend()
+
+    def take_back(self) -> None:
+        """The end of ``lend``; on all ranks."""
+        if self.lender is not None:
+            self.lender.take_back()
 
     def trade(self, phase: str) -> None:
         """Hand device memory over. Order matters: who gives memory back goes before who takes it."""
@@ -122,7 +134,7 @@ class EngineHost:
             raise ConfigError(
                 f"{name}.backend = '{config.backend}' trains in one process, and the pool of '{name}' has "
                 f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
-                "runtime.torchrun.processes = 1."
+                f"runtime.{self.config.runtime.backend}.processes = 1."
             )
         context = self._train_context(name, role, total_steps)
         return engine(config, self.config.model_of(name), context, trainable=role.trainable)
@@ -137,22 +149,64 @@ class EngineHost:
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
         config, model = self.config.sampler(name), self.config.model_of(name)
-        build = self.plugins.resolve("rollout_engines", config.backend)
         context = self._context(name, total_steps, role.told)
+        if config.process is not None:
+            return self._build_apart(config, model, context)
+        build = self.plugins.resolve("rollout_engines", config.backend)
         if role.told:  # a reward's, with weights of its own
             own: RolloutEngine = build(config, model, context)
             return own
         actor = self.engines.get("actor")
-        alone = self.place.world_size == 1
-        self.shared = alone and isinstance(actor, TrainEngine) and self._can_share()
-        if self.shared:
-            live = {**(context.live or {}), "model": actor.module}  # type: ignore[union-attr]
-            context = dataclasses.replace(context, live=live, device=actor.context.device)  # type: ignore[union-attr]
+        if not isinstance(actor, TrainEngine) or not self._shares(actor):
+            alone: RolloutEngine = build(config, model, context)
+            return alone
+        live = {**(context.live or {}), "model": actor.module}
+        context = dataclasses.replace(context, live=live, device=actor.context.device)
         engine: RolloutEngine = build(config, model, context)
-        if self.shared:
-            engine.share_module(cast("TrainEngine", actor))
-            log.info("The sampler uses the actor's own module: weight sync moves nothing.")
+        if self.place.world_size > 1:
+            self.lender = Lender(actor)
+            self._stack.callback(self.lender.take_back)
+        engine.share_module(cast("TrainEngine", self.lender or actor))
+        self.shared = True
+        log.info("The sampler uses the actor's own module: weight sync moves nothing.")
         return engine
+
+    def _shares(self, actor: TrainEngine) -> bool:
+        """As ``rollout.weights`` says; the same on all ranks."""
+        wanted = self.config.rollout.weights
+        if wanted == "own" or not self._can_share():
+            return False
+        if self.place.world_size == 1:
+            return True
+        if not actor.lends_whole:
+            if wanted == "shared":
+                raise ConfigError(
+                    f"rollout.weights = 'shared': the actor's module on {self.place.world_size} ranks, as a plugin has "
+                    "distributed it, answers only where all of them call it. Set rollout.weights = 'own'."
+                )
+            return False
+        return wanted == "shared" or fits(actor, self.place.device)
+
+    def _build_apart(
+        self, config: RolloutConfig, model: ModelConfig, context: WorkerContext
+    ) -> RolloutEngine:
+        """A sampler in a process of its own.
+
+        One that is started again takes its weights from the actor where that is alone with it; where ranks share
+        the actor, all of them would have to stream, and the sampler keeps a copy instead; so it does where the actor may
+        be in the middle of an update.
+        """
+        from engine_core.runtime.sampler.engine import SamplerEngine
+
+        if self.live.get("model") is not None:
+            raise ConfigError(
+                "[rollout.process]: a model given from Python does not reach another process. Save it and name the folder "
+                "in [model] path, or take the table out."
+            )
+        actor = self.engines.get("actor")
+        trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
+        alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
+        return SamplerEngine(config, model, context, actor.named_weights if alone else None)  # type: ignore[union-attr]
 
     def _can_share(self) -> bool:
         trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))

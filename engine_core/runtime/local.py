@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.models import PlacementConfig
+from engine_core.engines.base import RolloutEngine
+from engine_core.engines.driver import stream
 from engine_core.runtime.base import Role, Runtime, WorkerGroup
 from engine_core.runtime.host import Engine, EngineHost, Place, default_device
 
 if TYPE_CHECKING:
-    from engine_core.types import Batch
+    from engine_core.types import Batch, Request, Rollout
     from engine_core.weight_sync import SyncResult
 
 log = logging.getLogger("engine")
@@ -31,9 +34,18 @@ class LocalGroup(WorkerGroup):
         future.set_result(getattr(self.engine, method)(*arguments, **plain))
         return future
 
+    def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        engine: Any = self.engine
+        if type(engine).generate is RolloutEngine.generate:
+            yield from stream(engine, requests)
+        else:  # an engine with a way of its own
+            yield engine.generate(requests)
+
 
 class LocalRuntime(Runtime):
     """Actor, reference, critic and sampler in one process; the sampler uses the actor's module where both can."""
+
+    in_process = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,4 +80,6 @@ class LocalRuntime(Runtime):
 
     def _trade(self, phase: str) -> None:
         if getattr(self.config.runtime.options, "trade_memory", False):
+            start = time.perf_counter()
             self.host.trade(phase)
+            self.traded_seconds += time.perf_counter() - start

@@ -16,8 +16,8 @@ class LocalOptions(Options):
     """Between phases the trainer gives its gradients and optimizer to host memory while the sampler works, and the sampler its cache while the trainer works."""
 
 
-class TorchrunOptions(Options):
-    """``[runtime.torchrun]``: every worker a process of its own, on this machine or, started by ``torchrun``, on many."""
+class CrewOptions(Options):
+    """What runtimes have in common whose workers are processes."""
 
     processes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Worker processes; ``auto``: as many as `placement.pools` has, else one for each accelerator, else 1."""
@@ -33,3 +33,7 @@ class TorchrunOptions(Options):
     """That many times a run that lost a worker goes on by itself, from its newest checkpoint and with new workers."""
     trade_memory: bool = False
     """As in ``[runtime.local]``, in each process."""
+
+
+class TorchrunOptions(CrewOptions):
+    """``[runtime.torchrun]``: every worker a process of its own, on this machine or, started by ``torchrun``, on many."""

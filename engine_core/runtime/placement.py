@@ -47,7 +47,7 @@ def wanted_processes(config: EngineConfig) -> int | None:
     if asked not in (None, need):
         listed = ", ".join(f"{name} = {size}" for name, size in pools.items())
         raise ConfigError(
-            f"placement.pools: {{ {listed} }} need {need} processes, but runtime.torchrun.processes is {asked}. "
+            f"placement.pools: {{ {listed} }} need {need} processes, but runtime.{config.runtime.backend}.processes is {asked}. "
             'Make them agree, or set processes = "auto".'
         )
     return need

@@ -18,7 +18,7 @@ OURS: Mapping[str, type[errors.EngineError]] = {
     cls.__name__: cls
     for cls in (
         *(errors.ConfigError, errors.PluginError, errors.DataError),
-        *(errors.EnvironmentProblem, errors.TrainingFailed),
+        *(errors.EnvironmentProblem, errors.TrainingFailed, errors.SamplerLost),
     )
 }
 PLAIN: Mapping[str, type[Exception]] = {
@@ -34,6 +34,7 @@ class InWorker(Exception):
     """The traceback of a worker, shown as the cause of the error that it became."""
 
     def __init__(self, rank: int, text: str) -> None:
+        self.rank = rank
         super().__init__(f"in worker {rank}:\n{text}")
 
 

@@ -48,6 +48,11 @@ def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[
     The rollouts of a group may be sampled in several places: each request brings its own seed.
     """
     parts = partition([_tokens(request) for request in requests], slices)
+    return [[requests[i] for i in part] for part in parts], in_order(requests)
+
+
+def in_order(requests: Sequence[Request]) -> Merge:
+    """Puts lists of rollouts into the order of their requests."""
     prompts = {request.id: request.prompt for request in requests}
     places = {request.id: number for number, request in enumerate(requests)}
 
@@ -57,7 +62,7 @@ def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[
             rollout.prompt = prompts[rollout.request_id]  # the controller's own, not a copy of it
         return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
 
-    return [[requests[i] for i in part] for part in parts], merge
+    return merge
 
 
 class Running:
@@ -117,6 +122,8 @@ def merge_plain(results: Sequence[Any]) -> Any:
 def merge_futures(futures: Sequence[Future[Any]]) -> Future[Any]:
     """One that is done when all are; their first error is its error."""
     done: Future[Any] = Future()
+    if not futures:
+        done.set_result(None)
     left = [len(futures)]
 
     def settle(_: Future[Any]) -> None:

@@ -14,6 +14,7 @@ def told(
     waiting: Sequence[int],
     ranks: Sequence[int],
     stacks: Mapping[int, Sequence[Stack]],
+    key: str = "runtime.torchrun.stall_minutes",
 ) -> tuple[int, str, str]:
     """What to say of a command that is past its deadline.
 
@@ -26,6 +27,7 @@ def told(
         waiting: ranks that have not answered it.
         ranks: to which it went.
         stacks: by rank, the innermost frame last.
+        key: of the deadline.
 
     Returns:
         The rank to blame, the cause in a sentence, and all stacks as text.
@@ -34,7 +36,7 @@ def told(
     suspects = [rank for rank in waiting if rank not in in_collective] or list(waiting)
     blamed = suspects[0]
     answered = [rank for rank in ranks if rank not in waiting]
-    parts = [f"no answer to '{method}' within {seconds / 60:g} minutes (runtime.torchrun.stall_minutes)"]
+    parts = [f"no answer to '{method}' within {seconds / 60:g} minutes ({key})"]
     parts.append(f"it is in {place(stacks.get(blamed))}")
     for rank in waiting:
         if rank != blamed:

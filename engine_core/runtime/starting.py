@@ -85,8 +85,8 @@ def describe(engine: Engine, place: Place) -> dict[str, Any]:
     if isinstance(engine, RolloutEngine):
         if type(engine).layout is RolloutEngine.layout:  # it knows nothing of ranks: each samples for itself
             layout = Layout(place.rank, place.world_size)
-        return {"layout": layout, "attention": 0.0}
-    return {"layout": layout, "attention": _attention(engine)}
+        return {"layout": layout, "attention": 0.0, "capacity": engine.capacity}
+    return {"layout": layout, "attention": _attention(engine), "capacity": 0}
 
 
 def _attention(engine: TrainEngine) -> float:

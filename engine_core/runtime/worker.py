@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,9 @@ from engine_core.runtime.transport import received_weights, send_weights
 if TYPE_CHECKING:
     from types import FrameType
 
+    from engine_core.engines.base import RolloutEngine
     from engine_core.runtime.host import EngineHost
+    from engine_core.types import Request, Rollout
 
 CONTROLLER_GONE = 70
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
@@ -53,11 +55,13 @@ class Worker:
         self.listener: socket.socket | None = None
         self.current: int | None = None  # the command in hand
         self.dropped: set[int] = set()  # commands that nobody waits for
+        self.thread = 0  # in which commands are carried out
         self._closing = False
 
     def run(self) -> None:
         """Serve."""
-        signal.signal(signal.SIGUSR1, self._interrupt)
+        self.thread = threading.get_ident()
+        self._allow_breaks()
         threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
         try:
             while (message := self.mailbox.get())["kind"] != "close":
@@ -65,17 +69,13 @@ class Worker:
         finally:
             self._leave()
 
-    def _answer(self, message: Mapping[str, Any]) -> None:
+    def _answer(self, message: dict[str, Any]) -> None:
         """Carry one command out; its result or its error goes back under its number."""
         number = message["id"]
         try:
             if number in self.dropped:
                 raise Interrupted
-            self.current = number
-            try:
-                value = getattr(self, f"_do_{message['kind']}")(message)
-            finally:
-                self.current = None
+            value = self._carry_out(message)
         except (Exception, SystemExit, Interrupted) as error:
             self.outbox.put({"id": number, "error": pack(error)})
             return
@@ -87,6 +87,14 @@ class Worker:
             self.outbox.put({"id": number, "value": value})
         except TypeError as error:
             self.outbox.put({"id": number, "error": pack(error)})
+
+    def _carry_out(self, message: dict[str, Any]) -> Any:
+        """The command itself; the one part that may be broken off."""
+        self.current = message["id"]
+        try:
+            return getattr(self, f"_do_{message['kind']}")(message)
+        finally:
+            self.current = None
 
     def _settle(self, number: int, future: Future[Any]) -> None:
         error = future.exception()
@@ -119,13 +127,37 @@ class Worker:
         if method.startswith("_") or not callable(getattr(contract, method, None)):
             raise RuntimeError(f"'{method}' is no method of {contract.__name__}.")
         arguments = () if message["batch"] is None else (message["batch"],)
+        if message.get("parts") and isinstance(engine, RolloutEngine):
+            return self._in_parts(engine, message["id"], message["plain"]["requests"])
         return getattr(engine, method)(*arguments, **message["plain"])
+
+    def _in_parts(self, engine: RolloutEngine, number: int, requests: Sequence[Request]) -> list[Rollout]:
+        """Of ``generate``: what finished is told at once; returns what was not told."""
+        from engine_core.engines.base import RolloutEngine
+        from engine_core.engines.driver import stream
+
+        if type(engine).generate is not RolloutEngine.generate:  # an engine with a way of its own
+            return engine.generate(requests)
+        for finished in stream(engine, requests):
+            self.outbox.put({"id": number, "part": finished})
+        return []
 
     def _do_push(self, message: dict[str, Any]) -> Any:
         return self.host.push_weights(message["source"], message["target"], message["version"])
 
     def _do_mix(self, message: dict[str, Any]) -> None:
         self.host.mix_weights(message["source"], message["target"], message["mix"])
+
+    def _do_memory(self, message: dict[str, Any]) -> dict[str, float]:
+        from engine_core.machine import memory_metrics
+
+        return memory_metrics()
+
+    def _do_lend(self, message: dict[str, Any]) -> None:
+        self.host.lend()
+
+    def _do_take_back(self, message: dict[str, Any]) -> None:
+        self.host.take_back()
 
     def _do_send(self, message: dict[str, Any]) -> int:
         """Weights to another pool; a rank without addresses only takes part in the stream."""
@@ -160,9 +192,9 @@ class Worker:
                 message = self.channel.receive()
                 if message["kind"] == "interrupt":
                     self.dropped.add(message["id"])
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                    self._break_off()
                 elif message["kind"] == "stacks":
-                    self.outbox.put({"stacks": where(threading.main_thread().ident or 0)})
+                    self.outbox.put({"stacks": where(self.thread)})
                 else:
                     self._closing = message["kind"] == "close"
                     self.mailbox.put(message)
@@ -174,13 +206,21 @@ class Worker:
             sys.stderr.flush()
             end_at_once(1)
 
+    def _allow_breaks(self) -> None:
+        """Called once, in the thread of the commands."""
+        signal.signal(signal.SIGUSR1, self._interrupt)
+
+    def _break_off(self) -> None:
+        """Have ``Interrupted`` raised in the command in hand, where nobody waits for it; called in another thread."""
+        signal.pthread_kill(self.thread, signal.SIGUSR1)
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.current in self.dropped:
             self.current = None
             raise Interrupted
 
     def _forward_logs(self, level: int) -> None:
-        handler = _ToController(self.outbox)
+        handler = ToOwner(self.outbox)
         for name in ("engine", "engine_core"):
             logging.getLogger(name).setLevel(level)
             logging.getLogger(name).addHandler(handler)
@@ -196,8 +236,8 @@ class Worker:
         self.outbox.close()
 
 
-class _ToController(logging.Handler):
-    """Log records go to the controller, which writes them down."""
+class ToOwner(logging.Handler):
+    """Log records go to whoever started this process, who writes them down."""
 
     def __init__(self, outbox: Outbox) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ class WorkerHandle:
         else:
             try:
                 code = self.process.wait(ENDING_SECONDS)
-                ending = _ending(code)
+                ending = ending_of(code)
             except subprocess.TimeoutExpired:
                 ending = "it closed its connection and runs on"
             if self._printed is not None:
@@ -142,7 +142,8 @@ class WorkerHandle:
                 log.info("rank %d printed: %s", self.rank, line, extra=extra)
 
 
-def _ending(code: int) -> str:
+def ending_of(code: int) -> str:
+    """How a process ended, in words."""
     if code == -signal.SIGKILL:
         return "it was killed by SIGKILL (by somebody, or for want of memory)"
     return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with status {code}"

@@ -8,9 +8,9 @@
     class TestMine(TrainEngineSuite):
         backend = "mine"
 
-``pytest -v`` then shows one line a contract. Three suites: ``TrainEngineSuite``,
-``RolloutEngineSuite``, ``RewardSuite``; their attributes are documented at the classes (``suite``,
-``train_suite``, ``rollout_suite``, ``reward_suite``), their contracts in docs/conformance.md, which
+``pytest -v`` then shows one line a contract. Four suites: ``TrainEngineSuite``,
+``RolloutEngineSuite``, ``RewardSuite``, ``RuntimeSuite``; their attributes are documented at the classes (``suite``,
+``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``), their contracts in docs/conformance.md, which
 ``python -m engine_core.testing`` prints.
 
 How it works: a *contract* is a function with a promise (``contracts``), in a module of cases
@@ -30,15 +30,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine_core.testing.reward_suite import RewardSuite
     from engine_core.testing.rollout_suite import RolloutEngineSuite
+    from engine_core.testing.runtime_suite import RuntimeSuite
     from engine_core.testing.train_suite import TrainEngineSuite
 
 HOMES = {
     "TrainEngineSuite": "train_suite",
     "RolloutEngineSuite": "rollout_suite",
     "RewardSuite": "reward_suite",
+    "RuntimeSuite": "runtime_suite",
 }
 
-__all__ = ["RewardSuite", "RolloutEngineSuite", "TrainEngineSuite"]
+__all__ = ["RewardSuite", "RolloutEngineSuite", "RuntimeSuite", "TrainEngineSuite"]
 
 
 def __getattr__(name: str) -> Any:

@@ -106,7 +106,7 @@ class RewardBench(Bench):
         plugins = self.load_plugins()
         options = self.checked_options(plugins).model_dump(mode="json")
         root, timeout = Path(self.settings["root"]), float(self.settings["timeout_seconds"])
-        return load_reward(self.name, plugins, options, root, allow_code=False, timeout=timeout)
+        return load_reward(self.name, plugins, options, root, allow_code=False, timeout=timeout, modules=())
 
     def columns(
         self, reward: RewardFunction, samples: Sequence[Sample], groups: Sequence[int]

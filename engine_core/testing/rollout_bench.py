@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.config.roles import ProcessConfig
 from engine_core.engines.base import WorkerContext
+from engine_core.runtime.sampler.engine import SamplerEngine
 from engine_core.testing.bench import EngineBench
 from engine_core.testing.reference import EOS, load_reference, logits_of, tokenizer
 from engine_core.testing.worker import resolve
@@ -40,8 +42,13 @@ class RolloutBench(EngineBench):
         """The run's tokenizer."""
         return tokenizer()
 
-    def engine(self, path: str | None = None) -> RolloutEngine:
-        """A sampler on the tiny model (or ``path``), closed after the contract."""
+    def engine(self, path: str | None = None, **rollout: Any) -> RolloutEngine:
+        """A sampler on the tiny model (or ``path``), closed after the contract.
+
+        Args:
+            path: of a model folder.
+            rollout: keys of ``[rollout]``.
+        """
         plugins = self.load_plugins()
         context = WorkerContext(
             plugins=plugins,
@@ -51,10 +58,14 @@ class RolloutBench(EngineBench):
             world_size=self.place.world_size,
             live={"tokenizer": self.tokenizer},
         )
-        config = RolloutConfig(backend=self.name, options=self.checked_options(plugins))
-        made: RolloutEngine = plugins.resolve(self.kind, self.name)(
-            config, ModelConfig(path=path or self.model()), context
-        )
+        config = RolloutConfig(backend=self.name, options=self.checked_options(plugins), **rollout)
+        model = ModelConfig(path=path or self.model())
+        made: RolloutEngine
+        if self.settings["process"] is not None:
+            config.process = ProcessConfig.model_validate(self.settings["process"])
+            made = SamplerEngine(config, model, context)
+        else:
+            made = plugins.resolve(self.kind, self.name)(config, model, context)
         self.stack.callback(made.close)
         return made
 

@@ -212,6 +212,32 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
         bench.engine().pause("no such mode")
 
 
+@contract(capability="pause")
+def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
+    """In the middle of sampling: frozen, resumed, some aborted, others added; every request is answered exactly once."""
+    engine, requests = bench.engine(), bench.requests(group=3)
+    first, later = requests[:12], requests[12:]
+    engine.add(first)
+    done = engine.step()
+    engine.pause("keep")
+    engine.resume()
+    answered = {rollout.request_id for rollout in done}
+    stopped = engine.abort([request.id for request in first[-4:]])
+    assert not answered & {rollout.request_id for rollout in stopped}, (
+        "abort gave a rollout that step had given."
+    )
+    engine.add(later)
+    done += stopped + _finish(engine)
+    assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+        "Not every request came back exactly once."
+    )
+    for rollout in done:
+        count = rollout.prompt_length
+        assert len(rollout.rollout_log_probs) == len(rollout.token_ids) >= count, (
+            f"'{rollout.request_id}' ({rollout.finish_reason}) has columns of different lengths."
+        )
+
+
 @contract()
 def an_engine_closes_with_work_left(bench: RolloutBench) -> None:
     """``close`` with requests queued ends quietly, and another engine can be built and used after it."""

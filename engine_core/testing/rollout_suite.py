@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine_core.testing import imports, rollout_requests, rollout_sampling, rollout_weights
+from engine_core.testing import (
+    imports,
+    rollout_partial,
+    rollout_requests,
+    rollout_sampling,
+    rollout_weights,
+)
 from engine_core.testing.suite import Suite
 
 
-class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_sampling, rollout_weights)):
+class RolloutEngineSuite(
+    Suite, modules=(imports, rollout_requests, rollout_partial, rollout_sampling, rollout_weights)
+):
     """Contracts of ``engine_core.engines.base.RolloutEngine``. See ``Suite`` for the other attributes.
 
     Attributes:
@@ -24,6 +32,7 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
             model of your own: your own.
         device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
         tolerance: largest difference of a log-prob, in nats.
+        process: the engine runs in a process of its own, with these keys of ``[rollout.process]``; None: it does not.
     """
 
     kind = "rollout_engines"
@@ -39,6 +48,7 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
         "train_backend",
         "device",
         "tolerance",
+        "process",
     )
 
     backend: str = "hf"
@@ -49,3 +59,4 @@ class RolloutEngineSuite(Suite, modules=(imports, rollout_requests, rollout_samp
     train_backend: str = "torch"
     device: str = ""
     tolerance: float = 1e-3
+    process: Mapping[str, Any] | None = None

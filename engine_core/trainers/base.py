@@ -456,7 +456,7 @@ class TrainingRun(abc.ABC):
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
-            f"at most {self.config.actor.max_tokens_per_rank} tokens a micro-batch.",
+            self.config.actor.micro_batch,
         ]
 
 

@@ -16,6 +16,7 @@ from engine_core.algorithms.evaluation import (
 )
 from engine_core.config.evaluation import UNNAMED, HeldOut, held_out_sets
 from engine_core.data import PromptSource
+from engine_core.rewards.preflight import ROWS
 from engine_core.rollout_files import write_rollouts
 from engine_core.types import Sampling
 
@@ -61,6 +62,7 @@ class Evaluation:
                 if self.sampling.environment:
                     self.sampling.environment.check_columns(columns)
                 self.sampling.rewards.check_columns(columns)
+                self.sampling.check_rows(source.spread(ROWS), data.max_bad_rows)
                 self._prompts[held_out.name] = source.all(held_out.max_prompts)
             finally:
                 source.close()

@@ -12,9 +12,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine_core import faults, machine
+from engine_core.advice import STEPS, advice
 from engine_core.config.schedule import changes, config_at
-from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed, did_you_mean
+from engine_core.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentProblem,
+    SamplerLost,
+    TrainingFailed,
+    did_you_mean,
+)
 from engine_core.progress import Progress
+from engine_core.trainers.memory import out_of_memory_explained
 from engine_core.trainers.points import ResumePoint
 
 if TYPE_CHECKING:
@@ -38,6 +47,7 @@ class StepLoop:
         self.point: ResumePoint | None = None
         self._total = run.total_steps
         self._measured: set[str] = set()  # names of all metrics so far
+        self._first: list[dict[str, float]] = []  # metrics of the first steps done here
 
     def go(self, point: ResumePoint | None) -> dict[str, float]:
         """Do the steps that are left.
@@ -63,6 +73,9 @@ class StepLoop:
                 while run.step_done < self._total:
                     run.signals.check()
                     metrics = self._finish(self._train(run.step_done + 1))
+            except SamplerLost:
+                self._keep()
+                raise
             finally:
                 run.progress = None
         run.folder.pending.finish()
@@ -81,17 +94,29 @@ class StepLoop:
         log.warning("Stopped by %s after step %d. %s", stop.name, self.point.step, self.run.way_on())
         return True
 
+    def _keep(self) -> None:
+        """Save the last finished step, where the failed one has changed no weight."""
+        run = self.run
+        if self.point is None or run._updated or not self.point.step:
+            return
+        try:
+            self.saver.save(self.point, must=True)
+        except EngineError as error:  # the failure itself is told by whoever called
+            log.error("%s", error)
+
     def _train(self, step: int) -> dict[str, float]:
         """The trainer's part of one step; the step counts as done when it is over."""
         run, start = self.run, time.perf_counter()
         run.begin_step(step)
         faults.point("step.begin")
         apply_schedule(run, step)
-        metrics = run.step(step)
+        with out_of_memory_explained(run):
+            metrics = run.step(step)
         run.step_done = step
         seconds = time.perf_counter() - start
         metrics |= {f"time/{name}": value for name, value in run.times.items()} | {"time/step": seconds}
-        metrics |= self._throughput(metrics) | machine.memory_metrics() | run.source.counters
+        metrics |= self._throughput(metrics) | run.source.counters
+        metrics |= machine.memory_metrics() | run.runtime.memory_metrics()
         metrics["plugins/observer_failures"] = float(run.plugins.observer_failures)
         self.point = ResumePoint.take(run, metrics, unfinished=metrics)
         run.signals.check()
@@ -107,6 +132,7 @@ class StepLoop:
             run.hub.log(step, metrics)
         faults.point("step.after_metrics")
         if step:
+            self._advise(metrics)
             if run.progress:
                 run.progress.step(step, metrics)
             run.emit("step_finished", {"metrics": metrics})
@@ -128,7 +154,7 @@ class StepLoop:
         if run.progress:
             run.progress.phase("eval")
         start = time.perf_counter()
-        with run.signals.window():
+        with run.signals.window(), out_of_memory_explained(run):
             faults.point("step.eval")
             metrics = run.evaluate()
         metrics["time/eval"] = time.perf_counter() - start
@@ -156,9 +182,16 @@ class StepLoop:
                     "The step is not saved; the last checkpoint is from before it."
                 )
 
+    def _advise(self, metrics: dict[str, float]) -> None:
+        """Say once what would make the run quicker."""
+        if len(self._first) < STEPS:
+            self._first.append(metrics)
+            if len(self._first) == STEPS and (said := advice(self._first)):
+                log.info("Advice: %s", said)
+
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found, times = {}, self.run.times
-        if times.get("generate"):
+        if times.get("generate") and "time/sampling" not in metrics:  # which is not a phase
             found["throughput/generated_tokens_per_second"] = metrics["tokens/generated"] / times["generate"]
         if times.get("train"):
             found["throughput/train_tokens_per_second"] = metrics.get("tokens/total", 0.0) / times["train"]

@@ -9,6 +9,17 @@ from pydantic import Field
 from engine_core.specs import Options
 
 
+class AsyncOptions(Options):
+    """``[async]``"""
+
+    max_staleness: int = Field(1, ge=0)
+    """How many policy versions old a token may be when it is learned from. 0: nothing is sampled ahead, and the run is that of ``rl``; 1: one step off."""
+    weight_updates: Literal["auto", "keep", "abort", "drain"] = "auto"
+    """What becomes of responses that are being sampled when the weights change. ``keep``: they go on with the new weights; ``abort``: they are stopped, and go on from where they were; ``drain``: the update waits for them. ``auto``: ``keep`` where the sampler can pause, else ``drain``."""
+    order: Literal["ready", "admitted"] = "ready"
+    """Which groups a step takes: those that are ready first, as long as no other becomes too old; or in the order of the data, whatever takes long."""
+
+
 class OfflineOptions(Options):
     """``[offline]``"""
 

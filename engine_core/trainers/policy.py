@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine_core.trainer import Trainer
     from engine_core.types import Batch
 
-OWN_KEYS = {"bypass", "normalize", "max_masked_share", "support"}
+OWN_KEYS = {"bypass", "normalize", "max_masked_share", "min_effective_sample_share", "support"}
 """Of ``[algorithm.correction]``: what is done here, not in the objective."""
 
 
@@ -146,8 +146,9 @@ class PolicyUpdate:
         """Refuse an update of a policy that is not the sampler's, or of next to no tokens.
 
         Raises:
-            TrainingFailed: the gap is over `rollout.max_log_prob_gap`, or the correction masked more than
-                `max_masked_share`. The weights were left alone.
+            TrainingFailed: the gap is over `rollout.max_log_prob_gap`, the correction masked more than
+                `max_masked_share`, or its weights are worth less than `min_effective_sample_share`. The
+                model's weights were left alone.
         """
         gap = fresh_gap(metrics)
         check_gap(gap, self.run.config.rollout.max_log_prob_gap)
@@ -157,6 +158,14 @@ class PolicyUpdate:
                 f"The correction masked {masked:.3g} of the loss tokens (algorithm.correction.max_masked_share = "
                 f"{most}). The weights were left alone. Mean |log ratio| of sampler and trainer is {gap:.4g}: widen "
                 "mask_low and mask_high or reject_ratio, or find out why the two differ."
+            )
+        share, least = effective_share(metrics), self._now.correction.min_effective_sample_share
+        if share is not None and share < least:
+            raise TrainingFailed(
+                f"The importance weights are worth {share:.3g} of the loss tokens "
+                f"(algorithm.correction.min_effective_sample_share = {least}): a few tokens would decide the update. "
+                f"The model's weights were left alone. Mean |log ratio| of sampler and trainer is {gap:.4g}: lower "
+                "cap, train on newer rollouts, or find out why the two differ."
             )
 
     def settle(self, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:
@@ -177,8 +186,8 @@ class PolicyUpdate:
                 )
         if "mismatch/fresh_share" in metrics:
             found["mismatch/fresh_mean_abs"] = fresh_gap(metrics)
-        if square := metrics.get("correction/weight_square"):
-            found["correction/effective_sample_share"] = metrics["correction/weight_mean"] ** 2 / square
+        if (share := effective_share(metrics)) is not None:
+            found["correction/effective_sample_share"] = share
         return found
 
     def state(self) -> dict[str, Any]:
@@ -203,6 +212,12 @@ def fresh_gap(metrics: Mapping[str, float]) -> float:
     share = metrics.get("mismatch/fresh_share", 1.0)
     total = metrics.get("mismatch/fresh_abs", metrics["mismatch/mean_abs"])
     return total / share if share > 0 else 0.0
+
+
+def effective_share(metrics: Mapping[str, float]) -> float | None:
+    """``(mean w)^2 / mean w^2`` of the importance weights: 1 where all are equal; None where nothing is weighed."""
+    square = metrics.get("correction/weight_square")
+    return metrics["correction/weight_mean"] ** 2 / square if square else None
 
 
 def check_gap(gap: float, bound: float) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import faults
 from engine_core.checkpoint import Checkpoints, read_state
-from engine_core.config.differences import Difference, Verdict, check, differences
+from engine_core.config.differences import ROLES, Difference, Verdict, check, differences
 from engine_core.config.dump import as_data
 from engine_core.config.schedule import config_at
 from engine_core.data import tokenizer_hash
-from engine_core.engines.state import STATE, reading
+from engine_core.engines.state import FORMAT, STATE, load_json, reading
 from engine_core.errors import ConfigError, DataError
 from engine_core.redaction import Redactor
 from engine_core.tracking import RunFolder
@@ -101,7 +101,7 @@ class Resume:
         """
         now_data = as_data(run.config)
         now_config = Redactor.of(now_data).tree(now_data)
-        found = differences(self.state["config"], now_config, self.state["roles"])
+        found = differences(self.state["config"], now_config, self.state["roles"], self._movable(run))
         plugins = run.plugins.versions()
         here = {"plugins": plugins, "versions": versions()}
         for table, now in here.items():
@@ -115,6 +115,17 @@ class Resume:
         for difference in check(found, [key for key in self.force if key != TOKENIZER]):
             level = logging.INFO if difference.verdict == "allowed" else logging.WARNING
             log.log(level, "Changed since %s: %s", self.path.name, difference)
+
+    def _movable(self, run: TrainingRun) -> list[str]:
+        """Roles that another engine may go on with: it reads the format of what was saved, or nothing was."""
+        found = []
+        for role in set(ROLES) & set(self.state["roles"]):
+            spec: Any = run.plugins.find("train_engines", run.config.role(role).backend)
+            file = self.path / role / STATE
+            common = file.is_file() and load_json(file).get("format") == FORMAT
+            if not file.exists() or (common and spec and "common_checkpoints" in spec.capabilities):
+                found.append(role)
+        return found
 
     def check_inputs(self, run: TrainingRun) -> None:
         """Set the data to its position, before any model is built.

@@ -19,6 +19,7 @@ from engine_core.specs import RefillOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_core.rewards.early import EarlyScoring, Known
     from engine_core.trainers.sampling import RolloutSource
     from engine_core.types import Prompt, Rollout
 
@@ -45,9 +46,11 @@ class Rounds:
         split = refilling[-1] + 1 if refilling else 0
         self.each_round, self.at_end = stages[:split], stages[split:]
         self.refill = [s for s in stages if isinstance(s.options, RefillOptions)]
-        self.count = self.prompts = 0  # rounds, prompts taken
+        self.count = self.prompts = 0  # rounds, groups sampled
         self.closed = False  # the last round is scored
         self.fresh: list[Rollout] = []  # of this round
+        self.early: EarlyScoring | Known | None = None  # rewards of this round that are under way
+        self.overlapped = 0.0  # seconds in which rewards were worked on while others were sampled
         self.greedy: list[Rollout] = []
         self.sampled: list[Rollout] = []  # of all rounds
         self.kept: list[Rollout] = []
@@ -58,7 +61,7 @@ class Rounds:
 
     @property
     def missing(self) -> int:
-        """Prompts to take for the next round; 0: there is none."""
+        """Groups that the next round must bring; 0: there is none."""
         wanted = self.config.data.prompts_per_step
         options = [stage.options for stage in self.refill]
         if self.closed or self.count >= min((each.max_rounds for each in options), default=1):
@@ -68,14 +71,17 @@ class Rounds:
 
     def sample(self, prompts: Sequence[Prompt]) -> None:
         """G rollouts for each prompt, in groups of their own."""
-        self.fresh = self.source.sample(prompts, self.step, self.prompts)
+        self.fresh, self.early = self.source.sample_and_score(prompts, self.step, self.prompts)
+        self.overlapped += self.early.busy_seconds if self.early else 0.0
+        # not all that were asked for, where a step ends early
+        sampled = {rollout.group_id: rollout.prompt for rollout in self.fresh}
         if self.with_greedy:
-            self.greedy = self.source.sample_greedy(prompts, self.step, self.prompts)
-        self.count, self.prompts = self.count + 1, self.prompts + len(prompts)
+            self.greedy = self.source.sample_greedy(list(sampled.values()), self.step, self.prompts)
+        self.count, self.prompts = self.count + 1, self.prompts + len(sampled)
 
     def score(self) -> None:
         """Rewards of this round, and the stages up to the last that refills; after the last round the others."""
-        self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step)))
+        self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step, early=self.early)))
         self.sampled += self.fresh
         if self.with_greedy:
             self.source.score(self.greedy, self.step, training=False)
@@ -97,6 +103,7 @@ class Rounds:
     def finish(self) -> tuple[list[Rollout], dict[str, float]]:
         """The step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
         metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged
+        metrics["time/reward_overlap"] = self.overlapped
         metrics["tokens/total"] = float(sum(len(r.token_ids) for r in self.kept))
         if self.with_greedy:
             rewards = list(self.baselines.values())

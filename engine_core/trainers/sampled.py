@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine_core.rewards.preflight import ROWS
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
 from engine_core.trainers.evaluation import Evaluation
 from engine_core.trainers.sampling import RolloutSource
+from engine_core.trainers.support import check_partial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from engine_core.types import Prompt, Rollout
@@ -28,6 +30,7 @@ class SampledRun(TrainingRun):
     """A run that samples what it learns from; a subclass says in ``step`` what is learned."""
 
     def prepare(self) -> None:
+        check_partial(self)
         self.sampling = self.make_sampling()
         self._cleanup.callback(self.sampling.close)
         self.evaluation = Evaluation(self, self.sampling)
@@ -41,6 +44,11 @@ class SampledRun(TrainingRun):
         columns: set[str] = self.source.columns()
         return columns
 
+    def reward_rows(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Place and columns of rows that are scored, for rewards to look at before the run begins."""
+        rows: Iterable[tuple[str, Mapping[str, Any]]] = self.source.spread(ROWS)
+        return rows
+
     def roles(self, training: bool) -> dict[str, Role]:
         return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}
 
@@ -53,8 +61,8 @@ class SampledRun(TrainingRun):
 
     @property
     def off_policy(self) -> bool:
-        """Whether rollouts of older policies are learned from."""
-        return self.sampling.stages.off_policy
+        """Whether tokens of older policies are learned from."""
+        return self.sampling.stages.off_policy or self.sampling.stragglers.off_policy
 
     @property
     def samples_greedy(self) -> bool:
@@ -112,11 +120,12 @@ class SampledRun(TrainingRun):
         }
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
-        return self.sampling.stages.files()
+        return {**self.sampling.stages.files(), **self.sampling.stragglers.files()}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
         self.sampling.rewards.load_state(state["rewards"])
         self.sampling.version = state["version"]
         if self.training:
             self.sampling.stages.load(state.get("stages", {}), folder)
+            self.sampling.stragglers.load(folder)
         self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these

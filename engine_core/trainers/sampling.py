@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +14,30 @@ import torch
 
 from engine_core.algorithms.requirements import GREEDY
 from engine_core.data import tokenizer_hash
+from engine_core.engines.deadlines import TIMEOUT
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.environments.runner import EnvironmentRunner
+from engine_core.errors import TrainingFailed
 from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
+from engine_core.rewards.preflight import check_rewards, check_rows
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.stages import Stages
-from engine_core.types import Batch, Request, Sampling
+from engine_core.trainers.stragglers import Stragglers
+from engine_core.types import CUT, Batch, Request, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from engine_core.rewards.early import EarlyScoring, Known
     from engine_core.trainers.sampled import SampledRun
     from engine_core.types import Prompt, Rollout
+
+
+Seen = Callable[[Sequence["Rollout"]], None]
+"""Is told of rollouts as they finish."""
 
 
 class RolloutSource:
@@ -46,16 +57,22 @@ class RolloutSource:
         self.recorded: Path | None = None  # a folder: steps take their rollouts from it, and none is sampled
         self._tokenizer = ""  # its hash, worked out once
         self.version = 0  # weight updates that the sampler has seen
+        self.stragglers = Stragglers(self)
+        self._traded = 0.0  # of the runtime's seconds, those before the last update
+        self.timeouts = 0  # responses of the step that were stopped at their time limit
 
     def sync(self, updated: bool = True) -> dict[str, float]:
         """Bring the sampler to the actor's weights, a version on where they were updated."""
-        result = self.run.runtime.push_weights("actor", "rollout", self.version + updated)
+        runtime = self.run.runtime
+        result = runtime.push_weights("actor", "rollout", self.version + updated)
+        traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
         self.version = result.version
         self.run.emit("weights_synced", {"version": result.version, "bytes": result.bytes})
         return {
             "sync/bytes": float(result.bytes),
             "sync/seconds": result.seconds,
             "policy_version": float(result.version),
+            "time/switch": traded + result.seconds,
         }
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
@@ -63,7 +80,8 @@ class RolloutSource:
         if self.recorded is not None:
             return read_rollouts(rollout_path(self.recorded, step)), {}
         rounds = Rounds(self, step, self.run.samples_greedy)  # more than one where a stage refills
-        while prompts := self.run.source.take(rounds.missing):
+        while wanted := rounds.missing:
+            prompts = self.run.source.take(self.stragglers.to_take(wanted))
             with self.run.phase("generate"):
                 rounds.sample(prompts)  # G rollouts for each prompt
             with self.run.phase("reward"):
@@ -72,27 +90,100 @@ class RolloutSource:
         self.keep(rollouts, step)
         return rollouts, metrics
 
-    def sample(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
-        """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ..."""
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, first_group: int = 0, seen: Seen | None = None
+    ) -> list[Rollout]:
+        """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ...; see ``sample_as``."""
         config = self.run.config_now.rollout
-        as_told = Sampling(
+
+        def settled(rollouts: Sequence[Rollout]) -> None:
+            self._settle_late(rollouts)
+            if seen is not None:
+                seen(rollouts)
+
+        told = settled if seen is not None or config.request_timeout_seconds else None
+        return self.sample_as(prompts, step, config.group_size, self._as_told(), first_group, told)
+
+    def _settle_late(self, rollouts: Sequence[Rollout]) -> None:
+        """What `rollout.on_timeout` says of responses that ran out of time.
+
+        Raises:
+            TrainingFailed: it says that the run ends.
+        """
+        if self.environment:
+            return  # its episodes have a limit of their own
+        policy = self.run.config_now.rollout.on_timeout
+        for rollout in rollouts:
+            if rollout.failure != TIMEOUT:
+                continue
+            self.timeouts += 1
+            if policy == "fail":
+                raise TrainingFailed(
+                    f"Response {rollout.request_id} (prompt {rollout.prompt.id}) had {rollout.response_length} tokens after "
+                    f"{self.run.config_now.rollout.request_timeout_seconds:g} s (rollout.request_timeout_seconds). The run ends "
+                    'because rollout.on_timeout = "fail". The weights were left alone.'
+                )
+            rollout.valid = policy != "drop"
+            if policy == "keep":
+                rollout.failure = ""
+
+    def _as_told(self) -> Sampling:
+        """How the step samples."""
+        config = self.run.config_now.rollout
+        return Sampling(
             config.temperature,
             config.top_p,
             config.top_k,
             config.max_response_tokens,
             max_support=config.max_support if self.run.replays_support else 0,
         )
-        return self.sample_as(prompts, step, config.group_size, as_told, first_group)
+
+    def sample_and_score(
+        self, prompts: Sequence[Prompt], step: int, first_group: int = 0
+    ) -> tuple[list[Rollout], EarlyScoring | Known | None]:
+        """As ``sample``; complete groups are scored while others are sampled, where `rollout.score_early` allows it.
+
+        Returns:
+            The rollouts, and what ``score`` needs to finish their rewards.
+        """
+        config = self.run.config_now.rollout
+        if self.stragglers.used:
+            request_of = partial(self._request, sampling=self._as_told())
+            rollouts = self.stragglers.sample(prompts, step, first_group, request_of)
+            self._settle_late(rollouts)
+            return rollouts, None
+        early = None
+        if (
+            config.score_early and config.group_size > 1
+        ):  # fewer at a time would hide a wrong number of rewards
+            requests = self._requests(prompts, step, config.group_size, self._as_told(), first_group)
+            early = self.rewards.early(requests, step)
+        if early is None:
+            return self.sample(prompts, step, first_group), None
+        try:
+            rollouts = self.sample(prompts, step, first_group, early.take)
+        except BaseException:
+            early.cancel()
+            raise
+        early.seal()
+        return rollouts, early
 
     def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """One rollout for each prompt, of the most likely token each time."""
-        greedy = Sampling(0.0, max_response_tokens=self.run.config_now.rollout.max_response_tokens)
+        most = self.run.config_now.rollout.max_response_tokens
+        greedy = Sampling(0.0, max_response_tokens=most, log_probs=False)
         return self.sample_as(prompts, step, 1, greedy, first_group)
 
-    def score(self, rollouts: list[Rollout], step: int, training: bool = True) -> dict[str, float]:
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScoring | Known | None = None,
+    ) -> dict[str, float]:
         """Fill in the rewards; metrics of the rewards and of their failures."""
         with self.run.runtime.phase(PHASE):  # also in an evaluation, where no phase of the step does it
-            return self.rewards.score(rollouts, step, training=training)
+            return self.rewards.score(rollouts, step, training=training, early=early)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Name, weight and clipping of each reward that is in the sum."""
@@ -135,7 +226,11 @@ class RolloutSource:
         """Counts and lengths."""
         lengths = [r.response_length for r in rollouts] or [0]
         of_turns = self.environment.metrics() if self.environment else {}
-        truncated = sum(r.finish_reason == "length" for r in rollouts)
+        truncated = sum(r.finish_reason in CUT for r in rollouts)
+        timeouts, self.timeouts = self.timeouts, 0
+        limited = (
+            {"sampling/timeouts": float(timeouts)} if self.run.config.rollout.request_timeout_seconds else {}
+        )
         return {
             "rollouts": float(len(rollouts)),
             "tokens/total": float(sum(len(r.token_ids) for r in rollouts)),
@@ -144,6 +239,8 @@ class RolloutSource:
             "response_length/max": float(max(lengths)),
             "response_length/truncated_share": truncated / len(lengths),
             **of_turns,
+            **limited,
+            **self.stragglers.metrics(),
         }
 
     def keep(self, rollouts: list[Rollout], step: int) -> None:
@@ -165,6 +262,8 @@ class RolloutSource:
     def _make_rewards(self, columns: set[str]) -> RewardRunner:
         """Every reward of the run, refused where the data lacks a column that it needs."""
         run = self.run
+        self._row_checks = check_rewards(run.config.reward, run.plugins)
+        self.check_rows(run.reward_rows(), run.config.data.max_bad_rows)
         models = model_rewards(run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns)
         given = self.environment.reward_weights if self.environment else {}
         live = run.live.get("rewards") or ()
@@ -176,6 +275,14 @@ class RolloutSource:
             raise
         return rewards
 
+    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int) -> None:
+        """Refuse data of which a reward can make nothing; see ``preflight.check_rows``."""
+        others = any(
+            reward.weight for reward in self.run.config.reward if reward.name not in self._row_checks
+        )
+        others = others or bool(self.run.live.get("rewards")) or self.environment is not None
+        check_rows(self._row_checks, rows, most_bad, alone=not others and len(self._row_checks) == 1)
+
     def close(self) -> None:
         """Stop the environment and the reward workers."""
         try:
@@ -185,7 +292,13 @@ class RolloutSource:
             self.rewards.close()
 
     def sample_as(
-        self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        group_size: int,
+        sampling: Sampling,
+        first_group: int = 0,
+        seen: Seen | None = None,
     ) -> list[Rollout]:
         """``group_size`` rollouts for each prompt, each with a seed of its own.
 
@@ -194,19 +307,43 @@ class RolloutSource:
             step: part of the seeds.
             group_size: G.
             sampling: without what the run says of all rollouts (`stop`, `stop_token_ids`).
+            seen: is given rollouts as they finish, in any order; what it raises ends the sampling.
         """
-        config = self.run.config_now.rollout
-        stop, stop_token_ids = tuple(config.stop), tuple(config.stop_token_ids)
-        requests = []
-        for group, prompt in enumerate(prompts, first_group):
-            for index in range(group_size):
-                seed = sampling_seed(self.run.config.run.seed, step, group, index)
-                one = dataclasses.replace(sampling, stop=stop, stop_token_ids=stop_token_ids, seed=seed)
-                requests.append(Request(f"{step}:{group}:{index}", prompt, one, group, index))
+        requests = self._requests(prompts, step, group_size, sampling, first_group)
         sampler = self.run.groups["rollout"]
         if self.environment:
-            return self.environment.run(sampler, requests)
-        return sampler.call("generate", requests=requests).result()
+            return self.environment.run(sampler, requests, *([seen] if seen else []))
+        if seen is None:
+            return sampler.call("generate", requests=requests).result()
+        found: dict[str, Rollout] = {}
+        with contextlib.closing(sampler.stream(requests)) as parts:
+            for part in parts:
+                found |= {rollout.request_id: rollout for rollout in part}
+                seen(part)
+        return [found[request.id] for request in requests]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int
+    ) -> list[Request]:
+        """See ``sample_as``."""
+        return [
+            self._request(prompt, f"{step}:{group}:{index}", sampling)
+            for group, prompt in enumerate(prompts, first_group)
+            for index in range(group_size)
+        ]
+
+    def _request(self, prompt: Prompt, id: str, sampling: Sampling) -> Request:
+        """Of the response ``STEP:GROUP:INDEX``, which has a seed of its own."""
+        config = self.run.config_now.rollout
+        step, group, index = map(int, id.split(":"))
+        own = dataclasses.replace(
+            sampling,
+            stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
+            seed=sampling_seed(self.run.config.run.seed, step, group, index),
+            timeout_s=config.request_timeout_seconds,
+        )
+        return Request(id, prompt, own, group, index)
 
 
 def environment_of(run: SampledRun, columns: Collection[str]) -> EnvironmentRunner | None:

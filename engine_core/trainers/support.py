@@ -1,4 +1,4 @@
-"""Whether log-probs are computed over the tokens that top-p and top-k left to the sampler."""
+"""What a run asks of its engines beyond sampling and training: the support of cut distributions, responses stopped early."""
 
 from __future__ import annotations
 
@@ -65,3 +65,22 @@ def _lacking(run: SampledRun) -> str:
         if "support" not in spec.capabilities:
             return f"{role}.backend = '{backend}'"
     return ""
+
+
+def check_partial(run: SampledRun) -> None:
+    """Refuse keys that stop responses, where the sampler cannot do it.
+
+    Raises:
+        ConfigError: its backend has no capability ``partial``.
+    """
+    config = run.config.rollout
+    if not (run.samples and config.stops_responses):
+        return
+    spec: Any = run.plugins.spec("rollout_engines", config.backend)
+    if "partial" not in spec.capabilities:
+        key = "request_timeout_seconds" if config.request_timeout_seconds else "over_sampling"
+        value = config.request_timeout_seconds or config.over_sampling
+        raise ConfigError(
+            f"rollout.{key}: got {value:g}, but rollout.backend = '{config.backend}' has no capability 'partial': it "
+            "cannot stop a response in its midst. Remove the key, or use another backend."
+        )

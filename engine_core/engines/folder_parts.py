@@ -1,0 +1,113 @@
+"""A model folder that each rank reads its own part of: what it must be, and its names against the model's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.engines.value_models import HEAD, LANGUAGE_HEADS, VALUE_ROLES
+from engine_core.engines.weights import converts, near
+from engine_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine_core.engines.shards import Shards
+
+
+def check_folder(path: str, role: str, adapted: bool, key: str, instead: str) -> None:
+    """Refuse what cannot be read by parts, before a model is built.
+
+    Raises:
+        ConfigError: it is no folder of safetensors, or the role has an adapter.
+    """
+    if adapted:
+        raise ConfigError(
+            f"{key} = 'sharded' cannot be combined with [{role}.lora]: an adapter's first weights are "
+            f"drawn over the whole base. {instead}"
+        )
+    if not any(Path(path).glob("*.safetensors")):
+        raise ConfigError(
+            f"{key} = 'sharded': '{path}' is no folder with safetensors on this machine. {instead}"
+        )
+
+
+def fingerprint(shards: Shards) -> str:
+    """A hash of names, shapes and the first row of each weight: of two models with one config it differs."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, shape in sorted(shards.shapes.items()):
+        row = shards.read(
+            name, tuple(slice(0, size if at else min(1, size)) for at, size in enumerate(shape))
+        )
+        digest.update(f"{name}{shape}".encode() + row.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of ``save_pretrained``: one, or those that its index names.
+
+    Raises:
+        DataError: the index is broken, or a file is missing.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / Path(name).name for name in names]  # of this folder, whatever the index says
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{index} is no index of weights: {error}. Take another copy of the model."
+        ) from error
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"{folder} lacks {', '.join(missing[:3])}, which its index names.")
+    return files
+
+
+def check_names(
+    module: nn.Module, shards: Shards, shapes: Mapping[str, list[int]], role: str, key: str, instead: str
+) -> set[str]:
+    """The names that the folder need not have: a fresh value head.
+
+    Args:
+        module: the model, or one like it with whole shapes.
+        shards: the folder's weights.
+        shapes: of the model's own, by name.
+        role: the role that it is for.
+        key: of the option that asks for this, for messages.
+        instead: what to do where it cannot be done.
+
+    Raises:
+        ConfigError: the model's names are not those of its files.
+        DataError: weights are missing, left over or of another shape.
+    """
+    kind, unknown = type(module).__name__, set(shards.shapes) - set(shapes)
+    if converts(module):
+        raise ConfigError(f"{key} = 'sharded': {kind} is written under other names than its own. {instead}")
+    fresh = {f"{HEAD}.weight"} - set(shards.shapes) if role in VALUE_ROLES else set()
+    if missing := sorted(set(shapes) - set(shards.shapes) - fresh):
+        raise DataError(
+            f"{shards.folder} has no weight '{missing[0]}' of {kind}.{near(missing[0], unknown)} {instead}"
+        )
+    free: Any = [
+        *(re.escape(name) for name in getattr(module, "all_tied_weights_keys", None) or ()),
+        *(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        *((rf"^{name}\." for name in LANGUAGE_HEADS) if role in VALUE_ROLES else ()),
+    ]
+    if left := sorted(n for n in unknown if not any(re.search(pattern, n) for pattern in free)):
+        raise DataError(
+            f"{shards.folder} holds '{left[0]}', which {kind} has not. Is it a folder of another model?"
+        )
+    for name, shape in shapes.items():
+        if name not in fresh and shards.shapes[name] != shape:
+            raise DataError(
+                f"Weight '{name}' has shape {shards.shapes[name]} in {shards.folder}; expected {shape}. "
+                "Is model.override right?"
+            )
+    return fresh

@@ -1,0 +1,113 @@
+"""What the specs of rewards say before a run begins: defaults of ``[[reward]]``, and what is refused by their ``check``.
+
+A reward whose rows lack what it reads would train on nothing, or on what is left of the data, and say so once in
+a log; a row whose answer is in no form that it knows would fail in whatever step it comes up. Looked at are rows
+spread evenly over the files, not all: a row that was left out fails its sample when it comes up (`on_error`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import DataError
+from engine_core.specs import resolve
+
+if TYPE_CHECKING:
+    from engine_core.config.rewards import RewardConfig
+    from engine_core.plugins import PluginSet
+
+ROWS = 1000
+"""Rows that are looked at."""
+
+MOST_WORKERS = 16
+"""Where nobody says how many: each takes memory."""
+
+RowCheck = Callable[[Mapping[str, Any]], None]
+
+
+def with_defaults(config: RewardConfig, plugins: PluginSet) -> RewardConfig:
+    """With what the reward's plugin says where the run file says nothing."""
+    from engine_core.machine import usable_cores  # not at the top: workers import this module
+
+    if config.has_model:
+        return config
+    spec: Any = plugins.spec("rewards", config.name)  # refuses a name that the run did not load
+    cores = min(usable_cores(), MOST_WORKERS) if spec.workers == "cores" else 1
+    given = {"workers": cores if config.workers is None else config.workers}
+    return config.model_copy(update=given | {"on_timeout": config.on_timeout or spec.on_timeout})
+
+
+def check_rewards(rewards: Sequence[RewardConfig], plugins: PluginSet) -> dict[str, RowCheck]:
+    """Ask every reward that has something to check.
+
+    Args:
+        rewards: the ``[[reward]]`` tables.
+        plugins: those of the run.
+
+    Returns:
+        What judges rows, by the reward's name.
+
+    Raises:
+        EngineError: of the first that cannot work here.
+    """
+    found = {}
+    for reward in rewards:
+        spec: Any = None if reward.has_model else plugins.find("rewards", reward.name)
+        if spec is None or spec.check is None:
+            continue
+        make = resolve(spec.check)
+        table = spec.config() if reward.options is None else reward.options
+        values = {field: getattr(table, field) for field in type(table).model_fields}
+        context = {
+            "root": plugins.root,
+            "allow_code": plugins.allow_code,
+            "timeout": reward.timeout_seconds,
+            "modules": plugins.modules,
+        }
+        taken = inspect.signature(make).parameters.keys() - values.keys()
+        check = make(**values, **{name: value for name, value in context.items() if name in taken})
+        if check is not None:
+            found[reward.name] = check
+    return found
+
+
+def check_rows(
+    checks: Mapping[str, RowCheck], rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int, alone: bool
+) -> None:
+    """Refuse data that a reward can make nothing of.
+
+    Args:
+        checks: of ``check_rewards``.
+        rows: place ("train.jsonl:18") and columns.
+        most_bad: so many rows may be of no use.
+        alone: there is no other reward, so that a row to which it does not apply is of no use either. Else it must
+            apply to one row at least.
+
+    Raises:
+        DataError: names the first such row, and what the reward says of it.
+    """
+    if not checks:
+        return
+    lacking: dict[str, list[str]] = {name: [] for name in checks}
+    useless: dict[str, list[str]] = {name: [] for name in checks}
+    count = 0
+    for count, (place, columns) in enumerate(rows, 1):  # noqa: B007
+        for name, check in checks.items():
+            try:
+                check(columns)
+            except (IndexError, KeyError):
+                raise  # a bug of the check
+            except LookupError as error:
+                lacking[name].append(f"{place}: reward '{name}' {error}")
+            except ValueError as error:
+                useless[name].append(f"{place}: reward '{name}' {error}")
+    for name in checks:
+        bad = useless[name] + (lacking[name] if alone else [])
+        if len(bad) > most_bad:
+            raise DataError(
+                f"{bad[0]} Such rows: {len(bad)} of {count} that were looked at; [data] max_bad_rows is {most_bad}."
+            )
+        if count and len(lacking[name]) == count:
+            raise DataError(f"{lacking[name][0]} None of the {count} rows that were looked at has any.")

@@ -1,0 +1,298 @@
+"""Runtimes whose workers are processes: everything but how these come to be, which a subclass says.
+
+The workers of all pools are one ``Crew``; a pool is a world of its own for ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.assemble import portable
+from engine_core.data import tokenizer_hash
+from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.runtime.base import Role, Runtime, WorkerGroup
+from engine_core.runtime.channel import new_token
+from engine_core.runtime.crew import Crew, message_to
+from engine_core.runtime.crew_group import CrewGroup
+from engine_core.runtime.host import default_device
+from engine_core.runtime.lending import Loan
+from engine_core.runtime.placement import Pool, plan_pools, slices_of, wanted_processes
+from engine_core.weight_sync import SyncResult
+
+if TYPE_CHECKING:
+    from engine_core.runtime.options import CrewOptions
+    from engine_core.runtime.worker_process import WorkerHandle
+
+log = logging.getLogger("engine")
+
+
+class CrewRuntime(Runtime):
+    """See the module and ``Runtime``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options: CrewOptions = self.config.runtime.options
+        self.crew: Crew | None = None
+        self.pools: list[Pool] = []
+        self.addresses: dict[int, tuple[str, int]] = {}  # where ranks take weights of another pool
+        self._loan: Loan | None = None  # of the actor's module, where samplers of its pool share it
+        self._token = new_token()
+
+    # -- what a subclass says -----------------------------------------------
+
+    @abc.abstractmethod
+    def _processes(self, roles: Mapping[str, Role]) -> int:
+        """Ranks of the run; called before anything is started.
+
+        Raises:
+            ConfigError: the file asks for more than there is.
+        """
+
+    @abc.abstractmethod
+    def _launch(self) -> list[WorkerHandle]:
+        """Start the ranks of ``pools``, or take in those that another has started, in their order; all or none."""
+
+    @abc.abstractmethod
+    def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
+        """What a rank is told of where it is.
+
+        Returns:
+            ``store`` (where the ranks of the pool meet: ``file`` or ``tcp``), ``local_rank`` (number of its device),
+            ``local_world_size``, ``path`` (``sys.path``, or None for its own) and ``host`` (on which it can be
+            reached by other ranks).
+        """
+
+    # -- the contract -------------------------------------------------------
+
+    def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        if self.live.get("model") is not None:
+            raise ConfigError(
+                f"runtime.backend = '{self.config.runtime.backend}': a model given from Python does not reach other "
+                'processes. Save it and name the folder in [model] path, or use backend = "local".'
+            )
+        torch.manual_seed(self.config.run.seed)  # for what draws from it here: stages of a user
+        try:
+            self.pools = plan_pools(self.config, roles, self._processes(roles))
+            return self._start(roles, total_steps)
+        except BaseException:
+            self.close()
+            raise
+
+    def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        self._take_back()
+        if self._pool(source) is not self._pool(target):
+            return self._across(source, target, version)
+        pool = self._pool(source)
+        return self._tell(
+            pool, "push", (target, "update_weights"), list(pool.ranks), functools.partial(_one_sync, target),
+            source=source, target=target, version=version,
+        ).result()  # fmt: skip
+
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        self._take_back()
+        if self._pool(source) is not self._pool(target):
+            self._across(source, target, 0, mix)
+            return
+        what = target, "load_named_weights"
+        self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
+
+    def memory_metrics(self) -> dict[str, float]:
+        told = [
+            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), list(pool.ranks), _most))
+            for pool in self.pools
+        ]
+        found: dict[str, float] = {}
+        for pool, future in told:
+            for name, value in future.result().items():
+                found |= {name.replace("/", f"/{role}/", 1): value for role in pool.roles}
+        return found
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name != "generate":
+            self._take_back()
+        self._trade(name)
+        yield
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.close()
+            self.crew = None
+
+    # -- start --------------------------------------------------------------
+
+    def _start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        workers = self._launch()
+        name = self.config.runtime.backend
+        self.crew = Crew(workers, self.options.stall_minutes * 60, f"runtime.{name}.stall_minutes")
+        common = self._order(total_steps)
+        number, orders = self.crew.next_number(), {}
+        for pool in self.pools:
+            served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
+            for place, rank in enumerate(pool.ranks):
+                workers[rank].roles = pool.roles
+                mine = {"rank": place, "world_size": len(pool.ranks), "roles": served}
+                seat = self._seat(pool, rank)
+                listen = seat.pop("host") if len(self.pools) > 1 else None
+                orders[rank] = {**common, **mine, **seat, "listen": listen, "kind": "start", "id": number}
+        ready = self.crew.send(
+            orders,
+            ("worker", "start"),
+            number,
+            leaders=list(orders),
+            merge=lambda results: dict(zip(orders, results, strict=True)),
+            deadline=self.options.start_minutes * 60,
+        ).result()
+        self.addresses = {rank: tuple(found["address"]) for rank, found in ready.items() if found["address"]}
+        self.shared = any(found["shared"] for found in ready.values())
+        if self.shared:
+            pool = self._pool("rollout")
+            self._loan = Loan(lambda kind: self._tell(pool, kind, ("rollout", kind)))
+        shown = ", ".join(
+            f"{pool.name}: {len(pool.ranks)} x ({', '.join(pool.roles)})" for pool in self.pools
+        )
+        log.info("Workers: %s.", shown)
+        groups: dict[str, WorkerGroup] = {}
+        for pool in self.pools:
+            groups |= {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
+        self._trade("start")  # a reward's model sleeps until it is asked
+        return groups
+
+    def _here(self) -> int:
+        """Processes on this machine.
+
+        Raises:
+            ConfigError: more than it has accelerators.
+        """
+        wanted = wanted_processes(self.config)
+        if self.options.device == "cpu" or default_device().type == "cpu":
+            return wanted or 1
+        there = torch.accelerator.device_count()
+        if (wanted or 0) > there:
+            name = self.config.runtime.backend
+            key = "placement.pools" if self.config.placement.pools else f"runtime.{name}.processes"
+            raise ConfigError(
+                f"{key}: {wanted} processes need an accelerator each, and this machine shows {there}. Lower it, look "
+                f'at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
+            )
+        return wanted or there
+
+    def _order(self, total_steps: int) -> dict[str, Any]:
+        """What every worker is told."""
+        return {
+            "config": portable(self.config),
+            "total_steps": total_steps,
+            "tokenizer": tokenizer_hash(self.live["tokenizer"]),
+            "device": self.options.device,
+            "log_level": log.getEffectiveLevel(),
+            "stall_seconds": self.options.stall_minutes * 60,
+            "start_seconds": self.options.start_minutes * 60,
+            "token": self._token,
+        }
+
+    def _group(self, name: str, role: Role, pool: Pool, ready: Mapping[int, Mapping[str, Any]]) -> CrewGroup:
+        assert self.crew is not None
+        found = [ready[rank]["roles"][name] for rank in pool.ranks]
+        slices = slices_of(name, [each["layout"] for each in found], list(pool.ranks))
+        alone = len(pool.ranks) == 1
+        independent = alone or (role.kind == "rollout" and len(slices) == len(pool.ranks))
+        capacity = found[0]["capacity"]
+        if self._loan is None or pool is not self._pool("rollout"):
+            return CrewGroup(self.crew, name, slices, found[0]["attention"], independent, capacity)
+        return CrewGroup(
+            self.crew, name, slices, found[0]["attention"], independent, capacity, self._loan.before
+        )
+
+    def _take_back(self) -> None:
+        if self._loan is not None:
+            self._loan.end()
+
+    # -- commands -----------------------------------------------------------
+
+    def _pool(self, role: str) -> Pool:
+        return next(pool for pool in self.pools if role in pool.roles)
+
+    def _tell(
+        self,
+        pool: Pool,
+        kind: str,
+        what: tuple[str, str],
+        leaders: Sequence[int] = (),
+        merge: Any = None,
+        **fields: Any,
+    ) -> Future[Any]:
+        """One command to all ranks of a pool."""
+        assert self.crew is not None
+        number = self.crew.next_number()
+        messages = dict.fromkeys(pool.ranks, message_to(number, kind, **fields))
+        return self.crew.send(
+            messages, what, number, leaders=leaders, merge=merge or (lambda results: results[0])
+        )
+
+    def _trade(self, phase: str) -> None:
+        """Each process for itself; all pools at the same time."""
+        if self.options.trade_memory:
+            start = time.perf_counter()
+            told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
+            for future in told:
+                future.result()
+            self.traded_seconds += time.perf_counter() - start
+
+    def _across(self, source: str, target: str, version: int, mix: float | None = None) -> SyncResult:
+        """Weights from one pool to another: its first rank streams to all ranks of the other."""
+        assert self.crew is not None
+        start, givers, takers = time.perf_counter(), self._pool(source), self._pool(target)
+        taken = self._tell(
+            takers, "receive", (target, "update_weights"), list(takers.ranks), functools.partial(_one_checksum, target),
+            role=target, version=version, mix=mix,
+        )  # fmt: skip
+        number = self.crew.next_number()
+        to = [list(self.addresses[rank]) for rank in takers.ranks]
+        messages = {
+            rank: message_to(number, "send", role=source, addresses=to if rank == givers.ranks[0] else [])
+            for rank in givers.ranks
+        }
+        sent = self.crew.send(messages, (source, "named_weights"), number).result()
+        return SyncResult(version, sent * len(takers.ranks), time.perf_counter() - start, taken.result())
+
+
+def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest of each metric over ranks."""
+    return {name: max(result[name] for result in results) for name in results[0]}
+
+
+def _one_sync(target: str, results: Sequence[SyncResult]) -> SyncResult:
+    """The ranks' updates as one; every rank must have received the same."""
+    first = results[0]
+    checksum = _one_checksum(target, [result.checksum for result in results])
+    moved, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
+    return SyncResult(first.version, moved, seconds, checksum)
+
+
+def _one_checksum(target: str, checksums: Sequence[str]) -> str:
+    if len(set(checksums)) > 1:
+        listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(checksums))
+        raise TrainingFailed(
+            f"The ranks of '{target}' have received different weights ({listed}). The train engine must stream the "
+            "same tensors on every rank."
+        )
+    return checksums[0]
+
+
+def even_threads(processes: int) -> int | None:
+    """Cores of each process; None where the environment says, or one process has them all."""
+    if "OMP_NUM_THREADS" in os.environ or processes == 1:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // processes, 1)

@@ -1,0 +1,336 @@
+"""Rollouts that are sampled ahead: admitted, awaited, scored, taken by a step, kept in checkpoints.
+
+The main thread takes rows from the data, admits them, and takes groups for its step. The thread of
+``sampler_thread`` samples, the thread of ``scoring_thread`` scores; both say what they have done under one lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import TrainingFailed
+from engine_core.rewards.early import Known
+from engine_core.rollout_files import read_rollouts, write_rollouts
+from engine_core.trainers.ahead import AheadQueue, Group
+from engine_core.trainers.rounds import Rounds
+from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
+from engine_core.trainers.sampling import RolloutSource
+from engine_core.trainers.scoring_thread import ScoringThread
+from engine_core.types import Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_core.async_trainer import AsyncTrainer
+    from engine_core.rewards.early import EarlyScoring
+    from engine_core.types import Batch, Rollout
+
+log = logging.getLogger("engine")
+
+POLL_SECONDS = 0.1  # until whoever waits for groups looks whether the threads still live
+FILE = "ahead/rollouts.parquet"
+
+
+class AheadSource(RolloutSource):
+    """Groups that were sampled ahead, once ``begin`` was called; before, those of ``RolloutSource``.
+
+    Args:
+        run: the trainer that it serves.
+    """
+
+    run: AsyncTrainer
+
+    def __init__(self, run: AsyncTrainer) -> None:
+        super().__init__(run)
+        options, self.per_step = run.options, run.config.data.prompts_per_step
+        self.queue = AheadQueue(self.per_step, options.max_staleness, options.order == "admitted")
+        self.returned: deque[Group] = deque()  # prompts of a checkpoint that wait to be admitted again
+        self.admitted = 0  # prompts taken from the data, since the beginning
+        self.tokens = 0  # sampled, of all responses that have come
+        self.resampled = 0  # responses that a checkpoint knew only as asked for
+        self.thread: SamplerThread | None = None
+        self.scoring: ScoringThread | None = None
+        self._changed = threading.Condition()
+        self._taken: list[Group] = []  # of this round
+        self._before: dict[str, float] = {}  # counters at the end of the last step
+
+    def begin(self) -> None:
+        """Start to sample ahead: the workers are there."""
+        self.thread = SamplerThread(self.run.groups["rollout"])
+        self.run.groups["rollout"] = ThreadedSampler(self.thread)
+        config = self.run.config.rollout
+        if config.score_early and config.group_size > 1 and self.rewards.in_parts():
+            self.scoring = ScoringThread(self.rewards, self._scored)
+
+    def end(self) -> None:
+        """Stop the threads; what is being sampled is left."""
+        if self.thread is not None:
+            self.thread.close()
+            self.thread = None
+        if self.scoring is not None:
+            self.scoring.close()
+            self.scoring = None
+
+    def sync(self, updated: bool = True) -> dict[str, float]:
+        """As ``RolloutSource.sync``; what is being sampled is dealt with as `async.weight_updates` says."""
+        if self.thread is None:
+            return super().sync(updated)
+        mode = self.run.weight_updates
+        if mode == "drain":
+            self.thread.drained()
+        with self.thread.held():
+            if mode == "abort":
+                self.thread.cut_off()
+            with self._paused() if mode == "keep" else contextlib.nullcontext():
+                return super().sync(updated)
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """The sampler stands still with what it has; within ``held``."""
+        assert self.thread is not None
+        self.thread.group.call("pause", mode="keep").result()
+        yield
+        self.thread.group.call("resume").result()
+
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        if self.thread is None or self.recorded is not None:
+            return super().rollouts(step)
+        rounds = Rounds(self, step, greedy=False)
+        while missing := rounds.missing:
+            with self.run.phase("generate"):
+                self._admit(step, missing)
+                self._taken = self._await(step, missing)
+                rounds.sample([group.prompt for group in self._taken])
+            with self.run.phase("reward"):
+                rounds.score()
+        rollouts, metrics = rounds.finish()
+        self.keep(rollouts, step)
+        return rollouts, metrics | self._told(rollouts)
+
+    def sample_and_score(
+        self, prompts: Sequence[Prompt], step: int, first_group: int = 0
+    ) -> tuple[list[Rollout], EarlyScoring | Known | None]:
+        """The groups that this round has taken, numbered from ``first_group`` on; what is known of their rewards."""
+        if self.thread is None:
+            return super().sample_and_score(prompts, step, first_group)
+        found = [
+            dataclasses.replace(rollout, group_id=number, rewards={}, answers={})
+            for number, group in enumerate(self._taken, first_group)
+            for rollout in group.in_order()
+        ]
+        self._check_staleness(found)
+        self._settle_late(found)
+        if self.scoring is None:
+            return found, None  # `score` works them out
+        outcomes: dict[str, list[Any]] = {}
+        for group in self._taken:
+            for name, of_group in (group.outcomes or {}).items():
+                outcomes.setdefault(name, []).extend(of_group)
+        seconds = sum(self.scoring.seconds.pop(group.number, 0.0) for group in self._taken)
+        return found, Known(outcomes, seconds)
+
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScoring | Known | None = None,
+    ) -> dict[str, float]:
+        with self.scoring.turn() if self.scoring else contextlib.nullcontext():
+            return super().score(rollouts, step, training, early)
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """``fresh`` [T] bool, True on tokens of the policy that is trained now; nothing where all are."""
+        if self.thread is None:
+            return super().fresh(batch)
+        fresh = batch["policy_versions"] == self.version
+        return {} if bool(fresh[batch["loss_mask"]].all()) else {"fresh": fresh}
+
+    # -- groups -------------------------------------------------------------
+
+    def _admit(self, step: int, needed: int) -> None:
+        """Have as many groups sampled as the rule allows (``ahead``)."""
+        assert self.thread is not None
+        left = (self.run.total_steps - step) * self.per_step
+        with self._changed:
+            room = self.queue.room(needed, left)
+        again = [self.returned.popleft() for _ in range(min(room, len(self.returned)))]
+        fresh = self.run.source.take(room - len(again))
+        groups = [*again, *(Group(self.admitted + i, prompt) for i, prompt in enumerate(fresh))]
+        self.admitted += len(fresh)
+        with self._changed:
+            for group in groups:
+                self.queue.admit(group, step)
+            unasked = [group for group in self.queue.groups if not group.requests]
+        for group in unasked:
+            self._ask(group)
+
+    def _ask(self, group: Group) -> None:
+        """Have what is missing of a group sampled."""
+        assert self.thread is not None
+        size, label = self.run.config.rollout.group_size, divmod(group.number, self.per_step)
+        requests = self._requests([group.prompt], label[0] + 1, size, self._as_told(), label[1])
+        with self._changed:
+            group.requests = requests
+            asked = {request.id for request in requests}  # of another group size, perhaps, after a resume
+            group.rollouts = {id: rollout for id, rollout in group.rollouts.items() if id in asked}
+            missing = [request for request in requests if request.id not in group.rollouts]
+        if missing:
+            self.thread.ask(missing, partial(self._arrived, group))
+        else:
+            self._completed(group)
+
+    def _arrived(self, group: Group, rollouts: Sequence[Rollout]) -> None:
+        """Some responses of a group are there; in the sampler's thread."""
+        with self._changed:
+            group.rollouts |= {rollout.request_id: rollout for rollout in rollouts}
+            self.tokens += sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+            complete = group.complete
+        if complete:
+            self._completed(group)
+
+    def _completed(self, group: Group) -> None:
+        if self.scoring is not None:
+            self.scoring.put(group)
+        else:
+            self._scored([group])
+
+    def _scored(self, groups: Sequence[Group]) -> None:
+        with self._changed:
+            for group in groups:
+                group.ready = True
+            self._changed.notify_all()
+
+    def _await(self, step: int, count: int) -> list[Group]:
+        """The groups of a step; waits until they are ready, or the sampler has failed.
+
+        Raises:
+            Exception: what has ended a thread.
+        """
+        assert self.thread is not None
+        with self._changed:
+            while (taken := self.queue.take(step, count)) is None:
+                self.thread.check()
+                if self.scoring is not None:
+                    self.scoring.check()
+                self._changed.wait(POLL_SECONDS)
+        return taken
+
+    def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
+        """The rule of ``ahead``, held against what came."""
+        most = self.run.options.max_staleness
+        for rollout in rollouts:
+            if (old := self.version - _oldest(rollout, self.version)) > most:
+                raise TrainingFailed(
+                    f"Rollout '{rollout.request_id}' has a token that is {old} policy versions old (async.max_staleness = "
+                    f"{most}). The weights were left alone. This is a bug of the sampler or of the engine."
+                )
+
+    def _told(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Metrics of what a step took and what is left."""
+        assert self.thread is not None
+        ages = [
+            self.version - version for r in rollouts for version in r.policy_versions[r.loss_mask].tolist()
+        ]
+        mixed = sum(len(r.policy_versions[r.loss_mask].unique()) > 1 for r in rollouts)
+        with self._changed:
+            ready = sum(group.ready for group in self.queue.groups)
+            waiting = len(self.queue.groups) - ready
+        counters = {
+            "async/overtaken": float(self.queue.overtaken),
+            "async/cut": float(self.thread.cut),
+            "async/kept_tokens": float(self.thread.kept_tokens),
+            "async/resampled": float(self.resampled),
+            "time/sampling": self.thread.busy_seconds,
+        }
+        tokens = {"tokens": float(self.tokens)}
+        since = {n: value - self._before.get(n, 0.0) for n, value in (counters | tokens).items()}
+        self._before, sampled = counters | tokens, since.pop("tokens")
+        speed = sampled / since["time/sampling"] if since["time/sampling"] else 0.0
+        return since | {
+            "throughput/generated_tokens_per_second": speed,
+            "async/staleness_mean": sum(ages) / max(len(ages), 1),
+            "async/staleness_max": float(max(ages, default=0)),
+            "async/mixed_share": mixed / max(len(rollouts), 1),
+            "async/ready_groups": float(ready),
+            "async/groups_in_flight": float(waiting),
+        }
+
+    # -- checkpoints --------------------------------------------------------
+
+    def ahead_state(self) -> dict[str, Any]:
+        """JSON of what is queued: prompts in flight are written as to be sampled again."""
+        with self._changed:
+            queued = [{"due": group.due, **_as_json(group)} for group in self.queue.groups]
+        return {
+            **self._settings(),
+            "admitted": self.admitted,
+            "queue": queued,
+            "returned": [_as_json(group) for group in self.returned],
+        }
+
+    def ahead_files(self) -> dict[str, Callable[[Path], object]]:
+        """What writes the responses that no step has taken."""
+        with self._changed:
+            held = [rollout for group in self.queue.groups for rollout in group.rollouts.values()]
+        return {FILE: partial(write_rollouts, step=0, rollouts=held, about=self.about())}
+
+    def load_ahead(self, state: Mapping[str, Any] | None, folder: Path) -> None:
+        """Take up what was queued; a checkpoint of a run that sampled nothing ahead has nothing."""
+        if state is None:
+            self.admitted = self.run.step_done * self.per_step
+            return
+        self.admitted = state["admitted"]
+        groups = [_of_json(entry) for entry in state["queue"]]
+        if any(state.get(name) != value for name, value in self._settings().items()):
+            self.returned.extend(groups)  # in the order of the data; their responses are other ones now
+        else:
+            self._restore(groups, folder)
+        self.returned.extend(_of_json(entry) for entry in state["returned"])
+        size, size_of = self.run.config.rollout.group_size, [len(group.rollouts) for group in groups]
+        self.resampled = len(groups) * size - sum(size_of)
+        log.info(
+            "Of %d queued prompts %d responses are there, %d are sampled again.",
+            len(groups), sum(size_of), self.resampled,
+        )  # fmt: skip
+
+    def _settings(self) -> dict[str, Any]:
+        """Under which queued responses may be learned from."""
+        about = {name: value for name, value in self.about().items() if name != "tokenizer"}
+        return {"max_staleness": self.queue.max_staleness, "prompts_per_step": self.per_step, **about}
+
+    def _restore(self, groups: Sequence[Group], folder: Path) -> None:
+        """Queue them, with the responses that were there."""
+        held: dict[int, dict[str, Rollout]] = {}
+        for rollout in read_rollouts(folder / FILE):
+            of_step, place, _ = map(int, rollout.request_id.split(":"))
+            held.setdefault((of_step - 1) * self.per_step + place, {})[rollout.request_id] = rollout
+        for group in groups:
+            group.rollouts = held.get(group.number, {})
+            for rollout in group.rollouts.values():
+                rollout.prompt = group.prompt
+        self.queue.groups = list(groups)
+
+
+def _oldest(rollout: Rollout, newest: int) -> int:
+    """The lowest version of a token that the policy sampled."""
+    versions = rollout.policy_versions[rollout.loss_mask]
+    return int(versions.min()) if len(versions) else newest
+
+
+def _as_json(group: Group) -> dict[str, Any]:
+    prompt = json.loads(json.dumps(dataclasses.asdict(group.prompt), default=str))
+    return {"number": group.number, "prompt": prompt}
+
+
+def _of_json(entry: Mapping[str, Any]) -> Group:
+    return Group(entry["number"], Prompt(**entry["prompt"]), entry.get("due", 0))

@@ -1,0 +1,43 @@
+"""What to say of a step that had no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from engine_core.trainers.base import TrainingRun
+
+
+@contextmanager
+def out_of_memory_explained(run: TrainingRun) -> Iterator[None]:
+    """Within it an accelerator or host that has no memory left is a problem of the machine, told with what takes less.
+
+    Raises:
+        EnvironmentProblem: in place of an error of memory.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        rank = getattr(error.__cause__, "rank", None)
+        where = "" if rank is None else f" on rank {rank}"
+        trained = [
+            name for name, role in run.roles(training=True).items() if role.kind == "train" and role.trainable
+        ]
+        budgets = " or ".join(
+            f"{name}.max_tokens_per_rank (now {run.config_now.role(name).max_tokens_per_rank})"
+            for name in trained
+        )
+        longest = (
+            "rollout.max_response_tokens or data.max_prompt_tokens" if run.samples else "the limits of [data]"
+        )
+        raise EnvironmentProblem(
+            f"Out of memory{where} in step {run.step_now}: {str(error).partition(chr(10))[0][:200]} "
+            f"Lower {budgets}; where one sequence is too long for the device, lower {longest}; "
+            "recompute activations or offload, as the table of the backend offers it; or use more processes. `engine resume RUN --set KEY=VALUE` goes on from the newest checkpoint."
+        ) from error

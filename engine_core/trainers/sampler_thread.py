@@ -1,0 +1,241 @@
+"""A sampler that is asked while the run does something else: one thread has its requests carried out.
+
+consumes: requests, of whoever asks; waits for: requests, while it has none, and the end of a hold; unblocked by:
+``ask``, the end of ``held``, ``close``; produces: rollouts, given in this thread to whoever asked for them.
+
+The sampler's group is called by this thread alone, except within ``held``, when the thread stands still: so new
+weights never come in the middle of a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_core.runtime.base import WorkerGroup
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch, Request, Rollout
+
+POLL_SECONDS = 0.1  # until whoever waits for a rollout looks whether the thread still lives
+
+Taker = Callable[[list["Rollout"]], None]
+"""Is given finished rollouts, in the thread."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request, and whom its rollout is for."""
+
+    request: Request
+    taker: Taker
+
+
+class SamplerThread:
+    """See the module.
+
+    Args:
+        group: of the sampler.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.cut = 0  # requests that were cut off by new weights and asked again, since the beginning
+        self.kept_tokens = 0  # that these had by then
+        self._asked: dict[str, Asked] = {}  # by id, until its rollout has come
+        self._new: list[Request] = []
+        self._dropped: list[str] = []
+        self._holds = 0
+        self._calling = self._closing = False
+        self._error: BaseException | None = None
+        self._busy, self._since = 0.0, 0.0  # seconds with something to sample, and since when
+        self._changed = threading.Condition()
+        self._reply: Future[Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        self._thread.start()
+
+    def ask(self, requests: Sequence[Request], taker: Taker) -> None:
+        """Have these sampled; each rollout is given to ``taker`` once."""
+        with self._changed:
+            if requests and not self._asked:
+                self._since = time.perf_counter()
+            self._asked |= {request.id: Asked(request, taker) for request in requests}
+            self._new += requests
+            self._changed.notify_all()
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Nobody wants these any more."""
+        with self._changed:
+            gone = {request.id for request in requests if self._asked.pop(request.id, None)}
+            self._new = [request for request in self._new if request.id not in gone]
+            self._dropped += gone
+            self._rest()
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what has ended the thread."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def unfinished(self) -> int:
+        """Requests without their rollout."""
+        return len(self._asked)
+
+    @property
+    def busy_seconds(self) -> float:
+        """In which there was something to sample, since the beginning."""
+        with self._changed:
+            return self._busy + (time.perf_counter() - self._since if self._asked else 0.0)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it the thread calls nobody: the group is the caller's."""
+        with self._changed:
+            self._holds += 1
+            try:
+                self._changed.wait_for(lambda: not self._calling)
+            except BaseException:
+                self._holds -= 1
+                raise
+        try:
+            self.check()
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
+
+    def drained(self) -> None:
+        """Wait until nothing is left to sample."""
+        with self._changed:
+            while self._asked:
+                self.check()
+                self._changed.wait(POLL_SECONDS)
+
+    def cut_off(self) -> None:
+        """Within ``held``: stop what is being sampled (capability ``partial``); it goes on from where it was."""
+        with self._changed:
+            new = {request.id for request in self._new}
+            ids = [id for id in self._asked if id not in new]
+        if not ids:
+            return
+        stopped = self.group.call("advance", requests=[], stopped=ids).result()
+        cut = [part for part in stopped if part.finish_reason == "abort" and not part.failure]
+        self._give(
+            [part for part in stopped if all(part is not each for each in cut)]
+        )  # it had just ended, of itself or by its time
+        with self._changed:
+            for part in cut:
+                sampled = int(part.loss_mask.sum())
+                request = self._asked[part.request_id].request
+                self._new.append(dataclasses.replace(request, begun=part if sampled else None))
+                self.cut += 1
+                self.kept_tokens += sampled
+
+    def close(self) -> None:
+        """End the thread; what is being sampled is left."""
+        with self._changed:
+            self._closing = True
+            reply = self._reply
+            self._changed.notify_all()
+        give_up = getattr(reply, "give_up", None)
+        if give_up is not None:
+            give_up()
+        self._thread.join()
+
+    # -- in the thread ------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException as error:  # raised again by whoever asks the thread
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _round(self) -> bool:
+        """One call of the sampler; False: it was the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or (not self._holds and self._work()))
+            if self._closing:
+                return False
+            requests, dropped, self._new, self._dropped = self._new, self._dropped, [], []
+            self._calling = True
+        try:
+            self._reply = self.group.call("advance", requests=requests, dropped=dropped)
+            self._give(self._reply.result())
+        finally:
+            with self._changed:
+                self._calling = False
+                self._changed.notify_all()
+        return True
+
+    def _work(self) -> bool:
+        return bool(self._new or self._dropped or self._asked)
+
+    def _give(self, finished: Sequence[Rollout]) -> None:
+        for rollout in finished:
+            asked = self._asked.get(rollout.request_id)
+            if asked is not None:
+                asked.taker([rollout])
+        with self._changed:
+            for rollout in finished:
+                self._asked.pop(rollout.request_id, None)
+            self._rest()
+            self._changed.notify_all()
+
+    def _rest(self) -> None:
+        """Count the time until now, where nothing is left to sample."""
+        if not self._asked and self._since:
+            self._busy += time.perf_counter() - self._since
+            self._since = 0.0
+
+
+class ThreadedSampler(WorkerGroup):
+    """A sampler's group, for whoever does not know that a thread asks it, too.
+
+    Args:
+        thread: that has requests carried out.
+    """
+
+    def __init__(self, thread: SamplerThread) -> None:
+        self.thread = thread
+
+    @property
+    def world_size(self) -> int:
+        return self.thread.group.world_size
+
+    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if method == "generate":
+            requests = plain["requests"]
+            found = {r.request_id: r for part in self.stream(requests) for r in part}
+            future.set_result([found[request.id] for request in requests])
+        else:
+            with self.thread.held():
+                future.set_result(self.thread.group.call(method, batch, split, **plain).result())
+        return future
+
+    def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        parts: queue.SimpleQueue[list[Rollout]] = queue.SimpleQueue()
+        left = len(requests)
+        self.thread.ask(requests, parts.put)
+        try:
+            while left:
+                with contextlib.suppress(queue.Empty):
+                    part = parts.get(timeout=POLL_SECONDS)
+                    left -= len(part)
+                    yield part
+                self.thread.check()
+        finally:
+            if left:
+                self.thread.drop(requests)
