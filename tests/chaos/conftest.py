@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -402,3 +403,93 @@ def metrics(tmp_path):
         return [json.loads(line) for line in text.splitlines()]
 
     return read
+
+
+# runs of two ranks
+
+HERE = Path(__file__).parent
+OF_RANKS = [
+    HERE / "hurt_plugin.py",
+    HERE / "hurt_engines.py",
+    HERE.parent / "conformance" / "data_parallel_engine.py",
+]
+RANKS = {
+    "plugins": ["hurt_plugin.py"],
+    "actor.backend": "hurt",
+    "rollout.backend": "hurt",
+    "runtime.backend": "torchrun",
+    "runtime.torchrun.processes": 2,
+    "run.steps": 3,
+    "eval.every_steps": 2,
+}
+
+
+@dataclass
+class Hurting:
+    """Hurts ranks of a run in a folder, by `hurt_engines.py`, and looks at how it ended."""
+
+    folder: Path
+    patience = 150.0  # seconds: two processes import torch
+
+    def tell(self, hurt, folder=None):
+        """Write ``hurt.json`` whole: ranks that run read it at any moment."""
+        part = (folder or self.folder) / "hurt.part"
+        part.write_text(json.dumps(hurt))
+        part.rename(part.with_name("hurt.json"))
+
+    def later(self, run, hurt):
+        """Hurt a rank once there is a checkpoint."""
+        self.from_first_checkpoint(run, hurt)
+        run.until((self.folder / "done").exists, "the rank is hurt")
+
+    def from_first_checkpoint(self, run, hurt):
+        """The same, and do not wait for it."""
+        run.until(lambda: list(self.folder.glob("runs/r/checkpoints/step_*1")), "a checkpoint")
+        self.tell(hurt)
+
+    def ended(self, process, times=1):
+        """Wait for a command, of which nothing may be left; ``times`` that ranks are started in it."""
+        process.wait(times * self.patience)
+        assert process.orphans() == []
+        return process
+
+    def return_code(self, process):
+        """As a shell gives it."""
+        return 128 - process.code if process.code < 0 else process.code
+
+    def lost(self, run, hurt, cause):
+        """The run ended for this rank, and said so."""
+        assert run.code == 6
+        assert f"Lost worker {hurt[0]}[{hurt[1]}] on " in run.err
+        assert cause in run.err
+        assert f"last words of rank {hurt[1]}" in run.err
+        assert "Traceback" not in run.err
+
+
+@pytest.fixture
+def hurting(tmp_path):
+    """See ``Hurting``."""
+    return Hurting(tmp_path)
+
+
+@pytest.fixture
+def ranks(tiny, hurting, tmp_path):
+    """Writes a run file of two ranks and ``hurt.json``; returns the run file."""
+
+    def write(changes=None, hurt=None, folder=tmp_path):
+        path = tiny({**RANKS, **(changes or {})}, folder=folder)
+        lines = [line for line in path.read_text().splitlines() if line != 'plugins = ["tiny.py"]']
+        path.write_text("\n".join(lines) + "\n")
+        for file in OF_RANKS:
+            shutil.copy(file, folder)
+        if hurt:
+            hurting.tell(hurt, folder)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def straight_ranks(straight, ranks, hurting):
+    """The result of the run of two ranks to which nothing happens; done once. Takes changes of its run file."""
+    return lambda changes=None: straight(changes, write=ranks, patience=hurting.patience)

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_hf_rollout.plugin import HFOptions
 
 from engine_core import hookimpl
@@ -26,9 +27,14 @@ def engine_train_engines():
     spec = TrainBackend(
         load="hurt_engines:HurtTrain", config=TorchOptions, capabilities=frozenset({"set_lr"})
     )
-    return {"hurt": spec}
+    abilities = frozenset({"generation_module", "set_lr"})
+    sharded = TrainBackend(load="hurt_engines:HurtFSDP", config=FSDPOptions, capabilities=abilities)
+    return {"hurt": spec, "hurt_fsdp": sharded}
 
 
 @hookimpl
 def engine_rollout_engines():
-    return {"hurt": RolloutBackend(load="hurt_engines:HurtSampler", config=HFOptions)}
+    spec = RolloutBackend(
+        load="hurt_engines:HurtSampler", config=HFOptions, capabilities=frozenset({"share_module"})
+    )
+    return {"hurt": spec}

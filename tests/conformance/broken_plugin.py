@@ -32,7 +32,7 @@ def engine_train_engines():
 
 @hookimpl
 def engine_rollout_engines():
-    abilities = frozenset({"share_module", "pause", "sleep", "support"})
+    abilities = frozenset({"share_module", "pause", "sleep", "support", "partial"})
     return {
         name: RolloutBackend(load=f"broken_rollout:{name}", config=HFOptions, capabilities=abilities)
         for name in classes_of("broken_rollout")

@@ -208,6 +208,19 @@ class AbortsAsLength(HFRolloutEngine):
         return [dataclasses.replace(rollout, finish_reason="length") for rollout in super().abort(ids)]
 
 
+class AbortsUnsampled(HFRolloutEngine):
+    def abort(self, ids):
+        waiting = [self._queue[id] for id in ids if id in self._queue]
+        super().abort(ids)
+        return [request.unsampled() for request in waiting]
+
+
+class NewVersions(Changed):
+    def change(self, rollout):
+        rollout.policy_versions[:] = self.version
+        return rollout
+
+
 class PauseDrops(HFRolloutEngine):
     def pause(self, mode="drain"):
         super().pause(mode)

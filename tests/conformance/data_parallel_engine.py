@@ -38,13 +38,24 @@ class DataParallelEngine(TorchEngine):
         return super().optimizer_step()
 
     def save(self, folder):
-        if self.context.rank == 0:
-            super().save(folder)
-        _barrier()
-        state.save_json(self._own(folder), state.random_state(self.device))
+        """A rank that cannot write tells the others, which may wait for it."""
+        error = None
+        try:
+            self._write(folder)
+        except OSError as problem:
+            error = problem
+        failed = self._reduced(float(error is not None), dist.ReduceOp.MAX)
+        if failed:
+            raise error or OSError("another rank could not write; its own error is told by it")
         done = Future()
         done.set_result(None)
         return done
+
+    def _write(self, folder):
+        if self.context.rank == 0:
+            super().save(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state.save_json(self._own(folder), state.random_state(self.device))
 
     def load(self, folder):
         super().load(folder)

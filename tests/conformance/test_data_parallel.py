@@ -1,6 +1,9 @@
+import pytest
+
 from engine_core.testing import TrainEngineSuite
 
 
+@pytest.mark.slow  # the same contracts on two ranks: plugins/fsdp/tests/test_conformance.py
 class TestTwoRanks(TrainEngineSuite):
     backend = "data_parallel"
     plugins = ["data_parallel_plugin.py"]

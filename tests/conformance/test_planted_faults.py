@@ -97,6 +97,8 @@ FAULTS = [
     (Rollout, "TextWithPrompt", "the prompt in the text", "the_text_is_the_response_decoded"),
     (Rollout, "LosesLater", "requests of a later call lost", "every_request_comes_back_once"),
     (Rollout, "AbortsAsLength", "aborted rollouts reported as cut", "aborted_requests_come_back_at_once"),
+    (Rollout, "AbortsUnsampled", "a stopped response without its tokens", "a_response_stopped_in_its_midst_is_what_was_sampled"),
+    (Rollout, "NewVersions", "the versions of a stopped response overwritten", "a_stopped_response_goes_on"),
     (Rollout, "PauseDrops", "finished rollouts lost in a pause", "a_pause_loses_no_request"),
     (Rollout, "NeverGreedy", "temperature 0 sampled at 1", "temperature_0_is_greedy"),
     (Rollout, "FirstForAll", "the first request's sampling for all", "requests_of_one_batch_keep_their_own_sampling"),

@@ -37,3 +37,17 @@ def test_a_pack_on_the_accelerator_is_what_float64_gives_on_the_cpu(dtype, windo
     bound = 2e-5 if dtype == torch.float32 else 0.01
     for one, other in zip((found, *found_gradients), (expected, *expected_gradients), strict=True):
         assert (one.cpu().double() - other).norm() / other.norm() < bound
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is of CUDA")
+def test_under_autocast_float32_goes_through_the_kernel(monkeypatch):
+    """Queries and keys of float32 weights are float32 behind their rotary embedding."""
+    seen, kernel = [], attention._cuda
+    monkeypatch.setattr(attention, "_cuda", lambda q, *rest: seen.append(q.dtype) or kernel(q, *rest))
+    pack = [torch.randn(1, heads, sum(LENGTHS), 64, device="cuda") for heads in (8, 2, 2)]
+    arguments = attention.packed_arguments(torch.tensor(LENGTHS), pack[0].device)
+    expected, _ = attention.varlen(nn.Module(), *pack, None, scaling=0.125, **arguments)
+    with torch.autocast("cuda", torch.bfloat16):
+        found, _ = attention.varlen(nn.Module(), *pack, None, scaling=0.125, **arguments)
+    assert seen == [torch.bfloat16]
+    assert (found.float() - expected).norm() / expected.norm() < 0.01

@@ -107,7 +107,7 @@ def test_the_student_comes_to_the_teacher_on_prompts_that_it_has_not_seen(made, 
 
 
 def test_the_policy_gradient_comes_to_the_teacher_without_any_reward(made, schooled):
-    changes = {"algorithm.advantage": "distill", "algorithm.mini_batch_prompts": 8, "actor.optim.lr": 5e-3}
+    changes = {"algorithm.advantage": "distill", "algorithm.mini_batch_prompts": 8, "actor.optim.lr": 2e-3}
     changes |= {"data.prompts_per_step": 24, "rollout.group_size": 4, "run.steps": 20}
     trainer = made({**changes, "model.path": str(schooled(12))}, name="rl")
     trainer.train()

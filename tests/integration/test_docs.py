@@ -50,8 +50,10 @@ NOT_RUN_HERE = {
     r"make (install|test|test-full|lint|docs)": "this test is a part of it",
     r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
     r"pip (install (-e|--force-reinstall)|wheel) .*": "changes the environment of this test; the template's and the example's tests install them",
+    r"ray start .*|engine train .* runtime.backend=ray.*": "a cluster takes a while; plugins/ray/tests/test_losses.py runs it",
     r"torchrun .*": "two nodes; tests/integration/test_two_nodes.py runs it on loopback",
     r"python examples/calculator/run.py": "minutes; tests/integration/test_calculator.py runs it in small, and `slow` in full",
+    r"python examples/expressions/run.py": "minutes; tests/integration/test_expressions.py runs it in small, and `slow` in full",
     r"engine serve-reward .*": "serves until it is ended; tests/integration/test_serve_reward.py starts, asks and ends it",
     r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
     r"pytest examples/(custom_model|backends)": "tests/integration/test_examples.py runs them",
@@ -246,7 +248,24 @@ def not_printed(expected: list[str], printed: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+LONG = {
+    "conformance.md": "a pytest for each of its suites; tests/conformance runs them all",
+    "cli.md": "every command once; tests/unit/cli runs each",
+    "fsdp.md": "runs of several processes; plugins/fsdp/tests/test_run.py",
+    "precision.md": "a run for each type; tests/unit/engines/test_precision.py",
+    "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",
+    "publishing.md": "a wheel; tests/integration/test_wheels.py",
+}
+"""Pages that `make test` leaves to `make test-full`, and what of it covers them meanwhile."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name, marks=pytest.mark.slow if name in LONG else ())
+        for page, name in zip(PAGES, NAMES, strict=True)
+    ],
+)
 def test_every_block_of_a_page_works(page, library, custom_model, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "page"
     shutil.copytree(library, folder, symlinks=True)
@@ -268,6 +287,7 @@ def test_every_exception_from_running_is_used_and_every_language_is_known():
     used = {why for command in commands if (why := reason_not_run(command))}
     assert used == set(NOT_RUN_HERE.values())
     ours = {"bash", "console", "python", "toml", "json", "text"}
+    assert set(LONG) < set(NAMES)
     assert {block.language for block in blocks} <= ours | {"py", "sh", "{toctree}"}
 
 

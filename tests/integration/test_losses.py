@@ -147,6 +147,20 @@ def test_a_correction_that_masks_more_than_its_bound_ends_the_run_before_the_upd
     assert not list(run.folder.checkpoints.glob("step_*"))
 
 
+def test_weights_that_are_worth_less_than_their_bound_end_the_run_before_the_update(trainer, apart):
+    level = {"algorithm__correction__level": "token"}
+    worth = steps_of(trainer(**level, run__name="free"))[0]["correction/effective_sample_share"]
+    assert 0.5 < worth < 0.99
+    least = "algorithm__correction__min_effective_sample_share"
+    steps_of(trainer(**level, **{least: worth / 4}, run__name="over"))
+    run = trainer(**level, **{least: 0.999})
+    with pytest.raises(
+        TrainingFailed, match=r"are worth \S+ of the loss tokens .*min_effective_sample_share"
+    ):
+        run.train()
+    assert not list(run.folder.checkpoints.glob("step_*"))
+
+
 def test_only_the_tokens_of_high_entropy_are_learned(trainer):
     run = trainer(algorithm__top_entropy_quantile=0.2)
     lines = steps_of(run)

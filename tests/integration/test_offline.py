@@ -382,9 +382,9 @@ def test_another_temperature_is_said(offline, caplog):
 
 
 def test_a_sampler_that_is_not_installed_is_missed_only_by_an_evaluation(offline):
-    missing = {"rollout.backend": "vllm"}
+    missing = {"rollout.backend": "sglang"}
     plugins_for(load_config(overrides=offline | missing))
-    with pytest.raises(PluginError, match="vllm"):
+    with pytest.raises(PluginError, match="sglang"):
         load_config(overrides=offline | missing | {"eval.at_end": True})
 
 

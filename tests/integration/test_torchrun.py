@@ -91,10 +91,10 @@ def test_one_process_is_the_local_run_bit_for_bit(settings):
 
 
 @pytest.mark.parametrize("backend", ["data_parallel", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_two_ranks_sample_and_learn_the_same(settings, monkeypatch, backend):
-    monkeypatch.setattr(
-        EngineHost, "_can_share", lambda self: False
-    )  # a sampler with weights of its own, as on ranks
+@pytest.mark.parametrize("weights", ["auto", pytest.param("own", marks=pytest.mark.slow)])
+def test_two_ranks_sample_and_learn_the_same(settings, backend, weights):
+    """With the actor's module for the sampler, and with a copy."""
+    settings["rollout.weights"] = weights
     local = train(settings, {"run.name": "local"})
     two = train(settings, {"run.name": "two", **TWO, "actor.backend": backend})
     assert two["samples"] == local["samples"]
@@ -113,10 +113,9 @@ def test_two_ranks_sample_and_learn_the_same(settings, monkeypatch, backend):
     assert mine["actor/loss"] != 0
 
 
-def test_roles_in_pools_of_their_own_train_as_in_one(settings, monkeypatch):
+def test_roles_in_pools_of_their_own_train_as_in_one(settings):
     """The sampler and the reference lie in other processes than the actor; weights go there over a channel."""
-    monkeypatch.setattr(EngineHost, "_can_share", lambda self: False)
-    local = train(settings, {"run.name": "local"})
+    local = train(settings, {"run.name": "local", "rollout.weights": "own"})
     pools = {"placement.pools": {"train": 1, "serve": 1}, "placement.actor": "train"}
     pools |= {"placement.rollout": "serve", "placement.ref": "serve"}
     assert train(settings, {"run.name": "pools", **TORCHRUN, **pools}) == local
@@ -137,6 +136,7 @@ def crew(world, tmp_path_factory):
         "data.train": str(world / "data" / "train.jsonl"),
         "actor.max_tokens_per_rank": 40,
         "rollout.hf.batch_size": 4,
+        "rollout.weights": "own",
         **TWO,
     }
     config = load_config(settings, allow_code=True)
@@ -148,7 +148,6 @@ def crew(world, tmp_path_factory):
     groups = runtime.start(roles, 4)
     alone = load_config({**settings, "actor.backend": "torch"}, allow_code=True)
     host = EngineHost(alone, Trainer(alone).plugins, live, Place(torch.device("cpu")))
-    host._can_share = lambda: False
     host.build(roles, 4)
     yield runtime, groups, host.engines
     children = [worker.process for worker in runtime.crew.workers]
@@ -320,7 +319,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
         settings, {**pools, "runtime.torchrun.processes": 2}
     )
     assert "pool 'b' serves no role" in refused(settings, {**pools, "placement.rollout": "a"})
-    monkeypatch.setattr("engine_core.runtime.torchrun.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("engine_core.runtime.crew_runtime.default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert "placement.pools: 3 processes need an accelerator each, and this machine shows 2" in refused(
         settings, pools

@@ -132,3 +132,21 @@ def test_a_node_with_another_token_gets_no_part_in_the_run(folder):
         not list(folder.glob("runs/nodes/metrics.jsonl"))
         or not (folder / "runs/nodes/metrics.jsonl").read_text()
     )
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_ends_torchrun_before_the_run_begins_and_is_named(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            command(0, 1, port, "train", "run.toml"),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.returncode != 0
+    assert f"port: {port}" in done.stderr
+    assert "EADDRINUSE" in done.stderr
+    assert not (folder / "runs").exists()

@@ -25,12 +25,17 @@ def soak():
 
 
 @pytest.mark.parametrize(
-    "steps", [300, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    ("steps", "every"),
+    [
+        pytest.param(150, 2, marks=pytest.mark.slow),
+        pytest.param(300, 5, marks=pytest.mark.slow),
+        pytest.param(3000, 10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
 )
-def test_nothing_grows_with_the_number_of_steps(soak, tmp_path, monkeypatch, steps):
+def test_nothing_grows_with_the_number_of_steps(soak, tmp_path, monkeypatch, steps, every):
     for name in LOGGERS:  # pytest keeps every record that reaches the root: five objects a checkpoint
         monkeypatch.setattr(logging.getLogger(name), "propagate", False)
-    samples = soak.soak(steps, tmp_path, every=5 if steps < 1000 else 10)
+    samples = soak.soak(steps, tmp_path, every)
     assert len(samples) >= 60
     assert soak.leaks(samples) == []
     checkpoints = list((tmp_path / "runs" / "soak" / "checkpoints").iterdir())

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_core import plugin_metadata
+
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
@@ -51,3 +53,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def without_our_plugins(monkeypatch):
+    """Whatever is installed where the tests run: as if only the core were."""
+    everything = plugin_metadata.installed
+    monkeypatch.setattr(
+        plugin_metadata,
+        "installed",
+        lambda: tuple(o for o in everything() if not o.distribution.name.startswith("engine-plugin-")),
+    )

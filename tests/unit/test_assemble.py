@@ -268,3 +268,16 @@ def test_an_algorithm_whose_needs_nobody_meets_is_refused_with_its_file(run):
     expected = r"run.toml: algorithm.advantage = 'mine' needs the column 'group_id'.*Did you mean 'group_ids'"
     with pytest.raises(ConfigError, match=expected):
         check_complete(load_config(path))
+
+
+def test_a_sampler_that_cannot_use_the_actors_module_is_told_with_both_keys(run):
+    shared = RL.replace('backend = "echo"', 'backend = "echo"\nweights = "shared"')
+    shared += "[placement]\npools = { a = 1, b = 1 }\nactor = 'a'\nrollout = 'b'\n"
+    with pytest.raises(ConfigError) as error:
+        check_complete(load_config(run(shared + SFT.partition("\n")[2])))
+    told = str(error.value)
+    assert "rollout.weights = 'shared': backend 'echo' has weights of its own" in told
+    assert (
+        "the sampler is in pool 'b' and the actor in 'a'. Place them together, or set rollout.weights" in told
+    )
+    check_complete(load_config(run(shared.replace("shared", "own") + SFT.partition("\n")[2])))

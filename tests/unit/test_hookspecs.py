@@ -18,6 +18,8 @@ FROZEN = {
     "engine_pair_losses": [],
     "engine_stages": [],
     "engine_environments": [],
+    "engine_code_languages": [],
+    "engine_architectures": [],
     "engine_trackers": [],
     "engine_trainers": [],
     "engine_runtimes": [],

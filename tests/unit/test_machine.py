@@ -144,3 +144,22 @@ def test_an_accelerator_without_statistics_gives_none(monkeypatch):
 
     monkeypatch.setattr("torch.accelerator", Silent())
     assert list(machine.memory_metrics()) == ["memory/rss_gib"]
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 6), ("250000 100000", 2), ("10000 100000", 1), ("900000 100000", 6), ("broken", 6)],
+)
+def test_usable_cores_are_those_of_the_process_within_its_group_s_share(monkeypatch, quota, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda self: quota)
+    assert machine.usable_cores() == cores
+
+
+def test_without_control_groups_usable_cores_are_those_of_the_process(monkeypatch):
+    def absent(self):
+        raise FileNotFoundError
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3}, raising=False)
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert machine.usable_cores() == 2

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from engine_core import plugin_listing
+from engine_core.plugin_metadata import installed
 from engine_core.plugins import PluginInfo, list_plugins
 
 GOOD = """
@@ -92,6 +93,43 @@ def test_check_imports_each_and_shows_what_breaks(only_fakes):
     assert not {"good_plugin", "raises_mod", "watch_mod"} & set(sys.modules)
 
 
+def test_sound_plugins_are_imported_in_one_process_and_those_with_a_problem_once_more_alone(
+    only_fakes, tmp_path
+):
+    source = f"""
+import os, pathlib
+from engine_core import hookimpl
+with open({str(tmp_path / "imports")!r}, "a") as file:
+    file.write(f"{{__name__}} {{os.getpid()}}\\n")
+"""
+    spoils = source + "os.environ['SPOILT'] = 'yes'\nprint('[\"chatter\"]')"
+    touchy = source + "assert 'SPOILT' not in os.environ"
+    crash = source + "os._exit(9)"
+    # by name, as they are sorted: the crash comes between others
+    for name, text in [
+        ("a", source),
+        ("b", spoils),
+        ("c", crash),
+        ("d", spoils),
+        ("e", touchy),
+        ("f", source),
+    ]:
+        only_fakes(f"dist-{name}", {"plugins": {name: f"{name}_mod"}}, {f"{name}_mod": text})
+
+    found = listed(*"abcdef", check=True)
+
+    assert {info.name: info.problem for info in found.values()} == {
+        **dict.fromkeys("abdef"),  # 'e' fails beside 'd' and is sound alone
+        "c": "its import ended the process with exit code 9: no message",
+    }
+    imports = [line.split() for line in (tmp_path / "imports").read_text().splitlines()]
+    processes = {name: [pid for module, pid in imports if module == f"{name}_mod"] for name in "abcdef"}
+    assert processes["a"] == processes["b"] == processes["c"][:1]
+    assert processes["d"] == processes["f"] == processes["e"][:1]
+    assert [len(processes[name]) for name in "abcdef"] == [1, 1, 2, 1, 2, 1]
+    assert len({pid for _, pid in imports}) == 4
+
+
 def test_an_import_that_never_ends_is_told(only_fakes, monkeypatch):
     monkeypatch.setattr(plugin_listing, "CHECK_SECONDS", 1.0)
     only_fakes("hangs", {"rewards": {"hangs": "hangs_mod"}}, {"hangs_mod": "import time\ntime.sleep(60)"})
@@ -113,7 +151,17 @@ def test_names_from_metadata_are_never_run_as_code(only_fakes, tmp_path):
 def test_the_list_reads_as_json():
     rows = json.loads(plugin_listing.as_json(list_plugins()))
 
-    assert {"name", "kind", "distribution", "version", "module", "healthy", "problem"} == set(rows[0])
+    assert {
+        "name",
+        "kind",
+        "distribution",
+        "version",
+        "module",
+        "healthy",
+        "problem",
+        "health",
+        "fit",
+    } == set(rows[0])
 
 
 def test_two_hundred_installed_distributions_are_read_in_a_fraction_of_a_second(install, tmp_path):
@@ -132,3 +180,34 @@ def test_two_hundred_installed_distributions_are_read_in_a_fraction_of_a_second(
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
 
     assert float(child.stdout) < 0.5
+
+
+def test_a_plugin_tells_what_the_machine_lacks(install):
+    source = """
+from engine_core import hookimpl
+from engine_core.errors import EnvironmentProblem
+from engine_core.specs import Reward
+
+def lacks():
+    raise EnvironmentProblem("no sandbox")
+
+@hookimpl
+def engine_rewards():
+    return {
+        "well": Reward(load=lambda completions: completions, health=lambda: "all well"),
+        "ill": Reward(load=lambda completions: completions, health="acme_health:lacks"),
+        "mute": Reward(load=lambda completions: completions),
+    }
+"""
+    install(
+        "acme", {"rewards": dict.fromkeys(("well", "ill", "mute"), "acme_health")}, {"acme_health": source}
+    )
+
+    offers = [offer for offer in installed() if offer.distribution.name == "acme"]
+    found, _ = plugin_listing._import_elsewhere(offers)  # list_plugins(check=True) imports all others too
+
+    assert {offer.name: said for offer, said in found.items()} == {
+        "well": (None, "all well", True),
+        "ill": (None, "no sandbox", False),
+        "mute": (None, "", True),
+    }

@@ -4,7 +4,6 @@ import sys
 import pytest
 
 import engine_core
-from engine_core import plugin_metadata
 from engine_core.errors import PluginError, TrainingFailed
 from engine_core.plugins import (
     ROLLOUT_CAPABILITIES,
@@ -112,17 +111,6 @@ def test_all_problems_are_told_at_once(install):
 
 
 # ------------------------------------------------------------------ names
-
-
-@pytest.fixture
-def without_our_plugins(monkeypatch):
-    """Whatever is installed where the tests run: as if only the core were."""
-    everything = plugin_metadata.installed
-    monkeypatch.setattr(
-        plugin_metadata,
-        "installed",
-        lambda: tuple(o for o in everything() if not o.distribution.name.startswith("engine-plugin-")),
-    )
 
 
 def test_an_unknown_name_shows_the_nearest_known_one():
@@ -330,7 +318,7 @@ def test_an_unknown_capability_shows_the_nearest_known_one(install):
 
     assert str(caught.value) == (
         "Plugin 'mine' (mine 1.0): unknown capability 'share_modul' of a rollout engine. Did you mean 'share_module'? "
-        "Known: pause, share_module, sleep, support."
+        "Known: partial, pause, share_module, sleep, support."
     )
 
 
@@ -354,7 +342,8 @@ def test_a_capability_is_a_method_that_the_contract_leaves_open_or_more_of_one_t
     for contract, capabilities in ((TrainEngine, TRAIN_CAPABILITIES), (RolloutEngine, ROLLOUT_CAPABILITIES)):
         for capability, method in capabilities.items():
             assert hasattr(contract, method)
-            assert (method in contract.__abstractmethods__) == (capability == "support")
+            asked_for = capability in ("support", "common_checkpoints", "partial")
+            assert (method in contract.__abstractmethods__) == asked_for
 
 
 # ------------------------------------------------------------------ step hooks, role by role

@@ -307,3 +307,11 @@ def test_every_estimator_here_is_tried():
         if callable(value) and "Formula:" in (value.__doc__ or "")
     }
     assert offered == {estimator.__name__ for estimator in ALL} == {f.__name__ for f in FORMULAS} | {"gdpo"}
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6, 1e-4])
+def test_grpo_adds_epsilon_to_what_divides(epsilon):
+    batch = make_batch([1.0, 2.0, 4.0], [0, 0, 0])
+    found = by_rollout(grpo(batch, epsilon=epsilon), batch)
+    divisor = statistics.stdev([1.0, 2.0, 4.0]) + epsilon
+    assert found == pytest.approx([(r - 7 / 3) / divisor for r in (1.0, 2.0, 4.0)], rel=1e-6)

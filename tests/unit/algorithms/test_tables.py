@@ -89,7 +89,7 @@ def test_the_reference_has_every_algorithm_by_its_name(tables):
     assert named["correction"] >= switches - off
     assert {"sft", "kto", "reward_model"} <= named["trainer"]
     # a trainer either learns by an objective of its own, or by one of the tables above
-    assert set(builtin.engine_trainers()) - named["trainer"] <= {"rl", "offline", "dpo"}
+    assert set(builtin.engine_trainers()) - named["trainer"] <= {"async", "rl", "offline", "dpo"}
 
 
 def test_a_row_that_goes_on_and_a_difference_are_read(tables):

@@ -7,6 +7,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_core.bench.devices import DEVICES, Device
+
 
 def measured(engine, *words):
     answer = engine("bench", *words, "--json")
@@ -92,3 +94,46 @@ def test_bad_words_are_refused(engine, sft_run, words, message):
     answer = engine("bench", *words)
     assert answer.code == 2
     assert message in answer.err
+
+
+@pytest.fixture
+def known_cpu(monkeypatch):
+    """A data sheet for this device, made up."""
+    made = Device(flops=1e12, bandwidth=1e10)
+    monkeypatch.setitem(DEVICES, "cpu", made)
+    return made
+
+
+def test_train_says_how_near_the_floor_it_is(engine, sft_run, known_cpu):
+    found = measured(
+        engine, "train", "run.toml", "--shape", "tiny", "--sequences", "4", "--length", "16", "--prompt", "6",
+        "--steps", "2", "--warmup", "0",
+    )  # fmt: skip
+    body = 4 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 192)  # weights of four layers
+    head, seen = (
+        512 * 64,
+        4 * 4 * 16 * 4 * 16 * 16,
+    )  # vocabulary x hidden; layers x heads x size x n^2 x sequences
+    operations = 6 * (body * 64 + head * 40 + seen)
+    assert found["floor_s"] == pytest.approx(operations / 1e12 + 28 * (body + head) / 1e10)
+    assert found["percent_of_floor"] == pytest.approx(100 * found["floor_s"] / found["step_s"])
+    assert found["mfu"] == pytest.approx(operations / 1e12 / found["step_s"])
+    assert found["forward_backward_s"] + found["optimizer_s"] == pytest.approx(found["step_s"])
+
+
+def test_rollout_and_step_say_how_near_the_floor_they_are(engine, rl_run, known_cpu):
+    sampled = measured(
+        engine, "rollout", "rl.toml", "--prompts", "3", "--prompt", "4", "--response", "5", "--steps", "1"
+    )
+    assert 0 < sampled["percent_of_floor"] < 100
+    step = measured(engine, "step", "rl.toml", "--steps", "1", "--warmup", "0")
+    assert step["floor_s"] == pytest.approx(step["decode_floor_s"] + step["train_floor_s"])
+    assert step["percent_of_floor"] == pytest.approx(100 * step["floor_s"] / step["time/step"])
+
+
+def test_comm_needs_ranks_that_talk(engine, sft_run):
+    answer = engine("bench", "comm", "run.toml")
+    assert answer.code == 2
+    assert "There is nothing to measure" in answer.err
+    assert "runtime.backend = 'torchrun'" in answer.err
+    assert "--mib -1.0: expected a size over 0" in engine("bench", "comm", "run.toml", "--mib", "-1").err

@@ -8,6 +8,7 @@ import pytest
 
 from engine_core import machine
 from engine_core.cli import doctor
+from engine_core.plugin_listing import PluginInfo
 
 NAMES = [
     "python",
@@ -17,9 +18,11 @@ NAMES = [
     "run file",
     "disk",
     "file system",
+    "reward code",
     "plugins",
     "torch",
 ]
+OF_BACKENDS = "train_engine "  # what plugins tell of themselves, where they are installed
 
 
 @pytest.mark.slow
@@ -29,6 +32,7 @@ def test_a_machine_in_order_ends_with_0_and_each_line_is_a_state_a_name_and_what
     lines = answer.out.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning"}
     shown = [line.split(maxsplit=1)[1] for line in lines]
+    shown = [text for text in shown if not text.startswith(OF_BACKENDS)]
     assert all(text.startswith(f"{name} ") for text, name in zip(shown, NAMES, strict=True))
 
 
@@ -37,7 +41,8 @@ def test_a_broken_plugin_is_a_problem_and_ends_with_5(engine, install):
     answer = engine("doctor", "--json")
     assert answer.code == 5
     checks = json.loads(answer.out)
-    assert {check["name"] for check in checks} == {*NAMES} - {"run file"}
+    names = {check["name"] for check in checks}
+    assert {name for name in names if not name.startswith(OF_BACKENDS)} == {*NAMES} - {"run file"}
     problems = [check["found"] for check in checks if check["state"] == "problem"]
     [found] = [found for found in problems if found.startswith("broken (broken-one 1.0): ")]
     assert "absent_module" in found
@@ -88,3 +93,13 @@ def test_torch_is_shown_with_the_types_that_roles_compute_in():
     assert "; precision auto: " in found
     if "no accelerator" in found:
         assert found.endswith("precision auto: fp32; of weights that are not trained fp32")
+
+
+@pytest.mark.parametrize(("fit", "state"), [(True, "ok"), (False, "warning")])
+def test_what_a_plugin_says_of_the_machine_is_a_line(monkeypatch, fit, state):
+    info = PluginInfo("code", "rewards", "acme", "1.0", "acme.plugin", None, "sandbox: none", fit)
+    monkeypatch.setattr(doctor, "list_plugins", lambda check: [info])
+    first, last = doctor.check_plugins()
+
+    assert first == (state, "reward code", "sandbox: none")
+    assert last == ("ok", "plugins", "1 names of acme 1.0")

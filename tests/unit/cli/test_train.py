@@ -77,6 +77,41 @@ def test_a_dry_run_prints_the_derived_numbers_and_writes_nothing(engine, rl_run)
     assert set(rl_run.parent.iterdir()) - before <= {rl_run.parent / "__pycache__"}
 
 
+CODE = """
+[reward.code]
+min_isolation = "limits"
+block = "whole"
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "message"),
+    [
+        ({}, "", "rows.jsonl:1: reward 'code' finds no tests: the row has no value in a column 'tests' or"),
+        ({"tests": "5"}, "", "rows.jsonl:1: reward 'code' cannot use the tests in column 'tests': code that"),
+        ({}, '[[reward]]\nname = "digits"\n', "None of the 16 rows that were looked at has any."),
+    ],
+)
+def test_rows_of_which_a_reward_makes_nothing_are_refused_before_a_model_is_built(
+    engine, rl_run, row, more, message
+):
+    rows = [{"prompt": f"{i}+{i}=", "response": "", **row} for i in range(16)]
+    (rl_run.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rl_run.write_text(rl_run.read_text().replace('name = "digits"', f'name = "code"{CODE}{more}'))
+    for dry in (["--dry-run"], []):
+        answer = engine("train", "rl.toml", *dry)
+        assert (answer.code, message in answer.err) == (4, True), answer.err
+
+
+def test_held_out_rows_of_which_a_reward_makes_nothing_are_refused_too(engine, rl_run):
+    rows = [{"prompt": f"{i}+{i}=", "tests": "assert f() == 1"} for i in range(16)]
+    (rl_run.parent / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rl_run.write_text(rl_run.read_text().replace('name = "digits"', f'name = "code"{CODE}'))
+    sets = ["--set", 'data.train="good.jsonl"', "--set", "eval.at_end=true"]
+    answer = engine("train", "rl.toml", "--dry-run", *sets)
+    assert (answer.code, "rows.jsonl:1: reward 'code' finds no tests" in answer.err) == (4, True), answer.err
+
+
 def test_a_dry_run_says_what_is_not_read(engine, sft_run):
     sft_run.write_text(sft_run.read_text() + "\n[actor.fsdp]\nsharding = 'full'\n")
     assert "not read: [actor.fsdp]: the run uses 'torch'" in engine("train", "run.toml", "--dry-run").out

@@ -29,6 +29,13 @@ def test_the_table_of_a_role_that_the_run_did_not_have_contradicts_nothing():
     assert verdicts == {"critic.backend": "warned", "ref.path": "refused"}
 
 
+def test_a_role_that_may_move_may_have_another_engine_and_nothing_else():
+    was = {"actor": {"backend": "a", "path": "x"}, "ref": {"backend": "a"}}
+    now = {"actor": {"backend": "b", "path": "y"}, "ref": {"backend": "b"}}
+    verdicts = {d.key: d.verdict for d in differences(was, now, movable=["actor"])}
+    assert verdicts == {"actor.backend": "warned", "actor.path": "refused", "ref.backend": "refused"}
+
+
 @pytest.mark.parametrize(
     ("key", "verdict"),
     [
@@ -80,3 +87,20 @@ def test_forcing_what_did_not_change_is_an_error():
         ConfigError, match=r"--force model\.paht: nothing of that name.*Did you mean 'model.path'"
     ):
         check(found, ["model.paht"])
+
+
+def test_options_of_a_backend_that_changed_are_held_against_those_of_the_same_name():
+    was = {
+        "actor": {"backend": "a", "a": {"types": "auto", "deep": {"x": 1}, "spread": "full"}},
+        "ref": {"backend": "a", "a": {"types": "auto"}},
+    }
+    now = {
+        "actor": {"backend": "acme:b", "b": {"types": "bf16", "deep": {"x": 1}, "speed": 2}},
+        "ref": {"backend": "a", "a": {"types": "fp32"}},
+    }
+    found = {d.key: (d.was, d.now) for d in differences(was, now, movable=["actor"])}
+    assert found == {
+        "actor.backend": ("a", "acme:b"),
+        "actor.b.types": ("auto", "bf16"),
+        "ref.a.types": ("auto", "fp32"),
+    }

@@ -107,3 +107,15 @@ def test_an_implementation_that_may_mix_sequences_is_refused():
         attention.check_attention("spda", torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"'flex_attention' has no backward pass on the CPU. Use 'varlen'"):
         attention.check_attention("flex_attention", torch.device("cpu"))
+
+
+def test_under_autocast_a_pack_is_computed_in_its_type(pack):
+    """Rotary embeddings of float32 weights give float32, with which torch's kernel for packed sequences would not run."""
+    arguments = attention.packed_arguments(torch.tensor(LENGTHS), torch.device("cpu"))
+    half = [tensor.detach().bfloat16() for tensor in pack]
+    expected, _ = attention.varlen(nn.Module(), *half, None, scaling=0.4, **arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = attention.varlen(nn.Module(), *pack, None, scaling=0.4, **arguments)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(found.float().sum(), pack))

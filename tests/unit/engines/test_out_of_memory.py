@@ -70,3 +70,24 @@ def test_gradients_of_an_earlier_call_are_not_lost_without_a_word(make_engine, b
     with pytest.raises(torch.OutOfMemoryError):
         engine.forward_backward(batch_of([10] * 8), NLL)
     assert before.keys() == gradients(engine).keys()
+
+
+def test_inference_is_done_again_in_smaller_parts_and_gradients_stay(make_engine, batch_of):
+    batch = batch_of([10] * 8)
+    expected = make_engine("qwen3", budget=20).infer(batch, ["log_probs"])["log_probs"]
+    engine = make_engine("qwen3", budget=40)
+    engine.forward_backward(batch, NLL)
+    before = gradients(engine)
+    sizes = fails_over(engine, most=20)
+    found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert sizes == [40, 40, 20, 20, 20, 20]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(gradients(engine), before)
+    assert engine.config.max_tokens_per_rank == 20  # the plan of the update to come is that of its log-probs
+
+
+def test_a_model_that_is_not_trained_tries_again_too(make_engine, batch_of):
+    engine = make_engine("qwen3", budget=40, role="ref", trainable=False)
+    sizes = fails_over(engine, most=20)
+    engine.infer(batch_of([10] * 8), ["log_probs"])
+    assert sizes[-4:] == [20] * 4

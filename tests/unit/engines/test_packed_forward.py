@@ -6,10 +6,11 @@ import logging
 
 import pytest
 import torch
-from transformers import MambaConfig, NanoChatConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, NanoChatConfig
 
+from engine_core.engines import packed_forward
 from engine_core.engines.packed_forward import PackedForward
-from engine_core.types import LossCall
+from engine_core.types import Batch, LossCall
 
 
 def test_a_head_with_unknown_scaling_falls_back_to_the_models_own_logits(make_engine, batch, caplog):
@@ -101,3 +102,48 @@ def test_a_forward_pass_is_cast_downwards_only(make_engine, weights, computed, c
     forward = PackedForward(engine.module.to(weights), torch.device("cuda"), computed, 8)
     context = forward.autocast()  # is entered nowhere: on CUDA, autocast to float32 is possible
     assert getattr(context, "fast_dtype", None) == cast_to
+
+
+def test_rounding_that_depends_on_the_kernel_is_not_taken_for_a_leak(make_engine, caplog):
+    """On a GPU, a model of 8B in bfloat16 gives logits that are several percent apart by shape and kernel."""
+    module = make_engine("llama").module
+
+    def rounded(_, inputs, output):
+        hidden = output.last_hidden_state
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(hidden.shape[1]))
+        output.last_hidden_state = hidden + 0.08 * hidden.pow(2).mean().sqrt() * noise
+
+    module.get_decoder().register_forward_hook(rounded)
+    forward = PackedForward(module, torch.device("cpu"), torch.float32, 64)
+    forward.settle()
+    assert forward.packs
+    assert forward.head is not None
+    assert "full logits" not in caplog.text
+
+
+def test_a_leak_as_small_as_that_rounding_is_found(make_engine):
+    module = make_engine("llama").module
+
+    def leaking(_, inputs, output):
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden + 0.08 * hidden[:, :1]
+
+    module.get_decoder().register_forward_hook(leaking)
+    forward = PackedForward(module, torch.device("cpu"), torch.float32, 64)
+    forward.settle()
+    assert not forward.packs
+
+
+@pytest.mark.parametrize(
+    ("kept", "recompute", "times"), [(10**6, "auto", 1), (0, "auto", 2), (0, False, 1), (10**6, True, 2)]
+)
+def test_few_logits_are_kept_for_the_backward_pass(model_folder, monkeypatch, kept, recompute, times):
+    monkeypatch.setattr(packed_forward, "KEPT_BYTES", kept)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder("qwen3"))).eval()
+    batch = Batch(torch.arange(1, 9), torch.tensor([8]), {"loss_mask": torch.arange(8) > 2}, {})
+    forward = PackedForward(model, torch.device("cpu"), torch.float32, chunk=8, recompute=recompute)
+    forward.settle()
+    calls = []
+    model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    forward(batch, ("log_probs",))["log_probs"].sum().backward()
+    assert len(calls) == times

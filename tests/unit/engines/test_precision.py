@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -135,3 +137,9 @@ def test_the_base_below_an_adapter_counts_as_frozen_and_what_is_exported_does_no
     assert chosen() == Precision(FP32, BF16)
     assert chosen(trainable=False) == Precision(FP32, BF16)  # what was trained is exported as it was trained
     assert chosen(trainable=False, frozen=True) == Precision(BF16, BF16)
+
+
+def test_what_doctor_asks_is_imported_without_transformers():
+    code = "import sys, engine_core.engines.precision; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.split() == ["True", "False"]

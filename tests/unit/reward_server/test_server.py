@@ -1,5 +1,6 @@
 """The server against clients that are wrong, slow, many or strangers."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -24,7 +25,7 @@ class Service:
     def score(self, samples, count):
         self.begun.set()
         if self.gate:
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
         if self.fault:
             raise self.fault
         self.scored += count
@@ -55,13 +56,23 @@ def serve():
 
 def ask(server, body=None, method="POST", path="/score", headers=(), host="127.0.0.1"):
     """Status and JSON of one request; ``body`` is made JSON unless it is bytes."""
-    connection = http.client.HTTPConnection(host, server.server_port, timeout=20)
+    connection = http.client.HTTPConnection(host, server.server_port, timeout=60)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection.request(method, path, data, {"Content-Type": "application/json", **dict(headers)})
     response = connection.getresponse()
     found = response.status, json.loads(response.read() or b"null")
     connection.close()
     return found
+
+
+def free_again(server):
+    """Whether a place that was taken can be used again; until then a client is told to come again, or reset."""
+    for _ in range(1000):
+        with contextlib.suppress(ConnectionError):
+            if ask(server, samples("a"))[0] == 200:
+                return True
+        time.sleep(0.02)
+    return False
 
 
 def samples(*words, **columns):
@@ -134,7 +145,7 @@ def test_a_request_that_is_not_what_it_should_be_is_refused(serve, arguments, st
         "",
         body,
     ]
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client:
         client.sendall("\r\n".join(lines).encode())
         assert client.makefile("rb").readline().split()[1] == str(status).encode()
 
@@ -160,15 +171,13 @@ def test_an_error_of_the_reward_is_told_and_a_bug_is_not(serve, caplog):
 )
 def test_a_client_that_does_not_finish_loses_its_connection(serve, sent):
     server = serve(read_seconds=0.2, max_connections=1)
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
-        client.sendall(sent)
-        answer = client.makefile("rb").read()  # ends
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client:
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # closed while this wrote, or with something unread
+            client.sendall(sent)
+            answer = client.makefile("rb").read()  # ends
     assert answer == b"" or b"400" in answer
-    for _ in range(200):  # its place is free again
-        if (status := ask(server, samples("a"))[0]) == 200:
-            break
-        time.sleep(0.02)
-    assert status == 200
+    assert free_again(server)
 
 
 def test_a_client_that_does_not_take_its_answer_loses_its_connection(serve):
@@ -182,8 +191,8 @@ def test_a_client_that_does_not_take_its_answer_loses_its_connection(serve):
             b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(request), request)
         )
-        assert server.service.begun.wait(20)
-        places = [server.slots.acquire(timeout=20)]  # its place is free again, though it is still there
+        assert server.service.begun.wait(60)
+        places = [server.slots.acquire(timeout=60)]  # its place is free again, though it is still there
     server.slots.release()
     assert places == [True]
 
@@ -194,8 +203,8 @@ def test_more_connections_than_there_are_places_for_are_told_to_come_again(serve
     first: list = []
     waiting = threading.Thread(target=lambda: first.append(ask(server, samples("a"))))
     waiting.start()
-    assert server.service.begun.wait(20)
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
+    assert server.service.begun.wait(60)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client:
         answer = client.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"Retry-After: 1" in answer
@@ -210,7 +219,7 @@ def test_a_stop_answers_what_was_asked_before(serve):
     first: list = []
     waiting = threading.Thread(target=lambda: first.append(ask(server, samples("abc"))))
     waiting.start()
-    assert server.service.begun.wait(20)
+    assert server.service.begun.wait(60)
     server.shutdown()
     closing = threading.Thread(target=server.server_close)
     closing.start()

@@ -132,6 +132,7 @@ def engine_rewards():
     return {
         **{function.__name__: Reward(load=function) for function in plain},
         "scaled": Reward(load=scaled, config=ScaleOptions),
+        "busy": Reward(load=letters, workers="cores"),
         "made": Reward(load=make_scaled, config=ScaleOptions, factory=True),
         "wrong_option": Reward(load=exact, config=NoSuchArgument),
     }

@@ -9,8 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine_core import machine
 from engine_core.errors import DataError, PluginError, TrainingFailed
-from engine_core.rewards.pool import _bounds
+from engine_core.rewards.pool import SAMPLES_PER_REQUEST, _bounds
+from engine_core.rewards.preflight import MOST_WORKERS
 from engine_core.rewards.signatures import RewardFunction
 
 SHORT = {"timeout_seconds": 1.0, "max_failure_share": 1.0}
@@ -111,7 +113,7 @@ while True:
     time.sleep(0.5)
     controller.kill()
     controller.communicate()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -147,6 +149,35 @@ def test_samples_spread_over_workers_and_keep_their_order(runner, rollouts):
     runner("letters", "where", workers=2).score(two, 1)
     assert values(one, "letters") == values(two, "letters") == [float(len(t)) for t in texts]
     assert len(set(values(two, "where"))) == 2
+
+
+def test_a_worker_has_one_request_of_few_samples_and_the_rest_waits_as_positions(runner, rollouts):
+    one = runner("letters", workers=2)
+    (pool,) = one.pools
+    sizes, given = [], pool._give
+
+    def give(worker, job):
+        assert worker.job is None
+        assert sum(len(each.job or ()) for each in pool.workers) + len(job) <= 2 * SAMPLES_PER_REQUEST
+        sizes.append(len(job))
+        given(worker, job)
+
+    pool._give = give
+    scored = rollouts(*["a"] * 1000)
+    one.score(scored, 1)
+    assert sum(sizes) == 1000
+    assert max(sizes) <= SAMPLES_PER_REQUEST
+    assert not pool.queue
+    with pytest.raises(IndexError):  # more than were announced
+        pool.submit(range(1000, 1001), {"completion": ["a"]})
+
+
+@pytest.mark.parametrize(("cores", "size"), [(1, 1), (3, 3), (200, MOST_WORKERS)])
+def test_a_reward_that_says_so_has_a_worker_for_each_core(runner, monkeypatch, cores, size):
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+    monkeypatch.setattr("engine_core.rewards.runner.start", lambda pools: None)
+    assert [pool.size for pool in runner("letters", "busy").pools] == [1, size]
+    assert [pool.size for pool in runner("letters", "busy", workers=2).pools] == [2, 2]
 
 
 def test_asynchronous_samples_wait_together_and_fail_alone(runner, rollouts, caplog):

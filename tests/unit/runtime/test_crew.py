@@ -174,6 +174,24 @@ def test_results_that_come_later_are_a_future_of_all_ranks(make):
     assert send(make(saves)).result(10).result(10) is None
 
 
+def test_an_error_at_once_is_told_when_the_others_have_written(make):
+    """Who clears the files of a failed save away must find nobody at work on them."""
+    writes = threading.Event()
+
+    def later(message, channel):
+        channel.send({"id": message["id"], "pending": True})
+        writes.wait(10)
+        channel.send({"id": message["id"], "settled": True, "error": None})
+
+    crew = make(later, raises(OSError(28, "No space left on device")))
+    reply = send(crew, "save")
+    with pytest.raises(TimeoutError):
+        reply.result(0.5)
+    writes.set()
+    with pytest.raises(OSError, match="No space left"):
+        reply.result(10)
+
+
 def test_who_is_interrupted_while_waiting_gives_the_command_up_where_that_is_safe(make):
     crew = make(silent, silent)
     for interruptible in (True, False):

@@ -26,6 +26,10 @@ class OnRanks(Alone):
         return Layout(self.context.rank, self.context.world_size)
 
 
+class OnlyTogether(OnRanks):
+    lends_whole = False
+
+
 class Sampler(RolloutEngine):
     trainer = None
 
@@ -33,7 +37,7 @@ class Sampler(RolloutEngine):
         self.trainer = engine
 
 
-for engine in (Alone, OnRanks, Sampler):
+for engine in (Alone, OnRanks, OnlyTogether, Sampler):
     engine.__abstractmethods__ = frozenset()
 
 
@@ -48,9 +52,13 @@ class Plugins:
         return SimpleNamespace(capabilities={"generation_module", "share_module"})
 
 
-def built(trainer, world_size):
+def built(trainer, world_size, weights="auto", sharing=True):
     place = Place(torch.device("cpu"), rank=0, world_size=world_size)
-    host = EngineHost(EngineConfig(), Plugins(trainer), {}, place)
+    plugins = Plugins(trainer)
+    if not sharing:
+        plugins.spec = lambda kind, name: SimpleNamespace(capabilities=set())
+    config = EngineConfig.model_validate({"rollout": {"weights": weights}})
+    host = EngineHost(config, plugins, {}, place)
     host.build(ROLES, 1)
     return host
 
@@ -63,9 +71,33 @@ def test_a_backend_that_knows_no_ranks_is_refused_on_several():
     assert built(Alone, 1).engines["actor"].context.world_size == 1
 
 
-def test_a_sampler_uses_the_actors_module_only_where_both_are_alone():
-    alone, ranks = built(OnRanks, 1), built(OnRanks, 2)
-    assert (alone.shared, ranks.shared) == (True, False)
+def test_alone_a_sampler_uses_the_actors_module_unless_it_is_told_not_to_or_cannot():
+    alone = built(OnRanks, 1)
+    assert alone.shared
     assert alone.engines["rollout"].trainer is alone.engines["actor"]
-    assert ranks.engines["rollout"].trainer is None
-    assert ranks.engines["rollout"].context.world_size == 2
+    for host in (built(OnRanks, 1, weights="own"), built(OnRanks, 1, sharing=False)):
+        assert not host.shared
+        assert host.engines["rollout"].trainer is None
+
+
+def test_on_ranks_it_is_lent_the_module_where_that_fits_or_is_asked_for(monkeypatch, caplog):
+    caplog.set_level("INFO", "engine")
+    lent = built(OnRanks, 2)
+    assert lent.shared
+    assert lent.engines["rollout"].trainer is lent.lender
+    assert lent.lender.module is lent.engines["actor"].module
+    assert "the sampler uses the actor's, gathered for the phase" in caplog.text
+    monkeypatch.setattr("engine_core.runtime.lending.free_bytes", lambda device: 20)
+    assert built(OnRanks, 2).shared  # nothing of it is spread, so nothing is gathered
+    monkeypatch.setattr("engine_core.runtime.lending.gathered_bytes", lambda engine: 24)
+    assert not built(OnRanks, 2).shared
+    assert "the sampler has a copy of its own" in caplog.text
+    assert built(OnRanks, 2, weights="shared").shared
+    assert not built(OnRanks, 2, weights="own").shared
+
+
+def test_a_module_that_answers_only_where_all_ranks_call_it_is_not_lent():
+    assert not built(OnlyTogether, 2).shared
+    assert built(OnlyTogether, 1).shared
+    with pytest.raises(ConfigError, match=r"rollout\.weights = 'shared': the actor's module on 2 ranks"):
+        built(OnlyTogether, 2, weights="shared")

@@ -175,6 +175,18 @@ def test_memory_is_traded_only_when_asked_and_given_back_before_it_is_taken():
     assert EVENTS == ["sleep rollout keep=weights", "wake actor", "wake ref"]
 
 
+def test_the_time_of_handing_memory_over_is_summed_up(monkeypatch):
+    clock = iter([10.0, 10.5, 20.0, 22.0])
+    runtime, _ = started(Plugins(), trade_memory=True)
+    runtime.traded_seconds = 1.0
+    monkeypatch.setattr("engine_core.runtime.local.time.perf_counter", lambda: next(clock))
+    with runtime.phase("generate"):
+        pass
+    with runtime.phase("train"):
+        pass
+    assert runtime.traded_seconds == 1.0 + 0.5 + 2.0
+
+
 def test_when_one_engine_cannot_be_built_those_before_it_are_closed():
     with pytest.raises(RuntimeError, match="no memory"):
         started(Plugins(sampler=Broken))

@@ -13,6 +13,7 @@ RL = ("actor", "ref", "critic", "rollout")
 
 def config(processes="auto", **placement):
     found = EngineConfig(placement=placement)
+    found.runtime.backend = "torchrun"
     found.runtime.options = TorchrunOptions(processes=processes)
     return found
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.errors import PluginError
+from engine_core.packing import plan_micro_batches
 from engine_core.runtime.split import Running, merge_futures, merge_plain, split_batch, split_requests
 from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, TrainOutput
 
@@ -67,6 +68,39 @@ def test_values_of_another_number_are_the_plugins_fault():
     _, merge = split_batch(batch_of([4, 4]), 2, 0.0)
     with pytest.raises(PluginError, match=r"gave \[3, 4\] values of 'log_probs'"):
         merge([{"log_probs": torch.zeros(3)}, {"log_probs": torch.zeros(4)}])
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 100),
+    st.floats(0, 0.1),
+)
+def test_every_slice_runs_as_many_micro_batches_and_none_is_over_the_budget(
+    lengths, slices, budget, attention
+):
+    """As ranks do: each plans its share, then all fill up to the one with the most."""
+    shares, _ = split_batch(batch_of(lengths), slices, attention)
+    assert sorted(n for share in shares for n in share.lengths.tolist()) == sorted(lengths)
+    own = [plan_micro_batches(share.lengths.tolist(), budget) for share in shares]
+    most = max(map(len, own))
+    plans = [plan_micro_batches(share.lengths.tolist(), budget, count=most) for share in shares]
+    assert {len(plan) for plan in plans} == {most}
+    for plan, share in zip(plans, shares, strict=True):
+        sizes = share.lengths.tolist()
+        assert sorted(i for members in plan for i in members) == list(range(len(sizes)))
+        for members in plan:
+            tokens = sum(sizes[i] for i in members)
+            assert tokens <= budget or len(members) == 1  # a sequence that is longer is alone
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.integers(1, 8), st.floats(0, 0.1))
+def test_slices_are_even_in_the_work_that_sequences_are(lengths, slices, attention):
+    """Never more apart than the longest sequence is work: what the largest differencing method gives."""
+    shares, _ = split_batch(batch_of(lengths), slices, attention)
+    work = [sum(n + attention * n * n for n in share.lengths.tolist()) for share in shares]
+    longest = max(n + attention * n * n for n in lengths)
+    assert max(work) - min(work) <= longest * (1 + 1e-9)
 
 
 def request(number, prompt_tokens=2):

@@ -1,0 +1,95 @@
+"""Row 18: the process of a sampler dies, while it samples and while it waits, once and again and again."""
+
+import json
+import os
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.chaos
+
+SAMPLER = """
+import os, signal, sys
+from pathlib import Path
+from engine_core.specs import RolloutBackend
+from engine_plugin_hf_rollout.engine import HFRolloutEngine
+from engine_plugin_hf_rollout.plugin import HFOptions
+
+FOLDER = Path(__file__).parent
+
+
+class Fragile(HFRolloutEngine):
+    def step(self):
+        if self.version == 1 and (not (FOLDER / "died").exists() or (FOLDER / "often").exists()):
+            (FOLDER / "died").touch()
+            print("last words of the sampler", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step()
+
+
+@hookimpl
+def engine_rollout_engines():
+    return {"fragile": RolloutBackend(load=Fragile, config=HFOptions)}
+"""
+OWN = {"rollout.process": {}, "rollout.backend": "fragile"}
+PATIENCE = 150  # seconds: a process imports torch
+
+
+def samplers(run):
+    """The sampler's process; its keeper has the same words."""
+    return [process for process in run.family() if "engine_core.runtime.sampler.child" in process.cmdline()]
+
+
+def ended(process):
+    process.wait(PATIENCE)
+    assert process.orphans() == []
+    return process
+
+
+def test_a_run_goes_on_without_a_trace_when_its_sampler_dies_while_it_samples(
+    engine, tiny, tiny_plugin, metrics, tmp_path
+):
+    changes = {**OWN, "run.steps": 3}
+    path = tiny(changes, plugin=tiny_plugin + SAMPLER)
+    (tmp_path / "died").touch()
+    run = ended(engine.start("train", path))
+    assert run.code == 0, run.err
+    timed = ("time", "throughput/", "memory/", "sync/")
+    straight = [{k: v for k, v in line.items() if not k.startswith(timed)} for line in metrics()]
+    (tmp_path / "died").unlink()
+    hurt = engine.start("train", path, "--set", "run.name=s")
+    ended(hurt)
+    assert hurt.code == 0, hurt.err
+    assert "The sampler's process is lost: it was killed by SIGKILL" in hurt.err
+    lines = [
+        json.loads(line) for line in (tmp_path / "runs" / "s" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines] == straight
+
+
+def test_one_that_dies_again_and_again_ends_the_run_with_its_cause_and_a_checkpoint(
+    engine, tiny, tiny_plugin, tmp_path
+):
+    (tmp_path / "often").touch()
+    changes = {**OWN, "rollout.process": {"max_restarts": 1}, "run.steps": 3, "checkpoint.every_steps": 0}
+    run = ended(engine.start("train", tiny(changes, plugin=tiny_plugin + SAMPLER)))
+    assert run.code == 6
+    assert "Lost the sampler rollout[0] on " in run.err
+    assert "killed by SIGKILL" in run.err
+    assert "last words of the sampler" in run.err
+    assert "Traceback" not in run.err
+    assert "The newest checkpoint is of step 1. Go on: engine resume" in run.err
+    (tmp_path / "often").unlink()
+    resumed = ended(engine.start("resume", "r"))
+    assert resumed.code == 0, resumed.err
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_sampler_when_the_run_is_killed(engine, tiny, tiny_plugin, tmp_path):
+    (tmp_path / "died").touch()
+    run = engine.start("train", tiny({**OWN, "run.steps": 1000}, plugin=tiny_plugin + SAMPLER))
+    run.until(lambda: (tmp_path / "runs" / "r" / "metrics.jsonl").exists(), "a step")
+    assert len(samplers(run)) == 2
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert run.orphans() == []

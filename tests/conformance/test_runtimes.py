@@ -1,0 +1,16 @@
+"""The suite of runtimes on those of the core."""
+
+import pytest
+
+from engine_core.testing import RuntimeSuite
+
+
+class TestLocal(RuntimeSuite):
+    backend = "local"
+    processes = False
+
+
+@pytest.mark.slow
+class TestTorchrun(RuntimeSuite):
+    backend = "torchrun"
+    world_size = 2

@@ -1,0 +1,98 @@
+"""Weights that never leave the GPU: buckets of device memory that the sampler's process opens (CUDA IPC)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.config.roles import ProcessConfig
+from engine_core.engines.base import WorkerContext
+from engine_core.plugins import PluginSet
+from engine_core.runtime.sampler import buckets
+from engine_core.runtime.sampler import weights as weights_module
+from engine_core.runtime.sampler.engine import SamplerEngine
+from engine_core.types import Prompt, Request, Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HERE = Path(__file__).parents[1] / "unit" / "runtime"
+
+
+def stream(value):
+    return iter(
+        [(n, torch.full((size,), float(value), device="cuda")) for n, size in (("a", 300), ("b", 70_000))]
+    )
+
+
+@pytest.fixture
+def engine(tmp_path):
+    plugins = PluginSet.load({"rollout_engines": {"counting"}}, ["counting_plugin.py"], HERE)
+    options = plugins.spec("rollout_engines", "counting").config(
+        starts=str(tmp_path / "starts"), any_weight=True
+    )
+    config = RolloutConfig(backend="counting", options=options, process=ProcessConfig())
+    context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cuda", 0))
+    made = SamplerEngine(config, ModelConfig(), context, lambda: stream(made.version))
+    yield made
+    made.close()
+
+
+def sampled(engine):
+    asked = [Request(f"r{i}", Prompt(f"p{i}", [3, 4], ""), Sampling(), i) for i in range(3)]
+    return [
+        (r.rollout_log_probs.tolist()[-1], r.policy_versions.tolist()[-1]) for r in engine.generate(asked)
+    ]
+
+
+def test_updates_go_through_device_memory_also_larger_ones_and_to_a_new_process(
+    engine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2000)  # several buckets, the last larger than a place
+    assert engine._weights.device_memory is not None
+    monkeypatch.setattr(weights_module.HostMemory, "view", None)  # host memory is not touched
+    first = engine.update_weights(stream(1), 1)
+    assert sampled(engine) == [(-1.0, 1)] * 3
+    assert engine.update_weights(stream(2), 2) != first
+    assert sampled(engine) == [(-2.0, 2)] * 3
+    os.kill(int((tmp_path / "starts").read_text().split()[-1]), signal.SIGKILL)
+    assert sampled(engine) == [(-2.0, 2)] * 3  # of the new process, streamed again
+    assert engine.update_weights(stream(1), 3) == first
+
+
+def test_a_bucket_that_is_damaged_on_the_device_is_sent_again(engine, monkeypatch):
+    filled, hurt = buckets.fill, []
+
+    def fill(arena, bucket, tensors):
+        filled(arena, bucket, tensors)
+        if not hurt:
+            hurt.append(bucket)
+            arena.view(bucket.offset, bucket.size)[100] += 1
+
+    monkeypatch.setattr(buckets, "fill", fill)
+    engine.update_weights(stream(5), 5)
+    assert sampled(engine) == [(-5.0, 5)] * 3
+    assert len(hurt) == 1
+
+
+def test_a_large_model_is_brought_over_and_the_seconds_are_told(engine, record_property):
+    """1.2 GB of bfloat16, as many bytes as a model of 0.6B has, through device and host memory."""
+    big = [(f"w{i}", torch.randn(40_000_000, device="cuda").bfloat16()) for i in range(15)]
+    for via in ("device", "host"):
+        if via == "host":
+            engine._weights.device_memory, engine._weights._half = None, 0
+        for attempt in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine.update_weights(iter([*stream(4), *big]), 4)
+            seconds = time.perf_counter() - start
+            record_property(f"{via} {attempt}", seconds)
+            print(f"{via}: {seconds:.3f} s")
+        assert sampled(engine) == [(-4.0, 4)] * 3

@@ -1,0 +1,92 @@
+"""What a checkpoint holds of groups that are queued, and what a run under other settings makes of it."""
+
+import threading
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_core.errors import TrainingFailed
+from engine_core.rollout_files import RolloutFile
+from engine_core.trainers.ahead import AheadQueue, Group
+from engine_core.trainers.ahead_source import FILE, AheadSource
+from engine_core.types import Prompt, Rollout
+
+
+def source(per_step=4, staleness=1, temperature=1.0, version=3):
+    """One without workers."""
+    made = object.__new__(AheadSource)
+    rollout = SimpleNamespace(temperature=temperature, top_p=1.0, top_k=0, group_size=2)
+    config = SimpleNamespace(rollout=rollout)
+    options = SimpleNamespace(max_staleness=staleness)
+    made.run = SimpleNamespace(config=config, config_now=config, options=options, step_done=3)
+    made._tokenizer, made.version = "hash", version
+    made._changed = threading.Condition()
+    made.per_step, made.queue = per_step, AheadQueue(per_step, staleness, False)
+    made.returned, made.admitted, made.resampled = deque(), 0, 0
+    return made
+
+
+def rollout(id, prompt, version=2):
+    return Rollout(
+        id, prompt, torch.tensor([1, 5, 6]), torch.tensor([False, True, True]), torch.zeros(3),
+        torch.full((3,), version, dtype=torch.int32), "stop",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """State and folder: group 13 is complete, of group 14 one response is there."""
+    before = source()
+    before.admitted = 16
+    for number in (13, 14, 15):
+        group = Group(number, Prompt(f"train:{number}", [1], "", {"answer": str(number)}))
+        before.queue.admit(group, step=4)
+    first, second, _ = before.queue.groups
+    first.rollouts = {id: rollout(id, first.prompt) for id in ("4:1:0", "4:1:1")}
+    second.rollouts = {"4:2:1": rollout("4:2:1", second.prompt)}
+    for name, write in before.ahead_files().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name)
+    return before.ahead_state(), tmp_path
+
+
+def test_what_is_there_stays_with_its_prompt_and_the_rest_is_asked_for_again(saved):
+    after = source()
+    after.load_ahead(*saved)
+    assert [(g.number, g.due, sorted(g.rollouts)) for g in after.queue.groups] == [
+        (13, 5, ["4:1:0", "4:1:1"]),
+        (14, 5, ["4:2:1"]),
+        (15, 5, []),
+    ]
+    assert all(r.prompt is g.prompt for g in after.queue.groups for r in g.rollouts.values())
+    assert after.queue.groups[0].prompt.columns == {"answer": "13"}
+    assert (after.admitted, after.resampled, list(after.returned)) == (16, 3, [])
+
+
+@pytest.mark.parametrize("other", [{"per_step": 2}, {"staleness": 2}, {"temperature": 0.7}])
+def test_under_other_settings_every_prompt_is_sampled_again_in_the_order_of_the_data(saved, other):
+    after = source(**other)
+    after.load_ahead(*saved)
+    assert after.queue.groups == []
+    assert [(g.number, g.prompt.id, g.rollouts) for g in after.returned] == [
+        (number, f"train:{number}", {}) for number in (13, 14, 15)
+    ]
+    assert (after.admitted, after.resampled) == (16, 6)
+
+
+def test_a_checkpoint_of_a_run_that_sampled_nothing_ahead_has_nothing(tmp_path):
+    after = source()
+    after.load_ahead(None, tmp_path)
+    assert (after.admitted, after.queue.groups) == (12, [])
+
+
+def test_a_token_that_is_too_old_ends_the_run():
+    with pytest.raises(TrainingFailed, match=r"Rollout '1:0:0' has a token that is 2 policy versions old"):
+        source()._check_staleness([rollout("1:0:0", Prompt("p", [1], ""), version=1)])
+    source()._check_staleness([rollout("1:0:0", Prompt("p", [1], ""), version=2)])
+
+
+def test_the_file_is_one_of_rollouts(saved):
+    assert RolloutFile(saved[1] / FILE).about["temperature"] == 1.0

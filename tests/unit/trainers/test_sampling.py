@@ -1,0 +1,17 @@
+"""What an update of the sampler tells; sampling itself is in tests/integration."""
+
+from types import SimpleNamespace
+
+from engine_core.trainers.sampling import RolloutSource
+from engine_core.weight_sync import SyncResult
+
+
+def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one():
+    pushed = iter([SyncResult(1, 8, 0.25, ""), SyncResult(2, 8, 0.5, "")])
+    runtime = SimpleNamespace(traded_seconds=3.0, push_weights=lambda *_: next(pushed))
+    source = RolloutSource.__new__(RolloutSource)
+    source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None)
+    source.version, source._traded = 0, 1.0
+    assert source.sync()["time/switch"] == 2.0 + 0.25
+    runtime.traded_seconds = 7.0
+    assert source.sync()["time/switch"] == 4.0 + 0.5
