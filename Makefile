@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
 DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
-SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml)
+SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml plugins/*/requirements*.txt)
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
 
@@ -24,8 +24,12 @@ install: .venv/.installed
 	$(PIP) --no-build-isolation $(DEMO)
 	touch $@
 
+# torchao lies in a folder of its own for the tests of 8 bits: where it is installed, transformers imports it in every process.
 .venv/.installed: .venv/.base $(SOURCES)
 	$(PIP) -r requirements-dev.txt
+	$(PIP) -r plugins/vllm_rollout/requirements-cpu.txt
+	$(PIP) --no-deps -r plugins/vllm_rollout/requirements-cpu-no-deps.txt
+	$(PIP) --no-deps --upgrade --target .venv/torchao torchao
 	$(PIP) --no-build-isolation $(EDITABLE)
 	touch $@ .venv/.demo
 
@@ -36,7 +40,7 @@ demo-control: .venv/.demo
 	$(BIN)/python examples/word_problems/demo.py --control --folder demo-control
 
 test: install
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 # The slow ones use all cores themselves, or watch memory: one after another.
 test-full: test
@@ -50,6 +54,7 @@ lint: install
 
 docs: install
 	$(BIN)/python docs/references.py
+	$(BIN)/python docs/scoreboard.py
 	$(BIN)/python docs/algorithm_tables.py
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
