@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engine_core.testing.mixture import split_experts
+
 if TYPE_CHECKING:
     from engine_core.types import Batch
 
@@ -66,9 +68,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_reference(path: str) -> nn.Module:
-    """The module of a folder, float64, eager attention."""
+    """The module of a folder, float64, eager attention; experts of a mixture one by one, named as in the folder."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
-    return model.eval()
+    return split_experts(model).eval()
 
 
 def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:

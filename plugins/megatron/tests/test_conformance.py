@@ -2,6 +2,14 @@ import pytest
 
 from engine_core.testing import TrainEngineSuite
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
 
 class Megatron(TrainEngineSuite):
     """megatron-core asks CUDA for a device: in these workers a CPU answers."""
@@ -37,3 +45,19 @@ class TestPipeline(Megatron):
 class TestTensorParallelAndPipeline(Megatron):
     world_size = 4
     options = {"tp": 2, "pp": 2}
+
+
+@pytest.mark.slow
+class TestExperts(Megatron):
+    world_size = 2
+    resumes_on = (4,)
+    options = {"ep": 2}
+    model = EXPERTS
+
+
+@pytest.mark.slow
+class TestExpertsAndTensorParallel(Megatron):
+    world_size = 4
+    resumes_on = (2,)
+    options = {"ep": 2, "tp": 2, "sequence_parallel": True}
+    model = EXPERTS
