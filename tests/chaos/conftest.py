@@ -117,9 +117,9 @@ class Process:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def until(self, condition, what: str) -> None:
+    def until(self, condition, what: str, patience: float = PATIENCE) -> None:
         """Wait until something is true of the running process; it must not end before."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         while not condition():
             assert self.code is None, f"ended with {self.code} before: {what}\n{self.err[-3000:]}"
             assert time.monotonic() < deadline, f"in vain: {what}\n{self.err[-3000:]}"

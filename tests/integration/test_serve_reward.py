@@ -1,7 +1,6 @@
 """``engine serve-reward`` as a process of its own, asked by a run's ``http`` reward."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -31,10 +30,13 @@ def scorer(world, tmp_path_factory):
 
 @pytest.fixture
 def serve():
-    """``serve(FOLDER, ...)``: the process and its address; killed at the end if it still runs."""
+    """``serve(FOLDER, ...)``: the process and its address; killed at the end if it still runs.
+
+    ``before`` is called in the new process before the program starts.
+    """
     running = []
 
-    def start(*arguments, **environment):
+    def start(*arguments, before=None):
         command = [
             sys.executable,
             "-m",
@@ -45,7 +47,7 @@ def serve():
             "0",
         ]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | environment)
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=before)
         running.append(process)
         url = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/score", url), process.communicate()
@@ -65,8 +67,8 @@ def test_a_runs_http_reward_is_the_in_process_reward_bit_for_bit(grpo, scorer, s
         {"name": "here", "model": {"path": str(scorer), "own_tokens": False}},
         {
             "name": "http",
-            "timeout_seconds": 240.0,
-            "http": {"url": url, "token_env": "SCORER_TOKEN", "try_seconds": 120.0},
+            "timeout_seconds": 60.0,
+            "http": {"url": url, "token_env": "SCORER_TOKEN", "try_seconds": 30.0},
         },
     ]
     run = Trainer(load_config(overrides=grpo | {"reward": tables, "rollout.score_early": False}))
@@ -82,7 +84,7 @@ def test_a_runs_http_reward_is_the_in_process_reward_bit_for_bit(grpo, scorer, s
     with pytest.raises(TrainingFailed, match=r"status 401: .*the token is missing or wrong"):
         Trainer(load_config(overrides=grpo | {"reward": tables[1:], "run.name": "wrong"})).train()
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, f"stopped after {len(rollouts)} samples\n")
     written = "".join(
         p.read_text(errors="ignore")
@@ -124,16 +126,18 @@ def test_a_language_models_folder_is_no_reward(world, capsys):
     assert "ForCausalLM, which gives no score" in capsys.readouterr().err
 
 
-def test_a_reward_of_a_plugin_is_served_by_its_name_in_a_run_file(serve, tmp_path):
+@pytest.mark.parametrize("handling", [signal.SIG_DFL, signal.SIG_IGN], ids=["shell", "background_job"])
+def test_a_reward_of_a_plugin_is_served_by_its_name_until_ctrl_c(serve, tmp_path, handling):
+    """Also where it was started with SIGINT ignored, as shells start what they run in the background."""
     import http.client
 
     (tmp_path / "run.toml").write_text('[[reward]]\nname = "numeric"\n[reward.numeric]\ntolerance = 0.5\n')
-    process, url = serve(tmp_path / "run.toml")
+    process, url = serve(tmp_path / "run.toml", before=lambda: signal.signal(signal.SIGINT, handling))
     host, path = url.removeprefix("http://").split("/")
     body = json.dumps({"prompts": ["Q"] * 2, "completions": ["4.4", "5"], "columns": {"answer": ["4", "4"]}})
-    connection = http.client.HTTPConnection(host, timeout=240)
+    connection = http.client.HTTPConnection(host, timeout=60)
     connection.request("POST", f"/{path}", body, {"Content-Type": "application/json"})
     assert json.loads(connection.getresponse().read()) == {"scores": [1.0, 0.0], "errors": {}}
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=240)[0] == "stopped after 2 samples\n"
+    assert process.communicate(timeout=60)[0] == "stopped after 2 samples\n"
     assert process.returncode == 0

@@ -9,6 +9,8 @@ import pytest
 from engine_core import machine
 from engine_core.cli import doctor
 from engine_core.plugin_listing import PluginInfo
+from engine_core.plugin_metadata import known_names
+from engine_core.plugins import PluginSet
 
 NAMES = [
     "python",
@@ -22,7 +24,15 @@ NAMES = [
     "plugins",
     "torch",
 ]
-OF_BACKENDS = "train_engine "  # what plugins tell of themselves, where they are installed
+
+
+def expected_names():
+    """``NAMES``, and a line before "plugins" for each installed train engine that has something to say of the machine."""
+    installed = sorted(known_names("train_engines"))
+    plugins = PluginSet.load({"train_engines": installed})
+    told = [f"train_engine {name}" for name in installed if plugins.spec("train_engines", name).health]
+    end = NAMES.index("plugins")
+    return [*NAMES[:end], *told, *NAMES[end:]]
 
 
 @pytest.mark.slow
@@ -32,8 +42,7 @@ def test_a_machine_in_order_ends_with_0_and_each_line_is_a_state_a_name_and_what
     lines = answer.out.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning"}
     shown = [line.split(maxsplit=1)[1] for line in lines]
-    shown = [text for text in shown if not text.startswith(OF_BACKENDS)]
-    assert all(text.startswith(f"{name} ") for text, name in zip(shown, NAMES, strict=True))
+    assert all(text.startswith(f"{name} ") for text, name in zip(shown, expected_names(), strict=True))
 
 
 def test_a_broken_plugin_is_a_problem_and_ends_with_5(engine, install):
@@ -41,8 +50,7 @@ def test_a_broken_plugin_is_a_problem_and_ends_with_5(engine, install):
     answer = engine("doctor", "--json")
     assert answer.code == 5
     checks = json.loads(answer.out)
-    names = {check["name"] for check in checks}
-    assert {name for name in names if not name.startswith(OF_BACKENDS)} == {*NAMES} - {"run file"}
+    assert {check["name"] for check in checks} == {*expected_names()} - {"run file"}
     problems = [check["found"] for check in checks if check["state"] == "problem"]
     [found] = [found for found in problems if found.startswith("broken (broken-one 1.0): ")]
     assert "absent_module" in found

@@ -375,6 +375,15 @@ def refuses_another_shape(bench):
         weights.load(chunks, model.config, {**state, name: state[name].T}.__getitem__)
 
 
+def no_group_is_left(bench):
+    """megatron-core forgets its groups; ended they must be, or their threads go on."""
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) > 1
+    end_groups()
+    assert list(groups) == [dist.group.WORLD]
+    end_groups()  # nothing: they are gone
+
+
 def same(found, expected):
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, tensor in expected.items():

@@ -113,3 +113,7 @@ def test_padding_that_fills_more_than_one_rank_takes_no_part_either(four_ranks):
 
 def test_norms_of_sequence_parallel_ranks_need_their_marks(two_ranks):
     two_ranks("a_norm_that_is_not_marked_learns_wrong", kind="llama", tp=2, sequence_parallel=True)
+
+
+def test_of_a_layouts_groups_the_world_alone_is_left(two_ranks):
+    two_ranks("no_group_is_left", tp=2)
