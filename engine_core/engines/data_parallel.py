@@ -49,6 +49,15 @@ class DataParallel(TorchEngine):
         """Of the ranks of one slice the one whose loss and metrics are taken."""
         return self.layout.is_leader
 
+    def _choose_device(self) -> torch.device:
+        """With its index, and the one that this process works on: messages between ranks go by it."""
+        device = super()._choose_device()
+        if device.type == "cpu":
+            return device
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        return torch.device(device.type, torch.accelerator.current_device_index())
+
     def _agreed(self, number: int) -> int:
         return -self.ranks.most(-number)
 

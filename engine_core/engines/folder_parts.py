@@ -1,24 +1,31 @@
-"""A model folder that each rank reads its own part of: what it must be, and its names against the model's."""
+"""A model folder that each rank reads its own part of: what it must be, and its names against the model's.
+
+Ranks on several machines read several copies of the folder: that it is one model is checked by what they have read.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from engine_core.engines.value_models import HEAD, LANGUAGE_HEADS, VALUE_ROLES
+from engine_core.engines.shards import Shards
+from engine_core.engines.value_models import HEAD, LANGUAGE_HEADS, VALUE_ROLES, reset_head
 from engine_core.engines.weights import converts, near
 from engine_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from engine_core.config import ModelConfig
+    from engine_core.engines.rank_group import RankGroup
 
-    from engine_core.engines.shards import Shards
+log = logging.getLogger("engine")
 
 
 def check_folder(path: str, role: str, adapted: bool, key: str, instead: str) -> None:
@@ -35,6 +42,85 @@ def check_folder(path: str, role: str, adapted: bool, key: str, instead: str) ->
     if not any(Path(path).glob("*.safetensors")):
         raise ConfigError(
             f"{key} = 'sharded': '{path}' is no folder with safetensors on this machine. {instead}"
+        )
+
+
+class FolderParts:
+    """The weights of a model folder for the modules of one role, any part of each.
+
+    Args:
+        module: the model, or one like it with whole shapes.
+        model: ``[model]``, with the role's path.
+        shapes: of the model's own weights, by name.
+        role: the role that it is for.
+        key: of the option that asks for this, for messages.
+        instead: what to do where it cannot be done.
+
+    Raises:
+        ConfigError: the model's names are not those of its files.
+        DataError: weights are missing, left over or of another shape.
+
+    Attributes:
+        bytes: read of the files so far, for weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ModelConfig,
+        shapes: Mapping[str, list[int]],
+        role: str,
+        key: str,
+        instead: str,
+    ) -> None:
+        folder = Path(model.path)
+        self._shards = Shards(folder, "model", weight_files(folder))
+        self._fresh = check_names(module, self._shards, shapes, role, key, instead)
+        self._seed, self.shapes, self.bytes = model.seed, shapes, 0
+
+    def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
+        """A part of a weight: of the files, or of a fresh value head, the same on every rank."""
+        if name in self._fresh:
+            rows, columns = self.shapes[name]
+            head = nn.Linear(columns, rows, bias=False)
+            reset_head(head, self._seed)
+            return head.weight.detach()[wanted]
+        part = self._shards.read(name, wanted)
+        self.bytes += part.numel() * part.element_size()
+        return part
+
+    def fingerprint(self) -> str:
+        """See ``fingerprint``."""
+        return fingerprint(self._shards)
+
+
+def read_together(read: Callable[[], FolderParts], path: str, role: str, ranks: RankGroup) -> None:
+    """Each rank reads its parts of a folder; all of them learn whether one could not, or has read another. Collective.
+
+    Args:
+        read: reads this rank's, without the others; what it has read from.
+        path: of the folder.
+        role: that it is for.
+        ranks: of the role.
+
+    Raises:
+        Exception: this rank's own error.
+        DataError: another rank failed, or has a folder with other weights.
+    """
+    error: Exception | None = None
+    found = ""
+    try:
+        parts = read()
+        log.info("%s: this rank read %.1f MiB of '%s'.", role, parts.bytes / 2**20, path)
+        found = parts.fingerprint()
+    except Exception as problem:
+        error = problem
+    ranks.share(error, f"Reading parts of '{path}'", DataError)
+    told = ranks.texts(found)
+    if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
+        raise DataError(
+            f"The folder '{path}' of role '{role}' holds other weights on the machine of rank {other} than on that of rank 0: "
+            "the model would be a mixture. Copy one of them to all machines."
         )
 
 

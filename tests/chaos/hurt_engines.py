@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from data_parallel_engine import DataParallelEngine
-from engine_plugin_fsdp import keeping
 from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
 
+from engine_core.engines import part_saver
 from engine_core.errors import DataError
 
 FOLDER = Path(__file__).parent
@@ -110,7 +110,7 @@ def hurt_write(path, parts, places):
     path.write_bytes(whole)
 
 
-write_parts, keeping.write_parts = keeping.write_parts, hurt_write
+write_parts, part_saver.write_parts = part_saver.write_parts, hurt_write
 
 
 class HurtSampler(HFRolloutEngine):

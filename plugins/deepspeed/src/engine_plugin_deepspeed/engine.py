@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_core.engines.folder_parts import check_folder
+from engine_core.engines.folder_parts import check_folder, read_together
 from engine_core.engines.rank_group import RankGroup
 from engine_core.engines.skeleton import Skeleton
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import ConfigError
 from engine_core.types import StepOutput
 from engine_plugin_deepspeed import library
 from engine_plugin_deepspeed.checks import check_machine, check_ranks
@@ -85,14 +85,6 @@ class DeepSpeedEngine(Keeping):
         self._members: list[list[str]] = []
         library.join(library.load(self.device, self._table))
 
-    def _choose_device(self) -> torch.device:
-        device = super()._choose_device()
-        if device.type == "cpu":
-            return device
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)
-        return torch.device(device.type, torch.accelerator.current_device_index())
-
     @property
     def _load_device(self) -> torch.device:
         return torch.device("cpu")
@@ -106,22 +98,11 @@ class DeepSpeedEngine(Keeping):
         """Read by every rank, or by each its part."""
         if self.options.loading != "sharded" or live is not None:
             return super()._load(model, live)
-        role, key, error = self.context.role, f"{self._table}.loading", None
-        made = self._zero_config
-        module, self._blank = model_in_parts(model, role, made, self._kept_dtype)
-        found = ""
-        try:
-            count, found = read_parts(module, self._blank, model, role, key)
-            log.info("%s: this rank read %.1f MiB of '%s'.", role, count / 2**20, model.path)
-        except Exception as problem:
-            error = problem
-        self.ranks.share(error, f"Reading parts of '{model.path}'", DataError)
-        told = self.ranks.texts(found)
-        if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
-            raise DataError(
-                f"The folder '{model.path}' of role '{role}' holds other weights on the machine of rank {other} than on "
-                "that of rank 0: the model would be a mixture. Copy one of them to all machines."
-            )
+        role = self.context.role
+        module, self._blank = blank = model_in_parts(model, role, self._zero_config, self._kept_dtype)
+        read_together(
+            lambda: read_parts(*blank, model, role, f"{self._table}.loading"), model.path, role, self.ranks
+        )
         return module
 
     def _adopt(self, built: Any) -> None:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine_core.engines import state
-from engine_core.engines.data_parallel import DataParallel
-from engine_core.engines.export import write_model
-from engine_core.engines.shards import Shards, shard_file, write_parts
+from engine_core.engines.data_parallel_state import DataParallelState
 from engine_core.engines.weights import published_weights, take_weights, to_own_names
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
-    from engine_core.engines.skeleton import Skeleton
+    from engine_core.engines.part_saver import Parts
+    from engine_core.engines.shards import Shards
     from engine_plugin_deepspeed.options import DeepSpeedOptions
     from engine_plugin_deepspeed.partitions import Partitions
 
 
-class Keeping(DataParallel):
+class Keeping(DataParallelState):
     """The part of ``DeepSpeedEngine`` that is about what it holds."""
 
     options: DeepSpeedOptions
     partitions: Partitions
-    skeleton: Skeleton | None
     zero: Any
     _members: list[list[str]]
 
@@ -38,82 +33,32 @@ class Keeping(DataParallel):
 
     @property
     def _limit(self) -> int:
+        """Bytes of whole weights that are gathered at one time."""
         return self.options.weights_bucket_mb * 2**20
 
     @property
-    def _plain(self) -> nn.Module:
-        """The module by which names are told: with whole shapes, where there is such a copy."""
-        return self.module if self.skeleton is None else self.skeleton.module
+    def _spread(self) -> bool:
+        return super()._spread and self.partitions.spread
 
-    def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ``TrainEngine``; in the type that computes. For the leader alone the other ranks take part and get nothing."""
-        self._need("weights")
-        gets = to == "all" or self.ranks.rank == 0
-        for name, tensor in published_weights(self._plain, self.partitions.weights(self._limit)):
-            if gets:
-                yield name, tensor
+    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
+        """In the type that computes."""
+        if adapter:
+            self._adapted()
+        return published_weights(self._plain, self._whole_weights())
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.partitions.weights(self._limit)
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
         """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
         self._need("weights")
         take_weights(self.module, to_own_names(self._plain, stream), mix, self.partitions.places())
 
-    @property
-    def lends_whole(self) -> bool:
-        return self.skeleton is not None or self.ranks.size == 1
-
-    @contextlib.contextmanager
-    def generation_module(self) -> Iterator[nn.Module]:
-        """The whole model on every rank, in the type of the forward pass; its memory is free again after it.
-
-        It gathers nothing while it is used, so that ranks may sample different numbers of tokens. Where weights are
-        whole on every rank anyway, it is the module itself.
-        """
-        self._need("weights")
-        if self.skeleton is None or not self.partitions.spread:
-            with super().generation_module() as module:
-                yield module
-            return
-
-        def placed() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self.partitions.weights(self._limit):
-                changes = tensor.is_floating_point() and tensor.dtype != self.precision.compute
-                yield name, tensor.to(self.device, self.precision.compute if changes else tensor.dtype)
-
-        with self.skeleton.filled(placed()) as module, torch.no_grad():
-            yield module
-
     # -- checkpoints --------------------------------------------------------
 
-    def save(self, folder: Path) -> Future[None]:
-        """Whole tensors by name, each of them in the file of one rank, written in a thread from host memory.
-
-        Weights are those that a step changes: float32. The future is this rank's own. Training may go on at once; a
-        second save waits for the first.
-        """
-        self._wait_for_save()
-        parts = {kind: self._own_share(stream) for kind, stream in self._tensors().items()}
-        scalars, mine = self._scalars(), {"random": self._random or state.random_state(self.device)}
-        rank, size, described = self.ranks.rank, self.ranks.size, self.ranks.described
-        done: Future[None] = Future()
-
-        def write() -> None:
-            try:  # all that a disk can refuse: up to here ranks may wait for each other, from here on none does
-                folder.mkdir(parents=True, exist_ok=True)
-                for kind, held in parts.items():
-                    places = {n: {"shape": list(t.shape), "at": [0] * t.ndim} for n, t in held.items()}
-                    write_parts(folder / shard_file(kind, rank, size), held, places)
-                state.save_json(folder / state.rank_file(rank), mine)
-                if rank == 0:
-                    state.save_json(folder / state.STATE, {**scalars, **described})
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._saving = threading.Thread(target=write, name="deepspeed-save", daemon=False)
-        self._saving.start()
-        return done
+    def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
+        """Whole tensors by name, each of them of one rank. Weights are those that a step changes: float32."""
+        return {kind: self._own_share(stream) for kind, stream in self._tensors().items()}, self._scalars()
 
     def _tensors(self) -> dict[str, Iterable[tuple[str, Tensor]]]:
         """What a checkpoint holds, by file; gathered as it is asked for."""
@@ -133,7 +78,7 @@ class Keeping(DataParallel):
             for key in keys:
                 yield f"{name}/{key}", self.partitions.state(self.partitions.own[name], key)
 
-    def _own_share(self, stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _own_share(self, stream: Iterable[tuple[str, Tensor]]) -> Parts:
         """Copies in host memory of the tensors that this rank writes: about as many bytes as any other."""
         bytes_of, mine = [0] * self.ranks.size, {}
         for name, tensor in stream:
@@ -141,7 +86,7 @@ class Keeping(DataParallel):
             bytes_of[writer] += tensor.numel() * tensor.element_size()
             if writer == self.ranks.rank:
                 mine[name] = tensor.to("cpu", copy=True).contiguous()
-        return mine
+        return mine, {name: {"shape": list(t.shape), "at": [0] * t.ndim} for name, t in mine.items()}
 
     def _scalars(self) -> dict[str, Any]:
         """Plain values of a checkpoint, as the reference engine writes them."""
@@ -182,7 +127,6 @@ class Keeping(DataParallel):
 
     def load(self, folder: Path) -> None:
         """See ``TorchState``; a rank beyond those that saved keeps its random state."""
-        self._wait_for_save()
         super().load(folder)
         saved, scaler = state.load_json(folder / state.STATE).get("loss_scale"), self._loss_scaler
         if scaler is not None and saved is not None:
@@ -215,33 +159,6 @@ class Keeping(DataParallel):
         self.partitions.set_state(values)
         self.partitions.set_plain_values(saved["values"])
 
-    def _wait_for_save(self) -> None:
-        thread = getattr(self, "_saving", None)
-        if thread is not None:
-            thread.join()
-
-    def export(self, folder: Path, adapter: bool = False) -> None:
-        """A Hugging Face folder, written by the first rank a few tensors at a time: it never holds the whole model.
-
-        Raises:
-            OSError: it cannot be written; every rank raises, and a part of it may be there.
-        """
-        self._need("weights")
-        stream = self.named_weights(to="leader")
-        error: Exception | None = None
-        try:
-            if self.ranks.rank == 0:
-                write_model(folder, self._plain, stream)
-                if not hasattr(getattr(self._plain, "config", None), "save_pretrained"):
-                    state.copy_config(
-                        self.config.path or self.model_config.path, self.model_config.override, folder
-                    )
-        except OSError as problem:
-            error = problem
-        for _ in stream:  # every rank gathers to the end, whatever happened to the file
-            pass
-        self.ranks.share(error, f"Writing {folder}")
-
     # -- device memory ------------------------------------------------------
 
     def _move(self, parts: set[str], device: torch.device) -> None:
@@ -258,10 +175,6 @@ class Keeping(DataParallel):
             self.zero.offload_states(include=kinds, pin_memory=False)
         else:
             self.zero.reload_states()
-
-    def close(self) -> None:
-        self._wait_for_save()
-        super().close()
 
 
 MOVED = {

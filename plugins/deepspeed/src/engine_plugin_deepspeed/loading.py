@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_core.engines.blank import blank_model, fresh_model
-from engine_core.engines.folder_parts import check_names, fingerprint, weight_files
-from engine_core.engines.shards import Shards
-from engine_core.engines.value_models import reset_head
+from engine_core.engines.folder_parts import FolderParts
 from engine_core.engines.weights import own_parameters
 from engine_plugin_deepspeed.partitions import shape_of
 
@@ -54,9 +51,7 @@ def model_in_parts(
 
 
 @torch.no_grad()
-def read_parts(
-    module: nn.Module, blank: nn.Module, model: ModelConfig, role: str, key: str
-) -> tuple[int, str]:
+def read_parts(module: nn.Module, blank: nn.Module, model: ModelConfig, role: str, key: str) -> FolderParts:
     """Fill a module that is in parts with this rank's parts of the folder's weights. No collective.
 
     Args:
@@ -64,39 +59,29 @@ def read_parts(
         key: of the option, for messages.
 
     Returns:
-        Bytes read of the files, and ``fingerprint`` of the folder.
+        What they were read from.
 
     Raises:
         ConfigError: the model's names are not those of its files.
         DataError: weights are missing, left over or of another shape. Nothing was read.
     """
-    folder = Path(model.path)
-    shards = Shards(folder, "model", weight_files(folder))
     own: dict[str, Any] = own_parameters(module)
     shapes = {name: list(shape_of(tensor)) for name, tensor in own.items()}
-    fresh = check_names(blank, shards, shapes, role, key, INSTEAD)
-    count = 0
+    parts = FolderParts(blank, model, shapes, role, key, INSTEAD)
     for name, tensor in own.items():
         begin, end = _span(tensor)
-        if name in fresh:
-            head = nn.Linear(shapes[name][1], shapes[name][0], bias=False)
-            reset_head(head, model.seed)
-            numbers = head.weight.flatten()[begin:end]
-        else:
-            numbers = read_flat(shards, name, begin, end)
-            count += numbers.numel() * numbers.element_size()
-        tensor.ds_tensor.data.flatten()[: end - begin].copy_(numbers)
-    return count, fingerprint(shards)
+        tensor.ds_tensor.data.flatten()[: end - begin].copy_(read_flat(parts, name, begin, end))
+    return parts
 
 
-def read_flat(shards: Shards, name: str, begin: int, end: int) -> Tensor:
+def read_flat(parts: FolderParts, name: str, begin: int, end: int) -> Tensor:
     """The numbers from ``begin`` to ``end`` of a tensor laid out row by row; only rows that hold some are read."""
-    shape = shards.shapes[name]
+    shape = parts.shapes[name]
     if begin >= end:
         return torch.empty(0)
     width = math.prod(shape[1:])
     first, last = begin // width, -(-end // width)
-    rows = shards.read(name, (slice(first, last), *(slice(0, size) for size in shape[1:])))
+    rows = parts.read(name, (slice(first, last), *(slice(0, size) for size in shape[1:])))
     return rows.flatten()[begin - first * width : end - first * width]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from engine_core.engines.blank import blank_model
 from engine_core.engines.feed_forward import chunk_feed_forwards, feed_forwards
-from engine_core.engines.folder_parts import check_folder
+from engine_core.engines.folder_parts import check_folder, read_together
 from engine_core.engines.model_loading import cast_parameters, load_hf_config
 from engine_core.engines.precision import NAMED
 from engine_core.engines.sharded import copies, here
@@ -78,14 +78,6 @@ class FSDPEngine(Keeping):
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
         super().check(config, context, trainable=trainable)
         mesh_shape(cls._options(config), context.world_size, context.role)
-
-    def _choose_device(self) -> torch.device:
-        device = super()._choose_device()
-        if device.type == "cpu":
-            return device
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)
-        return torch.device(device.type, torch.accelerator.current_device_index())
 
     def _prepare(self) -> None:
         role = self.context.role
@@ -247,23 +239,9 @@ class FSDPEngine(Keeping):
         return self.options.sp
 
     def _read_slices(self, module: nn.Module) -> None:
-        path = self.config.path or self.model_config.path
-        error: Exception | None = None
-        found = ""
-        try:
-            count, found = read_slices(
-                module, self.model_config.model_copy(update={"path": path}), self.context.role
-            )
-            log.info("%s: this rank read %.1f MiB of '%s'.", self.context.role, count / 2**20, path)
-        except Exception as problem:
-            error = problem
-        self.ranks.share(error, f"Reading parts of '{path}'", DataError)
-        told = self.ranks.texts(found)
-        if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
-            raise DataError(
-                f"The folder '{path}' of role '{self.context.role}' holds other weights on the machine of rank {other} than on "
-                "that of rank 0: the model would be a mixture. Copy one of them to all machines."
-            )
+        path, role = self.config.path or self.model_config.path, self.context.role
+        model = self.model_config.model_copy(update={"path": path})
+        read_together(lambda: read_slices(module, model, role), path, role, self.ranks)
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:
         mesh, ranks = self.ranks.mesh, self.ranks

@@ -95,14 +95,6 @@ class MegatronEngine(Keeping):
         compute = NAMED[named]
         return Precision(torch.float32 if self.trainable else compute, compute)
 
-    def _choose_device(self) -> torch.device:
-        device = super()._choose_device()
-        if device.type == "cpu":
-            return device
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)
-        return torch.device(device.type, torch.accelerator.current_device_index())
-
     def _prepare(self) -> None:
         """Refuse what does not fit by the model's config, then make groups of ranks."""
         from engine_plugin_megatron.models import build

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,21 +11,22 @@ import torch
 from torch import Tensor
 
 from engine_core.engines import state
-from engine_core.engines.data_parallel import DataParallel
+from engine_core.engines.data_parallel_state import DataParallelState
 from engine_core.engines.export import write_model
-from engine_core.engines.shards import Shards, shard_file, write_parts
+from engine_core.engines.shards import Shards
 from engine_core.engines.torch_state import PARTS
 from engine_core.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from engine_core.engines.part_saver import Parts
     from engine_plugin_megatron.memory import Shelf
     from engine_plugin_megatron.optimizer import Steps
     from engine_plugin_megatron.ranks import Ranks
 
 
-class Keeping(DataParallel):
+class Keeping(DataParallelState):
     """The part of ``MegatronEngine`` that is about what it holds.
 
     Attributes:
@@ -44,18 +44,13 @@ class Keeping(DataParallel):
 
     # -- weights ------------------------------------------------------------
 
-    def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ``TrainEngine``; for the leader alone the other ranks take part and get nothing."""
+    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
         from engine_plugin_megatron.models import weights
 
-        self._need("weights")
         if adapter:
             self._adapted()
         self._settle()
-        gets = to == "all" or self.ranks.rank == 0
-        for name, tensor in weights.stream(self.chunks, self.hf_config):
-            if gets:
-                yield name, tensor
+        return weights.stream(self.chunks, self.hf_config)
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
         """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
@@ -78,42 +73,18 @@ class Keeping(DataParallel):
     # -- checkpoints --------------------------------------------------------
 
     def save(self, folder: Path) -> Future[None]:
-        """Each rank writes its part in a thread, from a copy in host memory; see ``shards``.
-
-        The future is this rank's own. Training may go on at once; a second save waits for the first.
-        """
         self._need("weights", "optimizer")
-        self._wait_for_save()
+        return super().save(folder)
+
+    def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
         self._settle()
-        files = self._parts()
-        scalars = self._scalars()
-        rank, size = self.ranks.rank, self.ranks.size
-        mine = {"random": self._random or state.random_state(self.device)}
-        done: Future[None] = Future()
-
-        def write() -> None:
-            try:  # up to here ranks may wait for each other, from here on none does
-                folder.mkdir(parents=True, exist_ok=True)
-                for kind, (held, places) in files.items():
-                    write_parts(folder / shard_file(kind, rank, size), held, places)
-                state.save_json(folder / state.rank_file(rank), mine)
-                if rank == 0:
-                    state.save_json(folder / state.STATE, scalars)
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._saving = threading.Thread(target=write, name="megatron-save", daemon=False)
-        self._saving.start()
-        return done
+        return self._parts(), self._scalars()
 
     def _scalars(self) -> dict[str, Any]:
         scalars: dict[str, Any] = {
             "format": state.FORMAT,
             "num_skipped_steps": self.num_skipped_steps,
             "base": None,
-            **self.ranks.described,
         }
         if self.optimizer is not None:
             names = self._ordered_names()
@@ -133,7 +104,7 @@ class Keeping(DataParallel):
             scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
         return scalars
 
-    def _parts(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+    def _parts(self) -> dict[str, Parts]:
         """Copies of the parts that this rank writes, and where they lie, by kind. Collective.
 
         Of weights in 16 bits the float32 copies are written, of which they are the rounded values.
@@ -141,7 +112,7 @@ class Keeping(DataParallel):
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.optimizer import MAIN, MOMENTS
 
-        files: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {"weights": ({}, {})}
+        files: dict[str, Parts] = {"weights": ({}, {})}
 
         def keep(kind: str, place: Any, tensor: Tensor, suffix: str) -> None:
             if not place.writes:
@@ -176,7 +147,7 @@ class Keeping(DataParallel):
         """
         from engine_plugin_megatron.reading import FromShards, check_names
 
-        self._wait_for_save()
+        self._saver.wait()
         self._need(*PARTS)
         scalars = state.load_json(folder / state.STATE)
         self._check_base(folder, scalars.get("base"))
@@ -256,33 +227,11 @@ class Keeping(DataParallel):
         own = own_order(self.hf_config, self.context.role)
         return own if set(own) == set(self.shapes) else list(self.shapes)
 
-    def _wait_for_save(self) -> None:
-        thread = getattr(self, "_saving", None)
-        if thread is not None:
-            thread.join()
-
-    def export(self, folder: Path, adapter: bool = False) -> None:
-        """A Hugging Face folder, written by the first rank a few tensors at a time: it never holds the whole model.
-
-        Raises:
-            OSError: it cannot be written; every rank raises, and a part of it may be there.
-        """
+    def _write_model(self, folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         from engine_plugin_megatron.reading import blank_module
 
-        self._need("weights")
-        if adapter:
-            self._adapted()
-        stream = self.named_weights(to="leader")
-        error: Exception | None = None
-        try:
-            if self.ranks.rank == 0:
-                source = self.config.path or self.model_config.path
-                write_model(folder, blank_module(self.hf_config, self.context.role, source), stream)
-        except OSError as problem:
-            error = problem
-        for _ in stream:  # every rank gathers to the end, whatever happened to the file
-            pass
-        self.ranks.share(error, f"Writing {folder}")
+        source = self.config.path or self.model_config.path
+        write_model(folder, blank_module(self.hf_config, self.context.role, source), stream)
 
     # -- device memory ------------------------------------------------------
 
@@ -323,7 +272,6 @@ class Keeping(DataParallel):
         return [t for t in self.steps.tensors() if t.untyped_storage().data_ptr() not in there]
 
     def close(self) -> None:
-        self._wait_for_save()
         super().close()
         self.steps, self.chunks = None, []
         self.ranks.close()
