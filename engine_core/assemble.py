@@ -15,6 +15,7 @@ from engine_core.algorithms.requirements import GREEDY, plan_run
 from engine_core.config.choices import OPTIONAL_ROLES, bare, places, prepared, used_names
 from engine_core.config.dump import as_data
 from engine_core.config.evaluation import held_out_sets
+from engine_core.config.frozen_roles import frozen_role_problems
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.roles import RolloutConfig
@@ -111,7 +112,7 @@ def check_complete(
     plugins = plugins or plugins_for(config)
     spec: Any = plugins.spec("trainers", config.trainer)
     reads = spec.sections or type(config).model_fields
-    missing = [*_lora_problems(config, plugins, reads), *_quantize_problems(config, reads)]
+    missing = [*_lora_problems(config, plugins, reads), *frozen_role_problems(config, reads)]
     if "rollout" in reads and config.rollout.weights == "shared":
         missing += _sharing_problems(config, plugins)
     if not config.model.path and "model" not in live and "model" in reads:
@@ -183,39 +184,6 @@ def peft_missing(role: str) -> str | None:
         f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-core-rl[lora]', "
         "or take the table out to train the whole model."
     )
-
-
-def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
-    """What to say to a role whose weights cannot be kept in few bits, as far as it is seen without torch.
-
-    Args:
-        method: `quantize` of the backend's table.
-        table: where it stands: ``actor.torch``.
-        frozen: the weights are not trained: no role's, or those below an adapter.
-    """
-    role = table.partition(".")[0]
-    if not frozen:
-        return (
-            f"{table}.quantize: '{method}' is for weights that are not trained, and this role's are. Leave the key out, "
-            f"or train an adapter above them: [{role}.lora]."
-        )
-    if method in ("nf4", "fp4") and importlib.util.find_spec("bitsandbytes") is None:
-        return (
-            f"{table}.quantize: '{method}' needs the package bitsandbytes, which is not installed. Try: "
-            "pip install 'engine-core-rl[quant]', or use 'int8' or 'fp8', which need no package."
-        )
-    return None
-
-
-def _quantize_problems(config: EngineConfig, reads: Collection[str]) -> Iterator[str]:
-    """Roles whose weights cannot be quantised as their tables ask."""
-    for role in (role for role in ("actor", "critic", "ref", "teacher") if role in reads):
-        holder = getattr(config, role)
-        method = getattr(holder and holder.options, "quantize", None)
-        if method:
-            frozen = role in ("ref", "teacher") or holder.lora is not None
-            if problem := quantize_problem(method, f"{role}.{holder.backend}", frozen):
-                yield problem
 
 
 def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:

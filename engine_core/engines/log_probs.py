@@ -38,7 +38,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32."""
-        logits = self.project(hidden)
+        logits = self.project(hidden).to(hidden.device)  # of a model over several devices it may be elsewhere
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.cap is not None:

@@ -27,11 +27,16 @@ DRAWS = frozenset({"cuda", "xpu"})  # devices whose generators can be set and pu
 transformers_logging.disable_progress_bar()  # its bars would run through our own display
 
 
-def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """``AutoModelForCausalLM`` from ``[model]``, on ``device``.
+def load_model(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, placing: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """``AutoModelForCausalLM`` from ``[model]``, on ``device``, or where ``placing`` puts it.
 
     A folder with a config and no weights gives random weights from `model.seed`, drawn on ``device``: the same in every
     type and at every time, but other ones on another kind of device, whose generator is another.
+
+    Args:
+        placing: ``SpreadModel.arguments`` of a model over several devices.
 
     Raises:
         ConfigError: the path, an override, the attention or the folder's own code is refused.
@@ -40,13 +45,14 @@ def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     config = load_hf_config(model)
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
+        refuse_to_place(model.path, placing)
         log.warning(
             "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
         )
         built = cast_parameters(random_model(config, model, device), dtype)
     else:
-        built, _ = load_weights(AutoModelForCausalLM, config, model, dtype)
-    return built.to(device)
+        built, _ = load_weights(AutoModelForCausalLM, config, model, dtype, placing=placing)
+    return built if placing else built.to(device)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -162,6 +168,19 @@ def has_no_weights(path: str) -> bool:
     return True
 
 
+def refuse_to_place(path: str, placing: Mapping[str, Any] | None) -> None:
+    """Refuse to spread over devices what no folder holds.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    if placing:
+        raise ConfigError(
+            f"device_map: '{path}' holds a config and no weights, so there is nothing to place. Give a folder with "
+            "weights, or leave the key out."
+        )
+
+
 def load_weights(
     kind: Any,
     config: PretrainedConfig,
@@ -169,6 +188,7 @@ def load_weights(
     dtype: torch.dtype,
     absent: tuple[str, ...] = (),
     unused: tuple[str, ...] = (),
+    placing: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model with the weights of a folder.
 
@@ -179,6 +199,7 @@ def load_weights(
         dtype: of the parameters.
         absent: modules whose weights the folder need not have.
         unused: modules whose weights it may have and the model not.
+        placing: as for ``load_model``.
 
     Returns:
         The model, and the names that were absent: their values are arbitrary.
@@ -201,6 +222,7 @@ def load_weights(
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below, by name
+            **(placing or {}),
         )
     except OSError as error:
         raise ConfigError(_unreadable(model.path, error)) from error

@@ -173,6 +173,7 @@ class PackedForward:
                 rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]
             else:
                 rows = self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
+        rows = rows.to(self.device)  # the last layer of a model over several devices computes on another one
         return rows if shared is None else rows[shared.row]
 
     def _result(self, output: Any) -> Tensor:

@@ -17,9 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine_core.engines.attention_choice import choose_attention, with_attention
+from engine_core.engines.device_map import SpreadModel, check_device_map
 from engine_core.engines.feed_forward import chunk_feed_forwards
 from engine_core.engines.lora import attach
-from engine_core.engines.memory import Settings
+from engine_core.engines.memory import Held, Settings
 from engine_core.engines.model_loading import adopt_live, cast_parameters, load_hf_config, load_model
 from engine_core.engines.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
@@ -50,6 +51,7 @@ class TorchBuild(Sizing):
         adapter: of LoRA, in the module; None where the model itself is trained.
         num_skipped_steps: optimizer steps skipped for non-finite gradients, in all.
         change: what quantising did to the outputs; None where nothing is quantised.
+        spread: how the layers of a frozen model lie over devices; None where one device has them all.
     """
 
     options_class: type[Options] = TorchOptions
@@ -61,6 +63,7 @@ class TorchBuild(Sizing):
         choose(options, device, table)
         frozen = config.lora is not None or not trainable
         check_quantized(getattr(options, "quantize", None), device, table, frozen)
+        check_device_map(options, context, table, trainable, config.lora is not None)
 
     @classmethod
     def _options(cls, config: RoleConfig) -> Any:
@@ -75,6 +78,7 @@ class TorchBuild(Sizing):
         self.device = self._choose_device()
         log.info("%s: %s on %s.", context.role, self.precision, self.device)
         self.change: Change | None = None
+        self.spread = SpreadModel(self.options) if getattr(self.options, "device_map", None) else None
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
         self._asleep: set[str] = set()
@@ -126,9 +130,9 @@ class TorchBuild(Sizing):
 
     def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
         """The model of ``[model]``, or the one given from Python, as this role needs it."""
-        device = self._load_device
+        device, placing = self._load_device, None if self.spread is None else self.spread.arguments()
         if self.context.role in VALUE_ROLES:
-            return load_value_model(model, device, self._param_dtype, live)
+            return load_value_model(model, device, self._param_dtype, live, placing)
         if live is not None:
             if self.quantize and self.context.role == "actor":
                 raise ConfigError(
@@ -136,7 +140,7 @@ class TorchBuild(Sizing):
                     "its own weights. Save it and name the folder (model.path), or leave the key out."
                 )
             return adopt_live(live, model, self.context.role, device)
-        return load_model(model, device, self._param_dtype)
+        return load_model(model, device, self._param_dtype, placing)
 
     @property
     def _load_device(self) -> torch.device:
@@ -219,6 +223,8 @@ class TorchBuild(Sizing):
 
     def _place(self, module: nn.Module) -> nn.Module:
         """A built module in the type and on the device that it is used in, its frozen layers quantised if asked for."""
+        if self.spread is not None:
+            return self._spread_out(module)
         module = cast_parameters(module, self._param_dtype)
         if not self.quantize:
             return module.to(self.device)
@@ -235,6 +241,20 @@ class TorchBuild(Sizing):
         )
         log.info("%s: %s, %s", self.context.role, self.quantize, self.change)
         return module
+
+    def _spread_out(self, module: nn.Module) -> nn.Module:
+        """A model that lies where its map says."""
+        assert self.spread is not None
+        if not self.spread.used:
+            raise ConfigError(
+                f"{self._table}.device_map: a plugin builds this model, and whole. Leave the key out, or place its layers in "
+                "engine_build_model."
+            )
+        log.info("%s: %s; what is on disk is read in each pass.", self.context.role, self.spread.told(module))
+        return module
+
+    def _held(self, module: nn.Module) -> Held:
+        return super()._held(module) if self.spread is None else self.spread.held(module, self.device)
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         """No sharding; compiled units and activation checkpointing where the options ask for them."""
@@ -313,7 +333,7 @@ class TorchBuild(Sizing):
         """Whether forward passes are compiled."""
         chosen = self.options.compile
         if chosen == "auto":
-            return self.device.type != "cpu" and not self.quantize
+            return self.device.type != "cpu" and not self.quantize and self.spread is None
         return bool(chosen)
 
     @property

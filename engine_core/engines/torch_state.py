@@ -163,9 +163,13 @@ class TorchState(TorchBuild):
         self.optimizer = self.lr_scheduler = None
         for name in ("module", "forward"):
             self.__dict__.pop(name, None)
+        if self.spread is not None:
+            self.spread.close()
 
     def _move(self, parts: set[str], device: torch.device) -> None:
-        if "weights" in parts:
+        if "weights" in parts and self.spread is not None:
+            self.spread.move(self.module, away=device.type == "cpu")
+        elif "weights" in parts:
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 tensor.data = tensor.data.to(device)
         if "optimizer" in parts and self.optimizer is not None:

@@ -11,6 +11,7 @@ Left out: families that are not in transformers. A plugin builds those (``engine
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +25,13 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from engine_core.engines.attention_choice import with_attention
 from engine_core.engines.lora import base_copy
-from engine_core.engines.model_loading import cast_parameters, has_no_weights, load_weights, random_model
+from engine_core.engines.model_loading import (
+    cast_parameters,
+    has_no_weights,
+    load_weights,
+    random_model,
+    refuse_to_place,
+)
 from engine_core.engines.model_loading import load_hf_config as load_config
 from engine_core.errors import ConfigError
 
@@ -42,7 +49,11 @@ HEAD, LANGUAGE_HEADS = "score", ("lm_head", "embed_out")
 
 
 def load_value_model(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, live: nn.Module | None = None
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    live: nn.Module | None = None,
+    placing: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model of a value role, on ``device``.
 
@@ -50,6 +61,7 @@ def load_value_model(
         model: ``[model]``, with the role's path.
         dtype: of the parameters, the head's too.
         live: a model given from Python: its decoder is copied.
+        placing: as for ``load_model``; the folder must then have the head.
 
     Raises:
         ConfigError: the family has no decoder that transformers knows.
@@ -65,6 +77,7 @@ def load_value_model(
     config = load_config(model)
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
+        refuse_to_place(model.path, placing)
         log.warning(
             "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
         )
@@ -73,11 +86,14 @@ def load_value_model(
         )
     config.num_labels = 1
     kind = value_class(config)
-    built, fresh = load_weights(kind, config, model, dtype, absent=(HEAD,), unused=LANGUAGE_HEADS)
+    absent = () if placing else (HEAD,)
+    built, fresh = load_weights(
+        kind, config, model, dtype, absent=absent, unused=LANGUAGE_HEADS, placing=placing
+    )
     if fresh:
         log.info("%s has no value head: a fresh one from model.seed %d.", model.path, model.seed)
         reset_head(getattr(built, HEAD), model.seed)
-    return _on(built, device)
+    return built if placing else _on(built, device)
 
 
 def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:
