@@ -10,7 +10,7 @@ SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
 
-.PHONY: install demo demo-control test test-full lint docs curves bench clean
+.PHONY: install demo demo-control test test-full lint docs scoreboard curves bench clean
 
 install: .venv/.installed
 
@@ -58,6 +58,10 @@ docs: install
 	$(BIN)/python docs/algorithm_tables.py
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
+
+# Half an hour: every suite of every train engine, slow ones too; docs/reference/backends.md tells what they gave.
+scoreboard: install
+	OMP_NUM_THREADS=1 $(BIN)/python docs/scoreboard.py --record
 
 curves: install
 	$(BIN)/python benchmarks/curves/run.py

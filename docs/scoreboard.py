@@ -1,44 +1,53 @@
-"""Writes ``docs/reference/backends.md``: which contract of the conformance kit each train engine keeps, in which settings.
+"""Writes ``docs/reference/backends.md``: which contract of the conformance kit each train engine kept, in which setting.
 
-    python docs/scoreboard.py            write the page
-    python docs/scoreboard.py --check    change nothing; exit 1 where it is out of date
+    python docs/scoreboard.py                    write the page
+    python docs/scoreboard.py --check            change nothing; exit 1 where it is out of date
+    python docs/scoreboard.py --record [NAME]    run the suites (of one backend, or of all: half an hour), then write the page
 
-It reads what the suites of this repository declare (``unsupported``, capabilities, ranks, options); that what they do not
-declare holds is what their tests are for. A suite over a plugin of its own file, as those with LoRA, is left out.
+What it says is what was seen: ``docs/reference/contracts.json``, which ``engine_core.testing.recorder`` writes while the suites
+run, with day and versions. A suite whose settings changed since is `not run`, as is one that is new. A suite over a
+plugin of its own file, as those with LoRA, is left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine_core.plugins import PluginSet
 from engine_core.testing import TrainEngineSuite
+from engine_core.testing.recorder import FAILED, PASSED, read, settings
+from engine_core.testing.suite import NOWHERE_ELSE, UNDECLARED, UNSUPPORTED
 
 if TYPE_CHECKING:
     from engine_core.testing.contracts import Contract
 
 DOCS = Path(__file__).parent
-ROOT, PAGE = DOCS.parent, DOCS / "reference" / "backends.md"
+ROOT, PAGE, RECORD = DOCS.parent, DOCS / "reference" / "backends.md", DOCS / "reference" / "contracts.json"
 SUITES = {
     "torch": "tests/conformance/test_torch.py",
     "fsdp": "plugins/fsdp/tests/test_conformance.py",
     "megatron": "plugins/megatron/tests/test_conformance.py",
     "deepspeed": "plugins/deepspeed/tests/test_conformance.py",
 }
-INTRO = """<!-- Written by docs/scoreboard.py from the suites. Change those, then run `python docs/scoreboard.py`. -->
+NOT_RUN = "not run"
+Record = Mapping[str, Mapping[str, Any]]
+INTRO = """<!-- Written by docs/scoreboard.py from docs/reference/contracts.json. Run `python docs/scoreboard.py --record`. -->
 
 # Contracts of the train engines
 
-Which promises of the [conformance kit](../conformance.md) each backend keeps, on real ranks on a CPU over gloo, against an unsharded
-reference. Nothing here was run on GPUs. A setting is one layout of ranks and options; `yes` means that in every setting of the backend a test holds the contract
-(the slow ones in `make test-full`). `not yet` is a capability that the backend does not declare: the run file that needs it is refused."""
+Which promises of the [conformance kit](../conformance.md) each backend kept, on real ranks on a CPU over gloo, against an unsharded
+reference. Nothing here was run on GPUs. A setting is one layout of ranks and options; what stands here is what its last run gave, on the day and
+with the versions below. `passes`: in every setting of the backend. Else the settings are told by number: `cannot` is a gap that the suite
+declares, with its reason; `not yet` a capability that the backend does not declare, so that a run file that needs it is refused;
+`not tested` has no other number of ranks to go on with; `not run` has no outcome yet."""
 
 
-def settings(backend: str) -> Iterator[type[TrainEngineSuite]]:
+def suites_of(backend: str) -> Iterator[type[TrainEngineSuite]]:
     """The suites of a backend, in the order of their file."""
     path = ROOT / SUITES[backend]
     spec = importlib.util.spec_from_file_location(f"scoreboard_{backend}", path)
@@ -53,32 +62,67 @@ def settings(backend: str) -> Iterator[type[TrainEngineSuite]]:
             yield found
 
 
-def told(suite: type[TrainEngineSuite]) -> list[str]:
+def run_of(suite: type[TrainEngineSuite], record: Record) -> Mapping[str, Any] | None:
+    """The entry of a suite; None where it has none, or has other settings now."""
+    found = record.get(f"{SUITES[suite.backend]}::{suite.__name__}")
+    if found is None or any(found.get(name) != value for name, value in settings(suite).items()):
+        return None
+    return found
+
+
+def told(suite: type[TrainEngineSuite], number: int, record: Record) -> list[str]:
     """A row of the table of settings."""
-    options = ", ".join(f"`{name} = {value}`".lower() for name, value in suite.options.items()) or "defaults"
+    shown = {**suite.options, **{key: value for key, value in suite.model.items() if key == "model_type"}}
+    options = ", ".join(f"`{name} = {value}`".lower() for name, value in shown.items()) or "defaults"
     others = ", ".join(map(str, suite.resumes_on)) or "-"
     slow = any(mark.name == "slow" for mark in getattr(suite, "pytestmark", ()))
-    run = "make test-full" if slow else "make test"
-    return [suite.backend, str(suite.world_size), options, others, f"`{run}`"]
+    run = run_of(suite, record)
+    day = run["date"] if run else NOT_RUN
+    return [
+        suite.backend,
+        str(number),
+        str(suite.world_size),
+        options,
+        others,
+        f"`make test{'-full' * slow}`",
+        day,
+    ]
 
 
-def cell(contract: Contract, backend: str, suites: list[type[TrainEngineSuite]]) -> str:
-    """What a backend makes of a contract."""
-    declared = PluginSet.load({"train_engines": {backend}}).spec("train_engines", backend)
-    capability = contract.capability
-    if capability is not None and capability not in getattr(declared, "capabilities", frozenset()):
-        return f"not yet: `{capability}`"
-    held = [suite for suite in suites if contract.name not in suite.unsupported]
-    reasons = [suite.unsupported[contract.name] for suite in suites if suite not in held]
-    if contract.follow is not None:
-        reasons += ["elsewhere not tested" for suite in held if not suite.resumes_on]
-        held = [suite for suite in held if suite.resumes_on]
-    if not reasons:
-        return "yes"
-    why = "; ".join(sorted(set(reasons)))
-    return (
-        f"{len(held)} of {len(suites)} settings: {why}" if held else f"no: {why.removeprefix('elsewhere ')}"
-    )
+def state(contract: Contract, run: Mapping[str, Any] | None) -> str:
+    """What a setting makes of a contract."""
+    outcome = run["contracts"].get(contract.name) if run else None
+    if outcome is None:
+        return NOT_RUN
+    if outcome == PASSED:
+        return "passes"
+    if outcome == FAILED:
+        return "**fails**"
+    if outcome.startswith(UNSUPPORTED):
+        return f"cannot: {outcome.removeprefix(UNSUPPORTED)}"
+    if UNDECLARED in outcome:
+        return f"not yet: `{contract.capability}`"
+    return "not tested" if outcome == NOWHERE_ELSE else f"skipped: {outcome}"
+
+
+def cell(contract: Contract, suites: list[type[TrainEngineSuite]], record: Record) -> str:
+    """What a backend makes of a contract: settings of one state together, by number."""
+    found: dict[str, list[str]] = {}
+    for number, suite in enumerate(suites, 1):
+        found.setdefault(state(contract, run_of(suite, record)), []).append(str(number))
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(numbers)} {what}" for what, numbers in found.items())
+
+
+def ran_with(record: Record) -> list[list[str]]:
+    """The versions of the runs of each backend."""
+    found = []
+    for backend in SUITES:
+        runs = [run for suite in suites_of(backend) if (run := run_of(suite, record))]
+        lines = dict.fromkeys(", ".join(f"{n} {v}" for n, v in run["versions"].items()) for run in runs)
+        found.append([backend, "; ".join(lines) or NOT_RUN])
+    return found
 
 
 def rows(header: list[str], body: list[list[str]]) -> str:
@@ -86,31 +130,67 @@ def rows(header: list[str], body: list[list[str]]) -> str:
 
 
 def page() -> str:
-    suites = {backend: list(settings(backend)) for backend in SUITES}
-    layouts = [told(suite) for found in suites.values() for suite in found]
+    suites, record = {backend: list(suites_of(backend)) for backend in SUITES}, read(RECORD)
+    layouts = [
+        told(suite, number, record) for found in suites.values() for number, suite in enumerate(found, 1)
+    ]
     contracts = [
-        [
-            contract.promise.replace("``", "`"),
-            *(cell(contract, backend, found) for backend, found in suites.items()),
-        ]
+        [contract.promise.replace("``", "`"), *(cell(contract, found, record) for found in suites.values())]
         for contract in TrainEngineSuite.contracts.values()
+    ]
+    header = [
+        "backend",
+        "setting",
+        "ranks",
+        "options",
+        "its checkpoints also load on ranks",
+        "run by",
+        "last run",
     ]
     parts = [
         INTRO,
         "## Settings",
-        rows(["backend", "ranks", "options", "its checkpoints also load on ranks", "run by"], layouts),
+        rows(header, layouts),
+        "## Versions",
+        rows(["backend", "ran with"], ran_with(record)),
         "## Contracts",
         rows(["contract", *suites], contracts),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def run_suites(backends: list[str]) -> int:
+    """Run the suites' tests of these backends, all of them if none is named; pytest's exit code."""
+    tests = [
+        f"{SUITES[backend]}::{suite.__name__}"
+        for backend in backends or SUITES
+        for suite in suites_of(backend)
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "engine_core.testing.recorder"]
+    command += ["--rootdir", str(ROOT), "--record-contracts", str(RECORD), *tests]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 where the page is out of date"
+    )
+    parser.add_argument(
+        "--record",
+        nargs="*",
+        choices=[*SUITES],
+        metavar="NAME",
+        help="run the suites of these backends first, or of all",
+    )
+    given = parser.parse_args()
+    code = 0 if given.record is None else run_suites(given.record)
     made = page()
-    if "--check" not in sys.argv[1:]:
+    if not given.check:
         PAGE.write_text(made, "utf-8")
     elif not PAGE.is_file() or PAGE.read_text("utf-8") != made:
         sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python docs/scoreboard.py.")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

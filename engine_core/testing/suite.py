@@ -22,6 +22,11 @@ from engine_core.plugins import PluginSet
 from engine_core.testing.contracts import Contract, contracts_of
 from engine_core.testing.launcher import CaseFailed, Workers
 
+UNSUPPORTED = "unsupported: "
+UNDECLARED = " does not declare the capability "
+NOWHERE_ELSE = "`resumes_on` of this suite names no other number of ranks"
+"""Reasons of skips, by which a record of outcomes tells them apart."""
+
 
 class Suite:
     """Base of the suites. Attributes of a subclass say what is tested and where.
@@ -97,7 +102,7 @@ class Suite:
         try:
             plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
             spec = plugins.spec(cls.kind, cls.offered())
-            check_table(spec, cls.table(), _plain(getattr(cls, "options", {})), {"folder": str(cls.root())})
+            check_table(spec, cls.table(), plain(getattr(cls, "options", {})), {"folder": str(cls.root())})
         except EngineError as error:
             cls._problem = f"{error}{cls._hint()}"
             return
@@ -140,19 +145,19 @@ class Suite:
     @classmethod
     def settings(cls) -> dict[str, Any]:
         """What travels to the workers: plain values."""
-        return {"root": str(cls.root()), **{name: _plain(getattr(cls, name)) for name in cls.fields}}
+        return {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in cls.fields}}
 
     def check(self, made: Contract) -> None:
         """Run one contract, or skip it with its reason."""
         __tracebackhide__ = True
         if reason := self.unsupported.get(made.name):
-            pytest.skip(f"unsupported: {reason}")
+            pytest.skip(f"{UNSUPPORTED}{reason}")
         if self._problem:
             self._report_problem()
         if made.capability and made.capability not in self._capabilities:
-            pytest.skip(f"the spec of '{self.offered()}' does not declare the capability '{made.capability}'")
+            pytest.skip(f"the spec of '{self.offered()}'{UNDECLARED}'{made.capability}'")
         if made.follow and not self.resumes_on:
-            pytest.skip("`resumes_on` of this suite names no other number of ranks")
+            pytest.skip(NOWHERE_ELSE)
         if failure := self._failure(made):
             pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
 
@@ -188,10 +193,10 @@ def _test_of(made: Contract) -> Any:
     return test
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples and mappings as JSON has them."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return value

@@ -1,5 +1,6 @@
-"""The page of contracts by backend says what the suites declare."""
+"""The page of contracts by backend says what the suites' recorded runs gave."""
 
+import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from engine_core.testing import TrainEngineSuite
+from engine_core.testing.recorder import settings
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXPORT = TrainEngineSuite.contracts["test_export_is_loaded_by_from_pretrained"]
+(MOVES,) = (made for made in TrainEngineSuite.contracts.values() if made.follow)
+LENT = TrainEngineSuite.contracts["test_the_generation_module_gives_the_logits_of_the_policy"]
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +28,31 @@ class Whole(TrainEngineSuite):
 
 class Part(TrainEngineSuite):
     backend = "torch"
-    unsupported = {"test_export_is_loaded_by_from_pretrained": "it has no folder"}
+    unsupported = {EXPORT.name: "it has no folder"}
 
 
-def cell(scoreboard, name, *suites):
-    return scoreboard.cell(TrainEngineSuite.contracts[f"test_{name}"], "torch", [*suites])
+@pytest.fixture
+def record(scoreboard):
+    """``record({Whole: {contract: outcome}})``: as the runs of these suites left it, all else passed."""
+
+    def of(outcomes):
+        return {
+            f"{scoreboard.SUITES['torch']}::{suite.__name__}": {
+                **json.loads(json.dumps(settings(suite))),
+                "contracts": dict.fromkeys(suite.contracts, "passed")
+                | {contract.name: outcome for contract, outcome in own.items()},
+            }
+            for suite, own in outcomes.items()
+        }
+
+    return of
+
+
+def reason_of(suite, contract):
+    """Why a suite skips a contract, in the words that a report has."""
+    with pytest.raises(pytest.skip.Exception) as raised:
+        suite().check(contract)
+    return str(raised.value)
 
 
 def test_the_page_is_up_to_date(scoreboard):
@@ -43,24 +68,53 @@ def test_every_train_engine_of_this_repository_has_a_column(scoreboard):
         .split("\n\n")[0]
         .splitlines()
     }
-    assert all(list(scoreboard.settings(backend)) for backend in scoreboard.SUITES)
+    assert all(list(scoreboard.suites_of(backend)) for backend in scoreboard.SUITES)
 
 
-def test_a_contract_that_a_setting_does_not_keep_is_told_with_its_reason(scoreboard):
-    name = "export_is_loaded_by_from_pretrained"
-    assert cell(scoreboard, name, Whole, Whole) == "yes"
-    assert cell(scoreboard, name, Whole, Part) == "1 of 2 settings: it has no folder"
-    assert cell(scoreboard, name, Part) == "no: it has no folder"
+def test_no_recorded_contract_failed_and_none_was_renamed_since(scoreboard):
+    record = scoreboard.read(scoreboard.RECORD)
+    for backend in scoreboard.SUITES:
+        for suite in scoreboard.suites_of(backend):
+            run = scoreboard.run_of(suite, record)
+            for name, outcome in run["contracts"].items() if run else ():
+                assert name in suite.contracts, (
+                    f"{suite.__name__}: run python docs/scoreboard.py --record {backend}."
+                )
+                assert outcome != "failed", f"{suite.__name__}: {name}"
 
 
-def test_a_resume_that_no_setting_tests_is_not_called_kept(scoreboard):
-    (contract,) = (made for made in TrainEngineSuite.contracts.values() if made.follow)
-    name = contract.name.removeprefix("test_")
-    assert cell(scoreboard, name, Whole) == "yes"
-    assert cell(scoreboard, name, Whole, Part) == "1 of 2 settings: elsewhere not tested"
-    assert cell(scoreboard, name, Part) == "no: not tested"
+@pytest.mark.slow  # it asks for `make scoreboard`, half an hour; until then the page says `not run`
+def test_every_class_of_the_kit_has_a_recorded_run(scoreboard):
+    record = scoreboard.read(scoreboard.RECORD)
+    missing = [
+        f"{backend} {suite.__name__}"
+        for backend in scoreboard.SUITES
+        for suite in scoreboard.suites_of(backend)
+        if not (run := scoreboard.run_of(suite, record)) or run["contracts"].keys() != suite.contracts.keys()
+    ]
+    assert not missing, (
+        f"No run of {', '.join(missing)} as they are now. Run python docs/scoreboard.py --record."
+    )
 
 
-def test_a_capability_that_is_not_declared_is_not_there_yet(scoreboard):
-    contract = SimpleNamespace(name="test_x", capability="teleport", follow=None)
-    assert scoreboard.cell(contract, "torch", [Whole]) == "not yet: `teleport`"
+def test_a_contract_that_a_setting_does_not_keep_is_told_with_its_reason(scoreboard, record):
+    assert scoreboard.cell(EXPORT, [Whole, Part], record({Whole: {}, Part: {}})) == "passes"
+    found = record({Whole: {}, Part: {EXPORT: reason_of(Part, EXPORT)}})
+    assert scoreboard.cell(EXPORT, [Whole, Part], found) == "1 passes; 2 cannot: it has no folder"
+    assert scoreboard.cell(EXPORT, [Part], found) == "cannot: it has no folder"
+    failed = record({Whole: {EXPORT: "failed"}, Part: {}})
+    assert scoreboard.cell(EXPORT, [Whole, Part], failed) == "1 **fails**; 2 passes"
+
+
+def test_what_was_not_tested_or_not_run_is_not_called_kept(scoreboard, record):
+    found = record({Whole: {}, Part: {MOVES: reason_of(Part, MOVES)}})
+    assert scoreboard.cell(MOVES, [Whole, Part], found) == "1 passes; 2 not tested"
+    assert scoreboard.cell(EXPORT, [Whole, Part], record({Part: {}})) == "1 not run; 2 passes"
+    (entry,) = (other := record({Whole: {}})).values()
+    entry["options"] = {"param_dtype": "bf16"}
+    assert scoreboard.cell(EXPORT, [Whole], other) == "not run", "a run with other settings"
+
+
+def test_a_capability_that_is_not_declared_is_not_there_yet(scoreboard, record):
+    found = record({Whole: {LENT: reason_of(Whole, LENT)}})
+    assert scoreboard.cell(LENT, [Whole], found) == "not yet: `generation_module`"

@@ -58,6 +58,5 @@ class TestExperts(Megatron):
 @pytest.mark.slow
 class TestExpertsAndTensorParallel(Megatron):
     world_size = 4
-    resumes_on = (2,)
     options = {"ep": 2, "tp": 2, "sequence_parallel": True}
     model = EXPERTS
