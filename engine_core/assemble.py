@@ -113,6 +113,7 @@ def check_complete(
     spec: Any = plugins.spec("trainers", config.trainer)
     reads = spec.sections or type(config).model_fields
     missing = [*_lora_problems(config, plugins, reads), *frozen_role_problems(config, reads)]
+    missing += _frozen_problems(config, plugins, reads)
     if "rollout" in reads and config.rollout.weights == "shared":
         missing += _sharing_problems(config, plugins)
     if not config.model.path and "model" not in live and "model" in reads:
@@ -184,6 +185,19 @@ def peft_missing(role: str) -> str | None:
         f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-core-rl[lora]', "
         "or take the table out to train the whole model."
     )
+
+
+def _frozen_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
+    """Roles whose weights change, with a backend for weights that never do."""
+    for role in (role for role in ("actor", "critic", "ref", "rollout") if role in reads):
+        table = getattr(config, role)
+        kind = "rollout_engines" if role == "rollout" else "train_engines"
+        found: Any = None if table is None else plugins.find(kind, table.backend)
+        if getattr(found, "frozen_only", False):
+            yield (
+                f"{role}.backend: '{table.backend}' runs models that are never trained, those of a teacher and of rewards. "
+                f"Choose another {found.noun} for [{role}] (engine plugins)."
+            )
 
 
 def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:

@@ -79,11 +79,18 @@ class TrainBackend(Spec):
 
     Each capability must be implemented by the class (a method that is not the base's):
     see ``engine_core.plugins.TRAIN_CAPABILITIES``.
+
+    Args:
+        frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
+            name it. ``load`` is then best a subclass of ``engine_core.engines.frozen.FrozenEngine``.
+        elsewhere: the model is held by somebody else: of its folder only config and tokenizer are read here.
     """
 
     kind = "train_engines"
     noun = "train engine"
     capabilities: frozenset[str] = frozenset()
+    frozen_only: bool = False
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +98,15 @@ class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.engines.base.RolloutEngine``.
 
     For capabilities see ``engine_core.plugins.ROLLOUT_CAPABILITIES``.
+
+    Args:
+        frozen_only: its weights cannot be replaced: it samples for a judge alone.
     """
 
     kind = "rollout_engines"
     noun = "rollout engine"
     capabilities: frozenset[str] = frozenset()
+    frozen_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_core.data import load_tokenizer, tokens_differ
 from engine_core.engines.model_loading import load_hf_config
@@ -20,9 +20,10 @@ def check_teacher(run: TrainingRun) -> None:
     """Refuse a teacher that reads other tokens than the student.
 
     Raises:
-        ConfigError: an id means another token to it.
+        ConfigError: an id means another token to it; its backend does not give log-probs at the run's temperature.
         DataError: no tokenizer loads from its folder.
     """
+    _check_temperature(run)
     theirs = load_tokenizer(_teacher_model(run), table="teacher")
     if why := tokens_differ(run.tokenizer, theirs):
         raise ConfigError(
@@ -31,6 +32,21 @@ def check_teacher(run: TrainingRun) -> None:
         )
     if theirs.chat_template != run.tokenizer.chat_template:
         log.info("The teacher has another chat template; it is shown the student's.")
+
+
+def _check_temperature(run: TrainingRun) -> None:
+    """A backend that only scores knows probabilities, from which those at another temperature do not follow."""
+    config = run.config
+    backend = config.role("teacher").backend
+    own: float | None = getattr(config.options, "temperature", None)
+    key = "rollout.temperature" if own is None else f"{config.trainer}.temperature"
+    temperature = config.rollout.temperature if own is None else own
+    spec: Any = run.plugins.spec("train_engines", backend)
+    if spec.frozen_only and temperature != 1.0:
+        raise ConfigError(
+            f"{key}: teacher.backend = '{backend}' tells log-probs at temperature 1, and this is {temperature:g}. Set it to "
+            "1, or take another train engine for the teacher."
+        )
 
 
 def common_vocabulary(run: TrainingRun) -> int:

@@ -8,7 +8,7 @@
 A score is a finite number, or null where the reward does not apply; ``"errors": {"3": "why"}`` names
 samples that the server could not score. Each request has a time limit, and is tried again when it
 failed for a reason that may pass. What a batch failed of, its samples fail of; other batches count.
-With ``[reward.http.chat]`` a language model is asked instead: ``http_chat``. Which addresses it may go to: ``http_address``; the connection: ``http_connection``.
+With ``[reward.http.chat]`` a language model is asked instead: ``http_chat``. Addresses, connections and tries: ``engine_core.http_client``.
 """
 
 from __future__ import annotations
@@ -16,27 +16,19 @@ from __future__ import annotations
 import ipaddress
 import json
 import math
-import os
-import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import Parameter, Signature
 from typing import Any
 
-import urllib3
-from urllib3.util.retry import Retry
-
 from engine_core.errors import ConfigError
-from engine_plugin_rewards.http_address import AddressRefused
+from engine_core.http_client.addresses import AddressRefused
+from engine_core.http_client.asking import Asker, NoAnswer, Pace, secret_parts
+from engine_core.http_client.connections import Connections
 from engine_plugin_rewards.http_chat import Chat, ChatOptions, mean_vote
-from engine_plugin_rewards.http_connection import Connections, Passing
 
 SHARE_OF_TIMEOUT = 0.9  # of the time that a call may take; the rest is for the way back
-LONGEST_BACKOFF = 8.0
-SHOWN = 160  # characters of a response in a message
-PASSING = {429, *range(500, 600)}  # statuses that another try may change
 
 Score = float | None | Exception
 
@@ -66,13 +58,13 @@ def make_http(
     Raises:
         ConfigError: a variable with a secret is not set, or holds what is none; the address is one that was not named.
     """
-    headers, secrets = secret_parts(token_env, secret_headers or {})
+    headers, secrets = secret_parts(token_env, secret_headers or {}, "reward.http")
     connections_to = Connections(url, [ipaddress.ip_network(each) for each in allow_addresses])
     try:
         connections_to.check()
     except AddressRefused as error:
         raise ConfigError(f"[reward.http] url: {error}") from None
-    scorer = Scorer(
+    asker = Asker(
         connections_to,
         headers,
         secrets,
@@ -82,6 +74,7 @@ def make_http(
         max_response_kb * 1024,
         Pace(requests_per_second),
     )
+    scorer = Scorer(asker)
     judge = None if chat is None else Chat(chat)
     if judge is not None:
         columns, batch_size = judge.columns, 1
@@ -110,91 +103,15 @@ def make_http(
     return http
 
 
-def secret_parts(
-    token_env: str | None, secret_headers: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """The headers whose values come from the environment, and the values.
-
-    Args:
-        token_env: variable of the token.
-        secret_headers: variable of each further header.
-    """
-    headers, secrets = {}, []
-    if token_env is not None:
-        secrets.append(_secret("token_env", token_env))
-        headers["Authorization"] = f"Bearer {secrets[-1]}"
-    for name, variable in secret_headers.items():
-        secrets.append(_secret(f"secret_headers.{name}", variable))
-        headers[name] = secrets[-1]
-    return headers, secrets
-
-
-def _secret(key: str, variable: str) -> str:
-    value = os.environ.get(variable)
-    if not value:
-        raise ConfigError(f"[reward.http] {key}: ${variable} is not set. Put the server's token there.")
-    if not (value.isascii() and value.isprintable() and " " not in value):
-        raise ConfigError(f"[reward.http] {key}: ${variable} holds spaces or characters that no token has.")
-    return value
-
-
-class Pace:
-    """At most so many requests a second, evenly; used by several threads.
-
-    Args:
-        rate: requests a second; None: as they come.
-    """
-
-    def __init__(self, rate: float | None) -> None:
-        self.gap = 0.0 if rate is None else 1.0 / rate
-        self.next, self.lock = 0.0, threading.Lock()
-
-    def wait(self, deadline: float) -> bool:
-        """Wait for a place; False, at once and without taking one, where it lies after the deadline."""
-        with self.lock:
-            place = max(self.next, time.monotonic())
-            if place >= deadline:
-                return False
-            self.next = place + self.gap
-        time.sleep(max(0.0, place - time.monotonic()))
-        return True
-
-
 class Scorer:
     """Posts batches to one server; used by several threads.
 
     Args:
-        connections: to the server.
-        headers: sent with every request, with ``secrets`` in them, which are never written down.
-        secrets: what no message shows.
-        try_seconds: for one try.
-        retries: further tries.
-        backoff_seconds: before the second try.
-        max_bytes: longest response.
-        pace: of all requests.
+        asker: of the server.
     """
 
-    def __init__(
-        self,
-        connections: Connections,
-        headers: Mapping[str, str],
-        secrets: Sequence[str],
-        try_seconds: float,
-        retries: int,
-        backoff_seconds: float,
-        max_bytes: int,
-        pace: Pace,
-    ) -> None:
-        self.connections, self.secrets, self.try_seconds = connections, secrets, try_seconds
-        self.retries, self.backoff_seconds, self.max_bytes = retries, backoff_seconds, max_bytes
-        self.pace = pace
-        self.headers = {
-            "Content-Type": "application/json",
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",  # and what is packed all the same is never unpacked
-            **headers,
-        }
-        self.random = random.Random()  # not the run's: a pause must not change what is drawn elsewhere
+    def __init__(self, asker: Asker) -> None:
+        self.asker = asker
 
     def scores(
         self, batch: Mapping[str, Sequence[Any]], deadline: float, judge: Chat | None = None
@@ -215,62 +132,24 @@ class Scorer:
         try:
             answer = self._answer(json.dumps(asked).encode(), deadline)
             return (
-                read_scores(answer, count, self._shown) if judge is None else [self._verdict(judge, answer)]
+                read_scores(answer, count, self.asker.shown)
+                if judge is None
+                else [self._verdict(judge, answer)]
             )
         except (ScorerError, TimeoutError) as error:
             return [error] * count
 
-    def _verdict(self, judge: Chat, answer: bytes) -> float:
+    def _answer(self, body: bytes, deadline: float) -> bytes:
         try:
-            return judge.read(answer, self._shown)
-        except ValueError as error:
+            return self.asker.answer(body, deadline)
+        except NoAnswer as error:
             raise ScorerError(str(error)) from None
 
-    def _shown(self, text: bytes | str, last: bool = False) -> str:
-        """The beginning or the end of a text for a message; servers quote what they were sent, so secrets go before it is cut."""
-        whole = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        for secret in self.secrets:
-            whole = whole.replace(secret, "[redacted]")
-        return whole[-SHOWN:] if last else whole[:SHOWN]
-
-    def _answer(self, body: bytes, deadline: float) -> bytes:
-        """The body of a response with status 200.
-
-        Raises:
-            TimeoutError: there was none before the deadline.
-            ScorerError: there was another response, or none after all tries.
-        """
-        for number in range(self.retries + 1):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            if not self.pace.wait(deadline):
-                raise TimeoutError("requests_per_second leaves no time for a try")
-            try:
-                return self._try(body, min(self.try_seconds, deadline - time.monotonic()))
-            except AddressRefused as error:
-                raise ScorerError(str(error)) from None
-            except Passing as failed:
-                last = failed
-            if number == self.retries:
-                raise ScorerError(f"{last} (try {number + 1} of {self.retries + 1})")
-            backoff = min(self.backoff_seconds * 2**number, LONGEST_BACKOFF) * self.random.uniform(0.5, 1.5)
-            pause = backoff if last.wait is None else last.wait
-            if time.monotonic() + pause >= deadline:
-                raise TimeoutError(f"{last} (try {number + 1}), and no time is left for another")
-            time.sleep(pause)
-        raise TimeoutError("no time was left for a try")
-
-    def _try(self, body: bytes, seconds: float) -> bytes:
-        response, answer = self.connections.post(body, self.headers, seconds, self.max_bytes)
-        status = response.status
-        if answer is None:
-            raise ScorerError(f"the response is longer than {self.max_bytes // 1024} KB (max_response_kb)")
-        if status in PASSING:
-            raise Passing(f"status {status}: {self._shown(answer)!r}", _pause_asked_for(response))
-        if status != 200:
-            raise ScorerError(f"status {status}: {self._shown(answer)!r}")
-        return answer
+    def _verdict(self, judge: Chat, answer: bytes) -> float:
+        try:
+            return judge.read(answer, self.asker.shown)
+        except ValueError as error:
+            raise ScorerError(str(error)) from None
 
 
 def read_scores(body: bytes, count: int, shown: Callable[[bytes | str], str]) -> list[Score]:
@@ -318,11 +197,3 @@ def _number(score: Any, position: int, shown: Callable[[bytes | str], str]) -> S
         if math.isfinite(value)
         else ScorerError(f"score {position} of the response is {value}, not finite")
     )
-
-
-def _pause_asked_for(response: Any) -> float | None:
-    """Seconds of its ``Retry-After``; None where it has none, or one that is neither a number nor a date."""
-    try:
-        return Retry().get_retry_after(response)
-    except urllib3.exceptions.InvalidHeader:
-        return None

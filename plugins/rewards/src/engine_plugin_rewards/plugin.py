@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
-from engine_core.redaction import names_secret
+from engine_core.http_client.options import ServerOptions, says_it_is_secret
 from engine_core.specs import CodeLanguage, Options, Reward
 from engine_plugin_rewards.code_options import CodeOptions
-from engine_plugin_rewards.http_address import AddressRefused, check_address, literal
 from engine_plugin_rewards.http_chat import ChatOptions  # noqa: TC001 (pydantic reads it)
 
 OWN_HEADERS = frozenset(
@@ -91,19 +88,15 @@ class LengthOptions(Options):
         return self
 
 
-class HTTPOptions(Options):
+class HTTPOptions(ServerOptions):
     """``[reward.http]``: the scores that a server gives, such as ``engine serve-reward``."""
 
     url: str
     """Where samples are posted: ``http://`` or ``https://``, a host, a path."""
     columns: list[str] = []
     """What is sent besides prompts and completions: columns of the data such as ``answer``, or arguments of a reward such as ``response_lengths``."""
-    token_env: str | None = None
-    """Environment variable with the server's token, sent as ``Authorization: Bearer``. Its name must say that it is one: a word of it TOKEN, KEY or SECRET."""
     secret_headers: dict[str, str] = {}
     """Further headers, such as ``{ "X-Api-Key" = "JUDGE_KEY" }``: the environment variable of each value, named as in ``token_env``."""
-    allow_addresses: list[str] = []
-    """Addresses and networks, such as ``"10.1.0.0/16"``, that the server may have besides public ones, and loopback if ``url`` says so. A cloud's metadata service must be named alone."""
     chat: ChatOptions | None = None
     """Its table makes the server a language model that is asked about each response."""
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -114,38 +107,8 @@ class HTTPOptions(Options):
     """Most requests of one worker in a second, tries counted, at even distances."""
     try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Time for one try. All tries together have nine tenths of `timeout_seconds` of the ``[[reward]]``."""
-    retries: Annotated[int, Field(ge=0)] = 4
-    """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""
-    backoff_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.25
-    """Pause before the second try, doubled before each further one, give or take a half; a server's ``Retry-After`` wins."""
     max_response_kb: Annotated[int, Field(ge=1)] = 1024
     """A longer response is refused unread."""
-
-    @field_validator("url")
-    @classmethod
-    def _an_address(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("expected http://HOST:PORT/PATH or https://HOST/PATH.")
-        secret = any(names_secret(name) for name, _ in parse_qsl(parts.query))
-        if secret or parts.username is not None or parts.password is not None:
-            raise ValueError("a name, password or token in the address would be written down; set token_env.")
-        if not (url.isascii() and url.isprintable()) or set(url) & set(" \\@"):
-            raise ValueError(
-                "spaces, backslashes, @ and what is not ASCII are read differently by different programs."
-            )
-        _ = parts.port  # refuses one that is no number
-        return url
-
-    @field_validator("allow_addresses")
-    @classmethod
-    def _networks(cls, networks: list[str]) -> list[str]:
-        for network in networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as exc:
-                raise ValueError(f'{exc}. Expected such as "10.1.2.3" or "10.1.0.0/16".') from exc
-        return networks
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
@@ -153,16 +116,6 @@ class HTTPOptions(Options):
             raise ValueError(
                 "columns are sent to a server of scores; the prompt of chat names its columns itself."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _may_go_there(self) -> Self:
-        host = urlsplit(self.url).hostname or ""
-        if literal(host) is not None:  # a name is looked up when the run starts
-            try:
-                check_address(host, host, [ipaddress.ip_network(each) for each in self.allow_addresses])
-            except AddressRefused as refused:
-                raise ValueError(str(refused)) from None
         return self
 
     @field_validator("columns")
@@ -175,28 +128,14 @@ class HTTPOptions(Options):
                 )
         return columns
 
-    @field_validator("token_env")
-    @classmethod
-    def _kept_secret(cls, variable: str | None) -> str | None:
-        if variable is not None:
-            _says_it_is_secret(variable)
-        return variable
-
     @field_validator("secret_headers")
     @classmethod
     def _headers(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, variable in headers.items():
             if not re.fullmatch(r"[A-Za-z0-9-]+", name) or name.lower() in OWN_HEADERS:
                 raise ValueError(f"'{name}' is no header that can be set here.")
-            _says_it_is_secret(variable)
+            says_it_is_secret(variable)
         return headers
-
-
-def _says_it_is_secret(variable: str) -> None:
-    if not names_secret(variable):
-        raise ValueError(
-            f"the value of ${variable} would not be kept out of logs. Name it so that it says what it is: SCORER_TOKEN."
-        )
 
 
 class PythonOptions(Options):

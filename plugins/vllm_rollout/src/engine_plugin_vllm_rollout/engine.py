@@ -38,7 +38,7 @@ HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # while vLLM works 
 
 
 @contextlib.contextmanager
-def _whole() -> Iterator[None]:
+def whole() -> Iterator[None]:
     """Holds back signals to this thread, of which some raise: a step of vLLM that is cut in two breaks its engine."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -162,7 +162,7 @@ class VLLMRolloutEngine(RolloutEngine):
             )
         before = len(self._done)
         for _ in range(steps):
-            with _whole():
+            with whole():
                 for output in self._llm.step():
                     running = self._running.pop(output.request_id)
                     self._done.append(rollout_of(running, output.outputs[0], self.version, self._decode))  # type: ignore[union-attr]

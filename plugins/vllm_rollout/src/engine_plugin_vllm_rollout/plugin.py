@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from engine_core import hookimpl
-from engine_core.specs import Options, RolloutBackend
+from engine_core.specs import Options, RolloutBackend, TrainBackend
 from engine_plugin_vllm_rollout import installed
 
 OURS = {
@@ -37,8 +37,8 @@ FIXED = {
 """Options of vLLM that this plugin sets, and why."""
 
 
-class VLLMOptions(Options):
-    """``[rollout.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``) under vLLM's own name."""
+class EngineOptions(Options):
+    """What every engine of vLLM has: the keys below, and every option of it (``EngineArgs``) under vLLM's own name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -56,10 +56,6 @@ class VLLMOptions(Options):
     """A prompt that several requests share (a group) is read once."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Processes over which the model is cut, in which vLLM's own executor runs it; must divide the number of heads. Experimental on GPUs."""
-    sleep_level: Literal[0, 1, 2] = 1
-    """What ``trade_memory`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
-    weight_update: Literal["auto", "direct", "layerwise"] = "auto"
-    """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer anew, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
 
     @model_validator(mode="after")
     def _known_to_vllm(self) -> Self:
@@ -80,6 +76,31 @@ class VLLMOptions(Options):
     def passed_on(self) -> dict[str, Any]:
         """The options of vLLM that are no key of ours."""
         return dict(self.model_extra or {})
+
+
+class VLLMOptions(EngineOptions):
+    """``[rollout.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``) under vLLM's own name."""
+
+    sleep_level: Literal[0, 1, 2] = 1
+    """What ``trade_memory`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
+    weight_update: Literal["auto", "direct", "layerwise"] = "auto"
+    """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer anew, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
+
+
+class FrozenOptions(EngineOptions):
+    """``[teacher.vllm]``, ``[reward.model.vllm]``, ``[reward.verdict.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``)."""
+
+    sleep_level: Literal[0, 1] = 1
+    """What ``trade_memory`` gives back while others work. 0: nothing. 1: the KV cache, and the weights to the host."""
+
+
+@hookimpl
+def engine_train_engines() -> Mapping[str, TrainBackend]:
+    return {
+        "vllm": TrainBackend(
+            load="engine_plugin_vllm_rollout.frozen:VLLMFrozenEngine", config=FrozenOptions, frozen_only=True
+        )
+    }
 
 
 @hookimpl

@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from engine_plugin_vllm_rollout.plugin import VLLMOptions
+    from engine_plugin_vllm_rollout.plugin import EngineOptions
 
-KEY = "rollout.vllm"
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU, where a share of the memory would be most of the machine
 CPU_HEAD = 32  # values of a head, at least
 CPU_TOKENS = 8192  # read in one step at most
@@ -32,50 +31,50 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
     (
         r"Free memory on device|Available memory on node|less than desired",
         EnvironmentProblem,
-        f"Less memory is free than {KEY}.gpu_memory_utilization asks for. Lower it: the trainer's share does not count in it.",
+        "Less memory is free than {key}.gpu_memory_utilization asks for. Lower it: the trainer's share does not count in it.",
     ),
     (
         r"No available memory for the cache blocks|KV cache is needed|larger than the available KV cache memory"
         r"|larger than the maximum number of tokens that can be stored",
         ConfigError,
-        f"There is no room for the KV cache of one sequence. Raise {KEY}.gpu_memory_utilization (on a CPU "
-        f"{KEY}.kv_cache_memory_bytes), or lower {KEY}.max_model_len to prompt and response together.",
+        "There is no room for the KV cache of one sequence. Raise {key}.gpu_memory_utilization (on a CPU "
+        "{key}.kv_cache_memory_bytes), or lower {key}.max_model_len to prompt and response together.",
     ),
     (
         r"max_model_len .*is greater than the derived",
         ConfigError,
-        f"{KEY}.max_model_len is more than the model can hold. Lower it, or leave it out.",
+        "{key}.max_model_len is more than the model can hold. Lower it, or leave it out.",
     ),
     (
         r"[Mm]odel architectures?\b.*not supported|not supported for now|[Nn]o vLLM implementation|does not recognize this architecture",
         ConfigError,
-        'vLLM does not know this model. Use another rollout.backend, such as "hf".',
+        'vLLM does not know this model. Use another {table}.backend, such as "{name}".',
     ),
     (
         r"head.?size|[Nn]o valid attention backend|not supported by any attention",
         ConfigError,
-        f'vLLM has no attention for this model on this device. Choose one by {KEY}.attention_backend, another {KEY}.dtype, or rollout.backend = "hf".',
+        'vLLM has no attention for this model on this device. Choose one by {key}.attention_backend, another {key}.dtype, or {table}.backend = "{name}".',
     ),
     (
         r"must be divisible by tensor parallel size|World size .* is larger than the number of available GPUs",
         ConfigError,
-        f"The model cannot be cut into {KEY}.tensor_parallel_size parts here: it must divide the number of heads, and each part "
+        "The model cannot be cut into {key}.tensor_parallel_size parts here: it must divide the number of heads, and each part "
         "needs a GPU that the sampler's process sees (with [rollout.process] that is one).",
     ),
     (
         r"out of memory|OutOfMemory|CUDA error: out of memory",
         EnvironmentProblem,
-        f"The memory ran out. Lower {KEY}.gpu_memory_utilization, {KEY}.max_num_seqs or {KEY}.max_num_batched_tokens.",
+        "The memory ran out. Lower {key}.gpu_memory_utilization, {key}.max_num_seqs or {key}.max_num_batched_tokens.",
     ),
     (
         r"one instance per process",
         ConfigError,
-        f"Two engines of vLLM in one process cannot both sleep. Set {KEY}.sleep_level = 0 for one of them.",
+        "Two engines of vLLM in one process cannot both sleep. Set {key}.sleep_level = 0 for one of them.",
     ),
     (
         r"expandable_segments",
         EnvironmentProblem,
-        f"vLLM's sleep mode and expandable segments exclude each other: unset PYTORCH_CUDA_ALLOC_CONF, or set {KEY}.sleep_level = 0.",
+        "vLLM's sleep mode and expandable segments exclude each other: unset PYTORCH_CUDA_ALLOC_CONF, or set {key}.sleep_level = 0.",
     ),
     (
         r"vllm\._C|undefined symbol|cannot open shared object",
@@ -88,7 +87,7 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
         "vLLM wants to compile a kernel and cannot. Set VLLM_USE_FLASHINFER_SAMPLER=0, or install flashinfer and a CUDA compiler.",
     ),
 )
-"""What vLLM says, the sort of error, and what to do."""
+"""What vLLM says, the sort of error, and what to do; ``{key}`` is the table of its options."""
 
 
 @dataclass(frozen=True)
@@ -116,31 +115,35 @@ def prepare_environment() -> None:
 
 def start(
     model: Path | str,
-    tokenizer: Path,
-    options: VLLMOptions,
+    tokenizer: Path | str,
+    options: EngineOptions,
     place: Place,
     *,
     load_weights: bool,
     override: dict[str, Any],
     trust_remote_code: bool,
+    more: Mapping[str, Any] | None = None,
+    key: str = "rollout.vllm",
 ) -> LLMEngine:
     """vLLM's engine in this process, ready to sample.
 
     Args:
         model: folder or hub name.
         tokenizer: folder.
-        options: ``[rollout.vllm]``.
+        options: of vLLM.
         place: device and seed.
         load_weights: False leaves them random: the first update brings them.
         override: changes to the model's config.
         trust_remote_code: as in ``[model]``.
+        more: options of vLLM that this use of it sets.
+        key: the table of its options, for messages.
 
     Raises:
         ConfigError, EnvironmentProblem: vLLM does not start; the key to change is named. What it says that
             this plugin does not know is raised as it is.
     """
     prepare_environment()
-    with _translated(model), _undisturbed():
+    with _translated(model, key), _undisturbed():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
@@ -151,6 +154,7 @@ def start(
             "load_format": "auto" if load_weights else "dummy",
             "hf_overrides": override,
             "trust_remote_code": trust_remote_code,
+            **(more or {}),
         }
         config = EngineArgs(**(arguments | options.passed_on())).create_engine_config()
         return LLMEngine(
@@ -161,19 +165,25 @@ def start(
         )
 
 
-def architecture(config: PretrainedConfig) -> dict[str, Any]:
+def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str, Any]:
     """The class of a causal model, for a config that names none: vLLM would take the model for one of embeddings.
+
+    Args:
+        config: of the model.
+        classifies: it is a sequence classifier instead.
 
     Returns:
         What to override; nothing where the config names its class, or transformers knows none of its type.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    name = None if config.architectures else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    kind = "SEQUENCE_CLASSIFICATION" if classifies else "CAUSAL_LM"
+    names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
+    name = None if config.architectures else names.get(config.model_type)
     return {"architectures": [name]} if name else {}
 
 
-def check_heads(config: PretrainedConfig, device: torch.device) -> None:
+def check_heads(config: PretrainedConfig, device: torch.device, key: str = "rollout.vllm") -> None:
     """vLLM's CPU kernels find out that heads are too small for them only when the first prompt is read.
 
     Raises:
@@ -182,13 +192,20 @@ def check_heads(config: PretrainedConfig, device: torch.device) -> None:
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else CPU_HEAD)
     if device.type == "cpu" and size < CPU_HEAD:
+        table, name = _instead(key)
         raise ConfigError(
-            f"rollout.backend = 'vllm': the model's heads have {size} values, and on a CPU vLLM has attention for "
-            f'{CPU_HEAD} and more. Use rollout.backend = "hf".'
+            f"{table}.backend = 'vllm': the model's heads have {size} values, and on a CPU vLLM has "
+            f'attention for {CPU_HEAD} and more. Use {table}.backend = "{name}".'
         )
 
 
-def _arguments(options: VLLMOptions, place: Place) -> dict[str, Any]:
+def _instead(key: str) -> tuple[str, str]:
+    """The table that chose vLLM, whose options are ``key``, and a backend that it may choose instead."""
+    table = key.removesuffix(".vllm")
+    return table, "hf" if table in ("rollout", "reward.judge") else "torch"
+
+
+def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     made: dict[str, Any] = {
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
@@ -236,20 +253,24 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated(model: Path | str) -> Iterator[None]:
+def _translated(model: Path | str, key: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, ImportError, AssertionError, NotImplementedError, OSError) as error:
-        if (meant := meaning(error, str(model))) is None:
+        if (meant := meaning(error, str(model), key)) is None:
             raise
         raise meant from error
 
 
-def meaning(error: BaseException, model: str) -> ConfigError | EnvironmentProblem | None:
+def meaning(
+    error: BaseException, model: str, key: str = "rollout.vllm"
+) -> ConfigError | EnvironmentProblem | None:
     """A start-up error of vLLM in the words of a run file; None where it is not known."""
     text = f"{type(error).__name__}: {error}"
     for pattern, kind, advice in MEANINGS:
         if re.search(pattern, text):
+            table, name = _instead(key)
+            advice = advice.format(key=key, table=table, name=name)
             return kind(f"vLLM does not start with model '{model}'. {advice} vLLM says: {_said(str(error))}")
     return None
 

@@ -14,7 +14,7 @@ from typing import Any
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from engine_plugin_rewards.http_address import Network, check_address, literal, look_up
+from engine_core.http_client.addresses import Network, check_address, literal, look_up
 
 CHUNK_BYTES = 65536
 MOST_ADDRESSES = 4  # of a name, that are tried
@@ -60,16 +60,22 @@ class Connections:
         with contextlib.suppress(OSError):
             look_up(self.host, self.port, self.allowed)
 
-    def post(
-        self, body: bytes, headers: Mapping[str, str], seconds: float, most: int
+    def exchange(
+        self,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        seconds: float,
+        most: int,
+        path: str | None = None,
     ) -> tuple[Any, bytes | None]:
         """The response, whatever its status, and its body as it came; None for one of more than ``most`` bytes.
 
         Args:
-            body: to post.
+            body: to post; None: the address is read (GET).
             headers: to send.
             seconds: for everything, from looking the name up to the last byte.
             most: bytes of the body.
+            path: instead of that of ``url``.
 
         Raises:
             Passing: there is none, or it broke off.
@@ -80,7 +86,7 @@ class Connections:
         whole, ended = False, threading.Event()
         try:
             with _cut_off(connection.sock, max(until - time.monotonic(), 0.0), ended):
-                response, answer = self._exchange(connection, body, headers, until, most)
+                response, answer = self._sent(connection, (body, path or self.path), headers, until, most)
                 whole = answer is not None
         except _FAULTS as error:
             if ended.is_set() or _late(error):
@@ -93,13 +99,19 @@ class Connections:
             raise Passing(f"no whole answer within {seconds:.3g} s")
         return response, answer
 
-    def _exchange(
-        self, connection: HTTPConnection, body: bytes, headers: Mapping[str, str], until: float, most: int
+    def _sent(
+        self,
+        connection: HTTPConnection,
+        asked: tuple[bytes | None, str],
+        headers: Mapping[str, str],
+        until: float,
+        most: int,
     ) -> tuple[Any, bytes | None]:
+        body, path = asked
         connection.timeout = max(until - time.monotonic(), 0.001)
         connection.request(
-            "POST",
-            self.path,
+            "GET" if body is None else "POST",
+            path,
             body=body,
             headers={"Host": self.named, **headers},
             preload_content=False,

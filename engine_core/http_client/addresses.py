@@ -1,4 +1,4 @@
-"""Which addresses the reward ``http`` may connect to.
+"""Which addresses a server of a run file may have.
 
 A name is looked up once for each connection, what comes back is judged, and the connection goes to exactly that: a name server that
 gives a harmless address first and 169.254.169.254 second (DNS rebinding) finds no second question. Public addresses are
@@ -34,7 +34,7 @@ _COMPATIBLE = ipaddress.IPv6Network("::/96")
 
 
 class AddressRefused(Exception):
-    """The server's name leads to where this reward may not go; the message says what to write."""
+    """The server's name leads to where a run may not go; the message says what to write."""
 
 
 def literal(host: str) -> Address | None:
@@ -69,7 +69,7 @@ def check_address(host: str, found: str, allowed: Sequence[Network]) -> None:
         kind = "a cloud's metadata service" if address in METADATA else "not a public address"
         raise AddressRefused(
             f"'{host}' leads to {found}, which is {kind}. If that is meant: "
-            f'[reward.http] allow_addresses = ["{address}"].'
+            f'allow_addresses = ["{address}"].'
         )
 
 
