@@ -110,7 +110,7 @@ class DataParallelState(DataParallel):
         """
         self._saver.wait()
         parts, scalars = self._copied()
-        own = {"random": self._random or state.random_state(self.device)}
+        own = {"random": self._random_now()}
         rank, size = self.ranks.rank, self.ranks.size
         return self._saver.write(folder, rank, size, parts, own, {**scalars, **self.ranks.described})
 

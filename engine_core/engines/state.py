@@ -6,7 +6,7 @@ import base64
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def optimizer_state(
     plain: dict[str, Any] = {"groups": [], "values": {}}
     for group in optimizer.param_groups:
         members = [names[id(parameter)] for parameter in group["params"]]
-        plain["groups"].append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
+        plain["groups"].append(named_group(group, members))
         for name, parameter in zip(members, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -118,6 +118,26 @@ def optimizer_state(
                 else:
                     plain["values"][f"{name}/{key}"] = value
     return tensors, plain
+
+
+def named_group(group: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
+    """A group of an optimizer as a checkpoint holds it: its settings, and names in the place of parameters."""
+    return {**{key: value for key, value in group.items() if key != "params"}, "params": list(members)}
+
+
+def check_members(here: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> None:
+    """That an optimizer is over the parameters, by group, that the checkpoint's was over.
+
+    Raises:
+        DataError: it is over others.
+    """
+    if [list(group) for group in here] == [list(group) for group in saved]:
+        return
+    changed = sorted({n for g in here for n in g} ^ {n for g in saved for n in g})
+    raise DataError(
+        "The checkpoint's optimizer is over other parameters than this one's: "
+        f"{', '.join(changed[:5]) or 'the groups differ'}. Is it a checkpoint of another model?"
+    )
 
 
 def load_optimizer_state(
@@ -134,12 +154,7 @@ def load_optimizer_state(
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     saved = [group["params"] for group in plain["groups"]]
-    if here != saved:
-        changed = sorted({n for g in here for n in g} ^ {n for g in saved for n in g})
-        raise DataError(
-            "The checkpoint's optimizer is over other parameters than this one's: "
-            f"{', '.join(changed[:5]) or 'the groups differ'}. Is it a checkpoint of another model?"
-        )
+    check_members(here, saved)
     numbers = {name: index for index, name in enumerate(n for group in here for n in group)}
     state: dict[int, dict[str, Any]] = {}
     for path, value in {**tensors, **plain["values"]}.items():

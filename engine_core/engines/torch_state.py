@@ -57,18 +57,26 @@ class TorchState(TorchBuild):
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """What a checkpoint holds: tensors (not copies) by the file's name and their own, and plain values."""
-        tensors = {"weights": self._saved_weights()}
+        tensors, scalars = {"weights": self._saved_weights()}, self._scalars()
+        scalars["random"] = self._random_now()
+        if self.optimizer is not None:
+            tensors["optimizer"], scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
+        return tensors, scalars
+
+    def _scalars(self) -> dict[str, Any]:
+        """Plain values that are the same on all ranks, without the optimizer's."""
         scalars: dict[str, Any] = {
             "format": state.FORMAT,
-            "random": self._random or state.random_state(self.device),
             "num_skipped_steps": self.num_skipped_steps,
             "base": None if self.adapter is None else self.adapter.base_identity(),
         }
-        if self.optimizer is not None:
-            tensors["optimizer"], scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
         if self.lr_scheduler is not None:
             scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
-        return tensors, scalars
+        return scalars
+
+    def _random_now(self) -> dict[str, str]:
+        """Of the last ``mark``, where there was one."""
+        return self._random or state.random_state(self.device)
 
     def _saved_weights(self) -> dict[str, Tensor]:
         """The weights that are saved: of a model with an adapter only that."""
@@ -81,6 +89,10 @@ class TorchState(TorchBuild):
             shards = Shards(folder, "optimizer")
             with state.reading(folder / state.STATE):
                 self._take_optimizer(shards, scalars["optimizer"])
+        self._take_scalars(folder, scalars)
+
+    def _take_scalars(self, folder: Path, scalars: Mapping[str, Any]) -> None:
+        """The inverse of ``_scalars``, and the random state."""
         with state.reading(folder / state.STATE):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
@@ -144,7 +156,7 @@ class TorchState(TorchBuild):
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Weights and optimizer state go to the CPU; gradients are dropped (step before)."""
-        _check_parts(keep)
+        check_parts(keep)
         parts = set(PARTS) - set(keep)
         if "gradients" in parts:
             self.module.zero_grad(set_to_none=True)
@@ -154,7 +166,7 @@ class TorchState(TorchBuild):
             torch.accelerator.empty_cache()
 
     def wake(self, only: Sequence[str] | None = None) -> None:
-        _check_parts(only or ())
+        check_parts(only or ())
         parts = self._asleep & set(PARTS if only is None else only)
         self._move(parts, self.device)
         self._asleep -= parts
@@ -186,7 +198,12 @@ class TorchState(TorchBuild):
             )
 
 
-def _check_parts(names: Iterable[str]) -> None:
+def check_parts(names: Iterable[str]) -> None:
+    """That these are parts which sleep and wake.
+
+    Raises:
+        ValueError: one is not.
+    """
     for name in names:
         if name not in PARTS:
             raise ValueError(f"Unknown part '{name}' of a train engine." + did_you_mean(name, PARTS))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine_core.engines.divisors import divisors, nearest_fit
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_plugin_deepspeed import library
 from engine_plugin_deepspeed.health import found
@@ -25,11 +26,9 @@ def check_ranks(options: DeepSpeedOptions, size: int, table: str) -> None:
     """
     asked = options.hpz_partition_size
     if size % asked:
-        fits = [n for n in range(1, size + 1) if size % n == 0]
-        near = min(fits, key=lambda n: (abs(n - asked), n))
         raise ConfigError(
             f"{table}.hpz_partition_size is {asked}, which does not divide the {size} ranks of this run. "
-            f"Set it to {near} (one of {', '.join(map(str, fits))}). Or start another number of ranks."
+            f"{nearest_fit(asked, divisors(size))} Or start another number of ranks."
         )
 
 

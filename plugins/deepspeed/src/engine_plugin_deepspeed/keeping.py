@@ -90,19 +90,13 @@ class Keeping(DataParallelState):
 
     def _scalars(self) -> dict[str, Any]:
         """Plain values of a checkpoint, as the reference engine writes them."""
-        found: dict[str, Any] = {
-            "format": state.FORMAT,
-            "num_skipped_steps": self.num_skipped_steps,
-            "base": None,
-        }
+        found = super()._scalars()
         if self.optimizer is not None:
-            groups = [
-                {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-                for group, names in zip(self.optimizer.param_groups, self._members, strict=True)
-            ]
-            found["optimizer"] = {"groups": groups, "values": self._plain_values()}
-        if self.lr_scheduler is not None:
-            found["lr_scheduler"] = self.lr_scheduler.state_dict()
+            groups = zip(self.optimizer.param_groups, self._members, strict=True)
+            found["optimizer"] = {
+                "groups": [state.named_group(group, names) for group, names in groups],
+                "values": self._plain_values(),
+            }
         scaler = self._loss_scaler
         if scaler is not None:
             found["loss_scale"] = {
@@ -144,12 +138,7 @@ class Keeping(DataParallelState):
             super()._take_optimizer(shards, saved)
             return
         members = [group["params"] for group in saved["groups"]]
-        if members != self._members:
-            changed = sorted({n for g in members for n in g} ^ {n for g in self._members for n in g})
-            raise DataError(
-                "The checkpoint's optimizer is over other parameters than this one's: "
-                f"{', '.join(changed[:5]) or 'the groups differ'}. Is it a checkpoint of another model?"
-            )
+        state.check_members(self._members, members)
         values: dict[str, _OnDemand] = {}
         for path in shards.shapes:
             name, _, key = path.rpartition("/")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.engines.weights import own_parameters
+from engine_core.engines.weights import buckets, own_parameters
 from engine_core.errors import DataError
 
 
@@ -49,7 +49,7 @@ class Partitions:
         Args:
             limit: bytes of whole tensors gathered at one time; a larger tensor is gathered alone.
         """
-        for bucket in buckets(self.own.items(), limit):
+        for bucket in buckets(self.own.items(), limit, bytes_of):
             with gathered(tensor for _, tensor in bucket):
                 copies = [
                     (name, tensor.detach().clone() if hasattr(tensor, "ds_id") else tensor.detach())
@@ -238,16 +238,6 @@ def gathered(tensors: Iterable[Tensor], changed: bool = False) -> Iterator[None]
         yield
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours that together take at most ``limit`` bytes; a larger tensor alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, tensor in tensors:
-        size = shape_of(tensor).numel() * tensor.element_size()
-        if bucket and held + size > limit:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += size
-    if bucket:
-        yield bucket
+def bytes_of(tensor: Tensor) -> int:
+    """Of the whole weight."""
+    return shape_of(tensor).numel() * tensor.element_size()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine_core.engines.base import Layout
+from engine_core.engines.divisors import divisors, nearest_fit
 from engine_core.engines.rank_group import RankGroup
 from engine_core.engines.state import random_state, set_random_state
 from engine_core.errors import ConfigError
@@ -90,14 +90,14 @@ def mesh_shape(options: FSDPOptions, size: int, role: str) -> tuple[int, int]:
         per = f" ({size} ranks, {options.tp} of which share each layer)" if options.tp > 1 else " of this run"
         raise ConfigError(
             f"{role}.fsdp.shard_group_size is {group}, which does not divide the {shards} ranks{per}. "
-            f"{nearest_fit(group, _divisors(shards))} Or start another number of ranks."
+            f"{nearest_fit(group, divisors(shards))} Or start another number of ranks."
         )
     return shards // group, group
 
 
 def _check_groups(options: FSDPOptions, size: int, role: str) -> None:
     """Refuse groups of ranks for tokens and layers that leave some over."""
-    key, fits = f"{role}.fsdp", _divisors(size)
+    key, fits = f"{role}.fsdp", divisors(size)
     for name in ("tp", "sp"):
         asked = getattr(options, name)
         if size % asked:
@@ -125,14 +125,3 @@ def _mesh(device: torch.device, replicas: int, shards: int, sharding: str, tp: i
         axes.append(("tp", tp))
     names, shape = zip(*axes, strict=True)
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
-
-
-def nearest_fit(asked: int, fits: Sequence[int]) -> str:
-    """What to set a number of ranks to instead."""
-    near = min(fits, key=lambda n: (abs(n - asked), n))
-    every = "" if len(fits) == 1 else f" (one of {', '.join(str(n) for n in fits)})"
-    return f"Set it to {near}{every}."
-
-
-def _divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]

@@ -14,8 +14,8 @@ from engine_core.engines import state
 from engine_core.engines.data_parallel_state import DataParallelState
 from engine_core.engines.export import write_model
 from engine_core.engines.shards import Shards
-from engine_core.engines.torch_state import PARTS
-from engine_core.errors import DataError, did_you_mean
+from engine_core.engines.torch_state import PARTS, check_parts
+from engine_core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -81,27 +81,16 @@ class Keeping(DataParallelState):
         return self._parts(), self._scalars()
 
     def _scalars(self) -> dict[str, Any]:
-        scalars: dict[str, Any] = {
-            "format": state.FORMAT,
-            "num_skipped_steps": self.num_skipped_steps,
-            "base": None,
-        }
+        scalars = super()._scalars()
         if self.optimizer is not None:
             names = self._ordered_names()
-            groups = [
-                {**{k: v for k, v in group.items() if k != "params"}, "params": members}
-                for group, members in zip(
-                    self.optimizer.param_groups,
-                    (
-                        [n for n in names if len(self.shapes[n]) >= 2],
-                        [n for n in names if len(self.shapes[n]) < 2],
-                    ),
-                    strict=True,
-                )
-            ]
-            scalars["optimizer"] = {"groups": groups, "values": {}}
-        if self.lr_scheduler is not None:
-            scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
+            matrices = [n for n in names if len(self.shapes[n]) >= 2]
+            vectors = [n for n in names if len(self.shapes[n]) < 2]
+            groups = zip(self.optimizer.param_groups, (matrices, vectors), strict=True)
+            scalars["optimizer"] = {
+                "groups": [state.named_group(group, members) for group, members in groups],
+                "values": {},
+            }
         return scalars
 
     def _parts(self) -> dict[str, Parts]:
@@ -161,18 +150,8 @@ class Keeping(DataParallelState):
             count = self._steps_of(moments)
             self._fill(FromShards(shards))
             self._fill_state(moments, count)
-        with state.reading(folder / state.STATE):
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
-                for group, was in zip(
-                    self._trained().param_groups, scalars["optimizer"]["groups"], strict=True
-                ):
-                    group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
-                self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
-            self.num_skipped_steps = int(scalars["num_skipped_steps"])
-            random = state.saved_random(folder, scalars, self.ranks.rank, self.device)
-            state.set_random_state(random, self.device)
-        self._random = None
+        random = state.saved_random(folder, scalars, self.ranks.rank, self.device)
+        self._take_scalars(folder, {**scalars, "random": random})
 
     def _steps_of(self, shards: Shards) -> int:
         """How many steps a checkpoint's optimizer had taken.
@@ -239,7 +218,7 @@ class Keeping(DataParallelState):
         """Weights and optimizer state go to host memory; gradients are dropped (step before)."""
         from engine_plugin_megatron.memory import Shelf
 
-        _check_parts(keep)
+        check_parts(keep)
         self._settle()
         for part in PARTS:
             if part in keep or part in self._asleep:
@@ -253,7 +232,7 @@ class Keeping(DataParallelState):
             torch.accelerator.empty_cache()
 
     def wake(self, only: Sequence[str] | None = None) -> None:
-        _check_parts(only or ())
+        check_parts(only or ())
         for part in PARTS:
             if part in self._asleep and (only is None or part in only):
                 self._shelves.pop(part).back()
@@ -275,9 +254,3 @@ class Keeping(DataParallelState):
         super().close()
         self.steps, self.chunks = None, []
         self.ranks.close()
-
-
-def _check_parts(names: Iterable[str]) -> None:
-    for name in names:
-        if name not in PARTS:
-            raise ValueError(f"Unknown part '{name}' of a train engine." + did_you_mean(name, PARTS))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine_core.engines.divisors import divisors, nearest_fit
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,15 +71,3 @@ def _nearest_layout(options: MegatronOptions, size: int) -> str:
 
     tp, pp = min(fits, key=distance)
     return f"The nearest that do: tp = {tp}, pp = {pp}."
-
-
-def nearest_fit(asked: int, fits: Sequence[int]) -> str:
-    """What to set a number to instead."""
-    near = min(fits, key=lambda n: (abs(n - asked), n))
-    every = "" if len(fits) == 1 else f" (one of {', '.join(str(n) for n in fits)})"
-    return f"Set it to {near}{every}."
-
-
-def divisors(size: int) -> list[int]:
-    """1 to ``size``, those that divide it."""
-    return [n for n in range(1, size + 1) if size % n == 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
+from engine_core.engines.folder_parts import weight_files
 from engine_core.engines.model_loading import has_no_weights, load_model
 from engine_core.engines.value_models import (
     HEAD,
@@ -82,7 +82,7 @@ class Folder:
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], role: str, seed: int) -> None:
         self._slices: dict[str, Any] = {}
         self._files = []
-        for file in _files(folder):
+        for file in weight_files(folder):
             try:
                 opened = safe_open(str(file), "pt")
             except (SafetensorError, OSError) as error:
@@ -225,20 +225,3 @@ def blank_module(config: PretrainedConfig, role: str, source: str = "") -> PreTr
 def own_order(config: PretrainedConfig, role: str) -> list[str]:
     """Names of a transformers model's own weights, in its order."""
     return list(own_weights(blank_module(config, role)))
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of ``save_pretrained``: one, or those that its index names."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file() or not index.is_file():
-        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{index} is no index of weights: {error}. Take another copy of the model."
-        ) from error
-    files = [folder / Path(name).name for name in names]  # of this folder, whatever the index says
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{folder} lacks {', '.join(missing[:3])}, which its index names.")
-    return files

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine_core.engines.weights import near, published_weights
+from engine_core.engines.weights import buckets, near, published_weights
 from engine_core.errors import ConfigError, DataError
 from engine_plugin_vllm_rollout import versions
 from engine_plugin_vllm_rollout.sharded import Sharded
@@ -99,7 +99,7 @@ class Updater:
             self.touched = True
             self._into.reload(whole)
         else:
-            for bucket in _buckets(self._checked(stream, version)):
+            for bucket in buckets(self._checked(stream, version), BUCKET):
                 checksum.add(bucket)
                 self.touched = True
                 self._into.load(bucket)
@@ -126,19 +126,6 @@ class Updater:
             raise DataError(
                 f"The update to version {version} lacks {len(left)} weights, such as '{min(left)}'."
             )
-
-
-def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in stream:
-        bucket.append((name, tensor))
-        size += tensor.numel() * tensor.element_size()
-        if size >= BUCKET:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def choose(wanted: str, engine: LLMEngine) -> str:
