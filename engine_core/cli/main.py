@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
         "sync": "engine_core.cli.bench:sync",
         "step": "engine_core.cli.bench:step",
         "comm": "engine_core.cli.bench:comm",
+        "simulate": "engine_core.cli.bench:simulate",
     },
     "new": {"plugin": "engine_core.cli.new:plugin", "run": "engine_core.cli.new:run"},
 }

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -59,17 +58,17 @@ class AheadSource(RolloutSource):
         self.resampled = 0  # responses that a checkpoint knew only as asked for
         self.thread: SamplerThread | None = None
         self.scoring: ScoringThread | None = None
-        self._changed = threading.Condition()
+        self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
         self._before: dict[str, float] = {}  # counters at the end of the last step
 
     def begin(self) -> None:
         """Start to sample ahead: the workers are there."""
-        self.thread = SamplerThread(self.run.groups["rollout"])
+        self.thread = SamplerThread(self.run.groups["rollout"], self.run.clock)
         self.run.groups["rollout"] = ThreadedSampler(self.thread)
         config = self.run.config.rollout
         if config.score_early and config.group_size > 1 and self.rewards.in_parts():
-            self.scoring = ScoringThread(self.rewards, self._scored)
+            self.scoring = ScoringThread(self.rewards, self._scored, self.run.clock)
 
     def end(self) -> None:
         """Stop the threads; what is being sampled is left."""

@@ -11,7 +11,6 @@ import abc
 import json
 import logging
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core import faults, machine
 from engine_core.assemble import check_complete, plugins_for
 from engine_core.checkpoint import Checkpoints
+from engine_core.clock import Clock
 from engine_core.config.evaluation import HeldOut, held_out_sets
 from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
@@ -73,6 +73,7 @@ class TrainingRun(abc.ABC):
         check_complete(config, self.live)
         self.config = self.config_now = config
         self.plugins = plugins_for(config)
+        self.clock = Clock()
         self.folder: RunFolder | None = None
         self.groups: dict[str, WorkerGroup] = {}
         self.runtime: Runtime
@@ -276,14 +277,14 @@ class TrainingRun(abc.ABC):
         A stop may leave it at any point, unless it changes weights (``train``, ``sync``) or they have
         changed in this step.
         """
-        start = time.perf_counter()
+        start = self.clock.now()
         if self.progress:
             self.progress.phase(name)
         with self.runtime.phase(name), self._window(name not in ("train", "sync")):
             if name in PHASES_WITH_FAULTS:
                 faults.point(f"step.{name}")
             yield
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
+        self.times[name] = self.times.get(name, 0.0) + self.clock.now() - start
 
     def _window(self, wanted: bool = True) -> AbstractContextManager[None]:
         return self.signals.window() if wanted and not self._updated else nullcontext()

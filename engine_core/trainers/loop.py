@@ -7,7 +7,6 @@ or of an evaluation, saves that point.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -106,14 +105,14 @@ class StepLoop:
 
     def _train(self, step: int) -> dict[str, float]:
         """The trainer's part of one step; the step counts as done when it is over."""
-        run, start = self.run, time.perf_counter()
+        run, start = self.run, self.run.clock.now()
         run.begin_step(step)
         faults.point("step.begin")
         apply_schedule(run, step)
         with out_of_memory_explained(run):
             metrics = run.step(step)
         run.step_done = step
-        seconds = time.perf_counter() - start
+        seconds = run.clock.now() - start
         metrics |= {f"time/{name}": value for name, value in run.times.items()} | {"time/step": seconds}
         metrics |= self._throughput(metrics) | run.source.counters
         metrics |= machine.memory_metrics() | run.runtime.memory_metrics()
@@ -153,11 +152,11 @@ class StepLoop:
         run = self.run
         if run.progress:
             run.progress.phase("eval")
-        start = time.perf_counter()
+        start = run.clock.now()
         with run.signals.window(), out_of_memory_explained(run):
             faults.point("step.eval")
             metrics = run.evaluate()
-        metrics["time/eval"] = time.perf_counter() - start
+        metrics["time/eval"] = run.clock.now() - start
         run.emit("evaluated", {"metrics": metrics})
         return metrics
 

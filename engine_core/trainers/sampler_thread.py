@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
-import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine_core.clock import Clock
 from engine_core.runtime.base import WorkerGroup
 
 if TYPE_CHECKING:
@@ -43,10 +42,11 @@ class SamplerThread:
 
     Args:
         group: of the sampler.
+        clock: time and threads.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
+    def __init__(self, group: WorkerGroup, clock: Clock | None = None) -> None:
+        self.group, self.clock = group, clock or Clock()
         self.cut = 0  # requests that were cut off by new weights and asked again, since the beginning
         self.kept_tokens = 0  # that these had by then
         self._asked: dict[str, Asked] = {}  # by id, until its rollout has come
@@ -56,16 +56,16 @@ class SamplerThread:
         self._calling = self._closing = False
         self._error: BaseException | None = None
         self._busy, self._since = 0.0, 0.0  # seconds with something to sample, and since when
-        self._changed = threading.Condition()
+        self._changed = self.clock.condition()
         self._reply: Future[Any] | None = None
-        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        self._thread = self.clock.thread(self._run, "sampling")
         self._thread.start()
 
     def ask(self, requests: Sequence[Request], taker: Taker) -> None:
         """Have these sampled; each rollout is given to ``taker`` once."""
         with self._changed:
             if requests and not self._asked:
-                self._since = time.perf_counter()
+                self._since = self.clock.now()
             self._asked |= {request.id: Asked(request, taker) for request in requests}
             self._new += requests
             self._changed.notify_all()
@@ -93,7 +93,7 @@ class SamplerThread:
     def busy_seconds(self) -> float:
         """In which there was something to sample, since the beginning."""
         with self._changed:
-            return self._busy + (time.perf_counter() - self._since if self._asked else 0.0)
+            return self._busy + (self.clock.now() - self._since if self._asked else 0.0)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -196,7 +196,7 @@ class SamplerThread:
     def _rest(self) -> None:
         """Count the time until now, where nothing is left to sample."""
         if not self._asked and self._since:
-            self._busy += time.perf_counter() - self._since
+            self._busy += self.clock.now() - self._since
             self._since = 0.0
 
 

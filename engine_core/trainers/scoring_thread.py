@@ -10,12 +10,12 @@ and those that run in the controller's process.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from engine_core.clock import Clock
 
 if TYPE_CHECKING:
     from engine_core.rewards import RewardRunner
@@ -28,20 +28,27 @@ class ScoringThread:
     Args:
         rewards: of the run, shared with whoever holds ``turn``.
         scored: is told of groups that are done, in the thread.
+        clock: time and threads.
     """
 
-    def __init__(self, rewards: RewardRunner, scored: Callable[[Sequence[Group]], None]) -> None:
-        self.rewards, self.scored = rewards, scored
+    def __init__(
+        self, rewards: RewardRunner, scored: Callable[[Sequence[Group]], None], clock: Clock | None = None
+    ) -> None:
+        self.rewards, self.scored, self.clock = rewards, scored, clock or Clock()
         self.seconds: dict[int, float] = {}  # that each group took, by its number
-        self._turn = threading.Lock()
-        self._work: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
+        self._turn = self.clock.condition()
+        self._changed = self.clock.condition()
+        self._work: deque[Group] = deque()
+        self._closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
+        self._thread = self.clock.thread(self._run, "scoring")
         self._thread.start()
 
     def put(self, group: Group) -> None:
         """A group is complete."""
-        self._work.put(group)
+        with self._changed:
+            self._work.append(group)
+            self._changed.notify_all()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -56,7 +63,9 @@ class ScoringThread:
 
     def close(self) -> None:
         """End the thread, when what it is at is done."""
-        self._work.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._thread.join()
 
     # -- in the thread ------------------------------------------------------
@@ -64,9 +73,9 @@ class ScoringThread:
     def _run(self) -> None:
         try:
             while groups := self._waiting():
-                start = time.perf_counter()
+                start = self.clock.now()
                 self._score(groups)
-                share = (time.perf_counter() - start) / len(groups)
+                share = (self.clock.now() - start) / len(groups)
                 self.seconds |= {group.number: share for group in groups}
                 self.scored(groups)
         except BaseException as error:  # raised again by whoever waits for groups
@@ -74,10 +83,11 @@ class ScoringThread:
 
     def _waiting(self) -> list[Group]:
         """All groups that wait, at least one; none: it was the end."""
-        found = [self._work.get()]
-        while not self._work.empty():
-            found.append(self._work.get())
-        return [] if None in found else [group for group in found if group is not None]
+        with self._changed:
+            self._changed.wait_for(lambda: self._work or self._closing)
+            found = [] if self._closing else list(self._work)
+            self._work.clear()
+        return found
 
     def _score(self, groups: Sequence[Group]) -> None:
         rollouts = [rollout for group in groups for rollout in group.in_order()]

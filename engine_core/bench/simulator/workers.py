@@ -1,0 +1,183 @@
+"""What simulated workers do: nothing, for as long as their speeds say. They answer what real ones would."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.types import Batch, Request, Rollout, StepOutput, TrainOutput
+
+if TYPE_CHECKING:
+    from engine_core.bench.simulator.speeds import Lengths, Speeds
+
+
+class SimulatedTrainer:
+    """One rank of a trained model."""
+
+    def __init__(self, speeds: Speeds) -> None:
+        self.speeds = speeds
+
+    def call(self, method: str, batch: Batch | None, plain: Mapping[str, Any]) -> tuple[Any, float]:
+        """The answer, and the seconds that it takes."""
+        tokens = batch.num_tokens if batch is not None else 0
+        if method == "infer":
+            found = {name: torch.zeros(tokens) for name in plain["outputs"]}
+            return found, tokens / (3 * self.speeds.train_rate)
+        if method == "forward_backward":
+            return TrainOutput(0.0, {"mismatch/mean_abs": 0.0}, 1), tokens / self.speeds.train_rate
+        if method == "optimizer_step":
+            return StepOutput(1.0, 1e-6), self.speeds.optimizer_seconds
+        return None, 0.0  # mark, set_lr, ...
+
+
+@dataclass(slots=True)
+class Running:
+    """A response under way on one sampler."""
+
+    request: Request
+    length: int  # that it will have
+    begun: int  # tokens that it had when it came here
+    joined: int = 0  # the sampler's count of decoding steps when it began here
+    versions: Sequence[tuple[int, int]] = ()  # of the tokens that it had: (version, count)
+
+
+class SimulatedSampler:
+    """One sampler: responses share its decoding steps, as in continuous batching.
+
+    It counts the decoding steps since the beginning; a response of n tokens that joins at step s is done at s + n.
+    """
+
+    def __init__(self, speeds: Speeds, lengths: Lengths) -> None:
+        self.speeds, self.lengths = speeds, lengths
+        self.version = 0
+        self.steps = 0
+        self._changes = [(0, 0)]  # (step from which on, version)
+        self._running: dict[str, Running] = {}
+        self._ends: list[tuple[int, str]] = []  # step at which each is done; of stopped ones too
+        self._waiting: deque[Running] = deque()
+
+    def call(self, method: str, batch: Batch | None, plain: Mapping[str, Any]) -> tuple[Any, float]:
+        """The answer, and the seconds that it takes."""
+        if method == "generate":
+            self._add(plain["requests"])
+            return self._generate()
+        if method == "advance":
+            return self._advance(
+                plain.get("requests", ()), plain.get("dropped", ()), plain.get("stopped", ())
+            )
+        return None, 0.0  # pause, resume, ...
+
+    def update(self, version: int) -> None:
+        """Later tokens are of this version."""
+        self.version = version
+        self._changes.append((self.steps, version))
+
+    def _generate(self) -> tuple[list[Rollout], float]:
+        found: list[Rollout] = []
+        seconds = 0.0
+        while self._running or self._waiting:
+            done, more = self._step(1 << 60)
+            found, seconds = found + done, seconds + more
+        return found, seconds
+
+    def _advance(
+        self, requests: Sequence[Request], dropped: Sequence[str], stopped: Sequence[str]
+    ) -> tuple[list[Rollout], float]:
+        for id in dropped:
+            self._forget(id)
+        self._add(requests)
+        parts = [self._rollout(found, "abort") for id in stopped if (found := self._forget(id))]
+        if stopped or not (self._running or self._waiting):
+            return parts, 0.0
+        done, seconds = self._step(self.speeds.call_tokens)
+        return [*parts, *done], seconds
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            length = min(self.lengths.of(request.sampling.seed or 0), request.sampling.max_response_tokens)
+            begun = request.begun
+            had = begun.response_length if begun is not None else 0
+            versions = _counted(begun) if begun is not None else ()
+            self._waiting.append(Running(request, length, had, versions=versions))
+
+    def _forget(self, id: str) -> Running | None:
+        found = self._running.pop(id, None)
+        if found is None:
+            found = next((each for each in self._waiting if each.request.id == id), None)
+            if found is not None:
+                self._waiting.remove(found)
+                found.joined = self.steps
+        return found
+
+    def _step(self, most: int) -> tuple[list[Rollout], float]:
+        """Until something finishes, at most ``most`` tokens of each response."""
+        prompts: dict[str, int] = {}
+        while self._waiting and len(self._running) < self.speeds.capacity:
+            new = self._waiting.popleft()
+            new.joined = self.steps
+            prompts[new.request.prompt.id] = len(new.request.prompt.token_ids)
+            if new.begun:
+                prompts[new.request.id] = new.begun
+            self._running[new.request.id] = new
+            heapq.heappush(self._ends, (self.steps + new.length - new.begun, new.request.id))
+        while self._over(self._ends[0]):
+            heapq.heappop(self._ends)
+        count = min(self._ends[0][0] - self.steps, most)
+        seconds = sum(prompts.values()) / self.speeds.prefill_rate
+        seconds += count * self.speeds.decode_step(len(self._running))
+        self.steps += count
+        done = []
+        while self._ends and self._ends[0][0] <= self.steps:
+            entry = heapq.heappop(self._ends)
+            if not self._over(entry):
+                done.append(self._rollout(self._running.pop(entry[1]), "stop"))
+        return done, seconds
+
+    def _over(self, entry: tuple[int, str]) -> bool:
+        """Whether an entry is of a response that was stopped."""
+        end, id = entry
+        found = self._running.get(id)
+        return found is None or found.joined + found.length - found.begun != end
+
+    def _rollout(self, of: Running, reason: str) -> Rollout:
+        """What a sampler returns of it."""
+        ids, count = of.request.prompt.token_ids, len(of.request.prompt.token_ids)
+        sampled = self.steps - of.joined
+        length = of.begun + sampled
+        versions = torch.cat([torch.zeros(count, dtype=torch.int32), *self._versions(of, sampled)])
+        if reason == "stop" and length >= of.request.sampling.max_response_tokens:
+            reason = "length"
+        return Rollout(
+            request_id=of.request.id,
+            prompt=of.request.prompt,
+            token_ids=torch.cat([torch.tensor(ids), torch.full((length,), 2)]),
+            loss_mask=torch.arange(count + length) >= count,
+            rollout_log_probs=torch.zeros(count + length),
+            policy_versions=versions,
+            finish_reason=reason,
+            group_id=of.request.group_id,
+            index=of.request.index,
+        )
+
+    def _versions(self, of: Running, sampled: int) -> list[torch.Tensor]:
+        parts = list(of.versions)
+        end = of.joined + sampled
+        mine: list[tuple[int, int]] = []
+        for start, version in reversed(self._changes):
+            if end > start:
+                mine.append((version, end - max(start, of.joined)))
+                end = max(start, of.joined)
+            if start <= of.joined:
+                break
+        return [torch.full((n,), v, dtype=torch.int32) for v, n in (*parts, *reversed(mine)) if n]
+
+
+def _counted(rollout: Rollout) -> list[tuple[int, int]]:
+    """The versions of its sampled tokens, in order, with how many."""
+    versions, counts = rollout.policy_versions[rollout.loss_mask].unique_consecutive(return_counts=True)
+    return list(zip(versions.tolist(), counts.tolist(), strict=True))
