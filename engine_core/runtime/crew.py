@@ -230,6 +230,10 @@ class Crew:
             for command in self.open.values():
                 command.fail(self._over(command))
             self.open.clear()
+        while not self._outgoing.empty():  # given while the end had begun, and never sent
+            command, _ = self._outgoing.get() or (None, {})
+            if command is not None:
+                command.fail(self._over(command))
 
     def _over(self, command: Command) -> WorkerLost:
         first = self.workers[command.ranks[0]]

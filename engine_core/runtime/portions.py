@@ -84,4 +84,14 @@ class Portions:
             if over and self._error is not None:
                 self.reply.set_exception(self._error)
             elif over:
-                self.reply.set_result(self._merge(self._answers))
+                self._finish()
+
+    def _finish(self) -> None:
+        try:
+            result = self._merge(self._answers)
+        except (
+            Exception
+        ) as problem:  # in a callback of a future, which would only log it: nobody would be told
+            self.reply.set_exception(problem)
+        else:
+            self.reply.set_result(result)

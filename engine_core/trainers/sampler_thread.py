@@ -146,9 +146,7 @@ class SamplerThread:
             self._closing = True
             reply = self._reply
             self._changed.notify_all()
-        give_up = getattr(reply, "give_up", None)
-        if give_up is not None:
-            give_up()
+        _give_up(reply)
         self._thread.join()
 
     # -- in the thread ------------------------------------------------------
@@ -171,8 +169,12 @@ class SamplerThread:
             requests, dropped, self._new, self._dropped = self._new, self._dropped, [], []
             self._calling = True
         try:
-            self._reply = self.group.call("advance", requests=requests, dropped=dropped)
-            self._give(self._reply.result())
+            reply = self.group.call("advance", requests=requests, dropped=dropped)
+            with self._changed:
+                self._reply, closing = reply, self._closing
+            if closing:  # `close` came before the call was there to be given up
+                _give_up(reply)
+            self._give(reply.result())
         finally:
             with self._changed:
                 self._calling = False
@@ -198,6 +200,13 @@ class SamplerThread:
         if not self._asked and self._since:
             self._busy += self.clock.now() - self._since
             self._since = 0.0
+
+
+def _give_up(reply: Future[Any] | None) -> None:
+    """Nobody waits for a call any more, where it can be left."""
+    give_up = getattr(reply, "give_up", None)
+    if give_up is not None:
+        give_up()
 
 
 class ThreadedSampler(WorkerGroup):

@@ -237,3 +237,17 @@ def test_after_close_nothing_is_left_open(make):
     for worker in crew.scripted:
         worker.thread.join(10)
         assert not worker.thread.is_alive()
+
+
+def test_a_command_that_is_given_while_the_run_ends_is_not_waited_for(make):
+    crew = make(echo)
+    join, late = crew._sender.join, []
+
+    def joined(seconds):
+        late.append(send(crew))
+        join(seconds)
+
+    crew._sender.join = joined
+    crew.close()
+    with pytest.raises(WorkerLost, match="the run has ended"):
+        late[0].result(10)

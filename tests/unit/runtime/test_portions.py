@@ -111,3 +111,14 @@ def test_the_order_of_equal_prompts_is_that_of_the_requests():
     shuffled = asked[:]
     random.Random(0).shuffle(shuffled)
     assert [r.id for r in portions_of(shuffled, 3)[0]] == [r.id for r in shuffled]
+
+
+def test_answers_that_cannot_be_merged_are_an_error_and_not_waited_for():
+    def merge(answers):
+        raise KeyError("a rollout that nobody asked for")
+
+    here = Slices()
+    reply = Portions(portions_of(requests([3]), 1), 1, here.send, merge).reply
+    here.answer(0)
+    with pytest.raises(KeyError, match="nobody asked for"):
+        reply.result(0)

@@ -10,6 +10,7 @@ import torch
 
 from engine_core.engines.base import RolloutEngine
 from engine_core.runtime.base import WorkerGroup
+from engine_core.runtime.crew import Reply
 from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
 from engine_core.types import Prompt, Request, Rollout, Sampling
 
@@ -189,3 +190,27 @@ def test_a_response_that_ran_out_of_time_is_not_asked_for_again(thread):
     thread.drained()
     assert [(r.request_id, r.finish_reason, r.failure) for r in found] == [("1:0:0", "abort", "timeout")]
     assert thread.cut == 0
+
+
+def test_a_call_that_is_made_while_the_thread_is_closed_is_given_up():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Late(WorkerGroup):
+        world_size = 1
+
+        def call(self, method, batch=None, split="dp", **plain):
+            begun.set()
+            assert go_on.wait(60)
+            reply = Reply(lambda: reply.set_exception(RuntimeError("given up")))
+            return reply
+
+    thread = SamplerThread(Late())
+    thread.ask(requests(1), lambda rollouts: None)
+    assert begun.wait(60)
+    closing = threading.Thread(target=thread.close, daemon=True)
+    closing.start()
+    with thread._changed:
+        assert thread._changed.wait_for(lambda: thread._closing, 60)
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
