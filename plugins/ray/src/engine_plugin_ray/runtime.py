@@ -6,6 +6,7 @@ processes, in the same order; only the way that they take, and how a worker come
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -47,16 +48,19 @@ class RayRuntime(CrewRuntime):
         self._meeting: Any = None  # the store in which ranks of several nodes meet
 
     def close(self) -> None:
-        super().close()
+        with contextlib.ExitStack() as stack:  # each, whatever becomes of the one before
+            stack.callback(self.cluster.close)
+            stack.callback(self._leave)
+            super().close()
+
+    def _leave(self) -> None:
+        """Give back what is held in the cluster; one of our own ends with all of it."""
         self.store.forget()
         self._meeting = None
         self._seats = []
         groups, self._groups = self._groups, []
-        try:
-            if not self.cluster.own:
-                release(groups)
-        finally:
-            self.cluster.close()
+        if not self.cluster.own:
+            release(groups)
 
     def _processes(self, roles: Mapping[str, Role]) -> int:
         import ray
