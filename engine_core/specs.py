@@ -2,7 +2,7 @@
 
 ``load`` is ``"module:attribute"`` (imported on first use, in the worker) or the object itself.
 ``config`` is the pydantic model of the option table that stands beside the name in the TOML:
-``backend = "fsdp"`` with ``[actor.fsdp]``, ``name = "format"`` with ``[reward.format]``,
+``backend = "torch"`` with ``[actor.torch]``, ``name = "format"`` with ``[reward.format]``,
 ``loss = "ppo_clip"`` with ``[algorithm.ppo_clip]``. The rule is the same everywhere.
 """
 
