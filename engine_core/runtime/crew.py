@@ -231,9 +231,9 @@ class Crew:
                 command.fail(self._over(command))
             self.open.clear()
         while not self._outgoing.empty():  # given while the end had begun, and never sent
-            command, _ = self._outgoing.get() or (None, {})
-            if command is not None:
-                command.fail(self._over(command))
+            unsent, _ = self._outgoing.get() or (None, {})
+            if unsent is not None:
+                unsent.fail(self._over(unsent))
 
     def _over(self, command: Command) -> WorkerLost:
         first = self.workers[command.ranks[0]]
