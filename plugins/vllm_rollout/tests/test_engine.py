@@ -40,7 +40,7 @@ def build(path, response=32, **table):
 
 @pytest.fixture(scope="module")
 def engine(folders):
-    made = build(folders / "0")
+    made = build(folders / "0", log_probs="full")
     yield made
     made.close()
 
@@ -142,6 +142,63 @@ def test_a_signal_that_raises_in_a_step_is_held_back_until_no_token_is_half_made
     while engine.num_unfinished:
         rest += engine.step()
     assert {r.request_id: r.token_ids.tolist() for r in rest} == {"r0": alone["r0"]}
+
+
+def whole_log_probs(path, rollout, temperature):
+    """Of transformers in float32: each sampled token's, over the whole vocabulary after temperature."""
+    module = load_reference(str(path)).float()
+    with torch.no_grad():
+        logits = module(rollout.token_ids[None]).logits[0]
+    found = torch.log_softmax(logits / temperature, -1)[:-1].gather(1, rollout.token_ids[1:, None])[:, 0]
+    return found[rollout.prompt_length - 1 :]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 1.0, "top_p": 0.5, "max_support": 8},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_log_probs_of_the_whole_distribution_are_those_of_transformers(engine, folders, sampling):
+    found = engine.generate(asked(4, **sampling))
+    cut = "top_p" in sampling
+    for rollout in found:
+        log_probs = rollout.rollout_log_probs
+        assert ("support_log_mass" in rollout.extras) == cut
+        if cut:
+            mass = rollout.extras["support_log_mass"]
+            assert bool((mass[rollout.loss_mask] < 0).any())
+            log_probs = log_probs + mass
+        expected = whole_log_probs(folders / "0", rollout, sampling["temperature"])
+        assert float((log_probs[rollout.prompt_length :] - expected).abs().max()) < 2e-5
+
+
+def test_a_stopped_response_knows_what_was_kept_of_each_distribution(engine, folders):
+    """Also where requests leave the batch before others, and others take their rows."""
+    cut = {"temperature": 0.7, "top_p": 0.7, "stop_token_ids": ()}
+    requests = asked(6, **cut)
+    for at in (0, 2):
+        requests[at].sampling = dataclasses.replace(requests[at].sampling, max_response_tokens=3)
+    engine.add(requests[:4])
+    found = engine.step()
+    engine.add(requests[4:])
+    while len(found) < 5:
+        found += engine.step()
+        if engine.num_unfinished and not any(r.request_id == "r1" for r in found):
+            begun = engine.abort(["r1"])
+            if begun:
+                assert begun[0].finish_reason == "abort"
+                engine.add([dataclasses.replace(requests[1], begun=begun[0])])
+    while engine.num_unfinished:
+        found += engine.step()
+    assert sorted(r.request_id for r in found) == [f"r{i}" for i in range(6)]
+    for rollout in found:
+        whole = (rollout.rollout_log_probs + rollout.extras["support_log_mass"])[rollout.prompt_length :]
+        assert float((whole - whole_log_probs(folders / "0", rollout, 0.7)).abs().max()) < 2e-5
 
 
 def test_log_probs_are_left_out_where_nobody_reads_them(engine):

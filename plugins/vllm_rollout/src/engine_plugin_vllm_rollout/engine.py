@@ -24,7 +24,14 @@ from engine_core.engines.weights import published_weights
 from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
-from engine_plugin_vllm_rollout.start import Place, architecture, check_heads, prepare_environment, start
+from engine_plugin_vllm_rollout.start import (
+    Place,
+    architecture,
+    check_heads,
+    head,
+    prepare_environment,
+    start,
+)
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
@@ -86,13 +93,14 @@ class VLLMRolloutEngine(RolloutEngine):
         positions = self._positions(text_config)
         device = self.context.device
         check_heads(text_config, device)
+        self._full = self._tells_mass()
         self._llm = start(
             self._folder.name if module is not None else self.model_config.path,
             Path(self._folder.name),
             self.options,
-            Place(device, self.context.seed, device.type == "cuda", positions),
+            Place(device, self.context.seed, device.type == "cuda", positions, self._full),
             load_weights=module is None and not has_no_weights(self.model_config.path),
-            override=architecture(hf_config) | self.model_config.override,
+            override=architecture(hf_config) | head(self.options.fp32_head) | self.model_config.override,
             trust_remote_code=self.model_config.trust_remote_code,
         )
         self._vocabulary = text_config.vocab_size
@@ -102,6 +110,11 @@ class VLLMRolloutEngine(RolloutEngine):
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
             self._updater.take(published_weights(module), 0)
+
+    def _tells_mass(self) -> bool:
+        """What ``log_probs`` comes to."""
+        wanted = self.options.log_probs
+        return wanted == "full" or (wanted == "auto" and (self.config.top_p < 1 or self.config.top_k > 0))
 
     def _positions(self, config: Any) -> int:
         """Tokens of prompt and response together. Looked at before vLLM takes a minute to start."""
@@ -133,7 +146,7 @@ class VLLMRolloutEngine(RolloutEngine):
             taken.add(request.id)
         for request in requests:
             ids = request.prompt.token_ids + begun_response(request)
-            params = sampling_params(request, self._room, self._vocabulary)
+            params = sampling_params(request, self._room, self._vocabulary, self._full)
             internal = self._llm.add_request(request.id, tokens_input(ids), params)
             self._running[request.id] = Running(request, internal)
 
@@ -151,8 +164,6 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _sample(self, steps: int) -> None:
         """Until something finishes, which goes to ``_done``: so it is kept where a signal ends the step."""
-        from engine_plugin_vllm_rollout.results import rollout_of
-
         if not self._running:
             return
         self.memory.before_sampling()
@@ -163,29 +174,39 @@ class VLLMRolloutEngine(RolloutEngine):
         before = len(self._done)
         for _ in range(steps):
             with whole():
-                for output in self._llm.step():
-                    running = self._running.pop(output.request_id)
-                    self._done.append(rollout_of(running, output.outputs[0], self.version, self._decode))  # type: ignore[union-attr]
+                finished = self._llm.step()
+                self._done += self._ended([(o.request_id, o.outputs[0]) for o in finished])  # type: ignore[union-attr]
             if len(self._done) > before or not self._running:
                 break
 
+    def _ended(self, outputs: Sequence[tuple[str, Any]]) -> list[Rollout]:
+        """The rollouts of requests that vLLM is done with. Args: their ids, and what was sampled."""
+        from engine_plugin_vllm_rollout import versions
+        from engine_plugin_vllm_rollout.requests import tells_mass
+        from engine_plugin_vllm_rollout.results import rollout_of
+
+        cut = [id for id, _ in outputs if tells_mass(self._running[id].request.sampling, self._full)]
+        noted = versions.likeliest(self._llm, cut) if cut else {}
+        return [
+            rollout_of(self._running.pop(id), output, self.version, self._decode, noted.get(id))
+            for id, output in outputs
+        ]
+
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
         from engine_plugin_vllm_rollout import versions
-        from engine_plugin_vllm_rollout.results import rollout_of
 
         wanted = dict.fromkeys(ids)
         stopped = [
             rollout for rollout in self._done if rollout.request_id in wanted
         ]  # done, not yet returned
         self._done = [rollout for rollout in self._done if rollout.request_id not in wanted]
+        cut_short = []
         for id in wanted:
-            if id not in self._running:
+            if (running := self._running.get(id)) is None:
                 continue
-            running = self._running.pop(id)
-            output = versions.partial_output(self._llm, running.internal_id)
+            cut_short.append((id, versions.partial_output(self._llm, running.internal_id).outputs[0]))
             self._llm.abort_request([running.internal_id], internal=True)
-            stopped.append(rollout_of(running, output.outputs[0], self.version, self._decode))
-        return stopped
+        return stopped + self._ended(cut_short)
 
     def pause(self, mode: str = "drain") -> None:
         if mode not in PAUSES:

@@ -79,6 +79,16 @@ def option_problem(name: str, value: object) -> str:
     return ""
 
 
+def head_problem() -> str:
+    """Why logits cannot be computed in float32 from 16-bit weights; empty where they can."""
+    if "head_dtype" in _source("model_executor/layers/logits_processor.py"):
+        return ""
+    return (
+        f"fp32_head: vLLM {version()} computes logits in the type of the weights. Remove the key, or install a newer vLLM "
+        f'({RANGE}); dtype = "float32" computes all in float32.'
+    )
+
+
 def _source(file: str) -> str:
     spec = importlib.util.find_spec("vllm")
     places = spec.submodule_search_locations if spec else None

@@ -33,6 +33,7 @@ FIXED = {
     "weight_transfer_config": "weights come from the trainer's stream",
     "runner": "this engine generates",
     "enable_lora": "a LoRA run hands merged weights over",
+    "logits_processors": "the trainer would not know of a distribution that they change",
 }
 """Options of vLLM that this plugin sets, and why."""
 
@@ -61,7 +62,7 @@ class EngineOptions(Options):
     def _known_to_vllm(self) -> Self:
         if missing := installed.problem():
             raise ValueError(missing)
-        problems = []
+        problems = self._own_problems()
         for name, value in self.passed_on().items():
             if name in OURS:
                 problems.append(f"'{name}' is set by `{OURS[name]}` in a run file; remove it here.")
@@ -73,6 +74,10 @@ class EngineOptions(Options):
             raise ValueError(" ".join(problems))
         return self
 
+    def _own_problems(self) -> list[str]:
+        """What the installed vLLM has against keys of ours."""
+        return []
+
     def passed_on(self) -> dict[str, Any]:
         """The options of vLLM that are no key of ours."""
         return dict(self.model_extra or {})
@@ -83,8 +88,15 @@ class VLLMOptions(EngineOptions):
 
     sleep_level: Literal[0, 1, 2] = 1
     """What ``trade_memory`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
+    log_probs: Literal["auto", "sampled", "full"] = "auto"
+    """``full``: beside the log-probs of a distribution that top-p or top-k cut, those of the whole one (after temperature). ``sampled``: the former alone. ``auto``: ``full`` where ``[rollout]`` cuts."""
+    fp32_head: bool = False
+    """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
     weight_update: Literal["auto", "direct", "layerwise"] = "auto"
     """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer anew, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
+
+    def _own_problems(self) -> list[str]:
+        return [installed.head_problem()] if self.fp32_head and installed.head_problem() else []
 
 
 class FrozenOptions(EngineOptions):

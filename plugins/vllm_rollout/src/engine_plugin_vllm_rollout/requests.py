@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from engine_core.errors import DataError
+from engine_plugin_vllm_rollout.log_mass import KEY
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
@@ -22,10 +23,19 @@ def cuts(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
-def support_width(sampling: Sampling, vocabulary: int) -> int:
-    """Log-probs of the likeliest tokens that show what top-p and top-k left: one more than are told, 0 for none."""
+def tells_mass(sampling: Sampling, full: bool) -> bool:
+    """Whether the rollout says how much top-p and top-k kept. ``full``: the engine can (``log_mass``)."""
+    return full and sampling.log_probs and cuts(sampling)
+
+
+def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> int:
+    """Log-probs of the likeliest tokens that are wanted.
+
+    One more than are told of what top-p and top-k left, or the likeliest one where the mass that they kept is told
+    alone; 0 for none.
+    """
     if not (sampling.max_support and cuts(sampling)):
-        return 0
+        return int(tells_mass(sampling, full))
     most = min(sampling.top_k or vocabulary, vocabulary)
     return min(sampling.max_support + 1, most)
 
@@ -57,13 +67,14 @@ def _seed(sampling: Sampling, begun: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def sampling_params(request: Request, positions: int, vocabulary: int) -> SamplingParams:
+def sampling_params(request: Request, positions: int, vocabulary: int, full: bool) -> SamplingParams:
     """What vLLM is asked.
 
     Args:
         request: as the run asks.
         positions: tokens that the engine can hold, response included.
         vocabulary: token ids of the model.
+        full: the engine can tell the mass that was kept.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0
@@ -78,8 +89,9 @@ def sampling_params(request: Request, positions: int, vocabulary: int) -> Sampli
         include_stop_str_in_output=True,
         skip_special_tokens=False,  # a stop string may be one
         detokenize=bool(sampling.stop),
-        logprobs=support_width(sampling, vocabulary) if sampling.log_probs else None,
+        logprobs=support_width(sampling, vocabulary, full) if sampling.log_probs else None,
         flat_logprobs=True,
+        extra_args={KEY: request.id} if tells_mass(sampling, full) else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine_core.errors import TrainingFailed
 from engine_core.types import SUPPORT, TENSORS, Request, Rollout, padded_support
+from engine_plugin_vllm_rollout.log_mass import log_mass
 from engine_plugin_vllm_rollout.requests import begun_response, cuts
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 Decode = Callable[[list[int]], str]
+LOG_MASS = "support_log_mass"  # extra of rollouts
 REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -32,7 +34,13 @@ class Running:
     # ^ (first token, policy version) wherever it changed while the response was sampled
 
 
-def rollout_of(running: Running, output: CompletionOutput | None, version: int, decode: Decode) -> Rollout:
+def rollout_of(
+    running: Running,
+    output: CompletionOutput | None,
+    version: int,
+    decode: Decode,
+    likeliest: Sequence[float] | None = None,
+) -> Rollout:
     """One finished request.
 
     Args:
@@ -40,6 +48,7 @@ def rollout_of(running: Running, output: CompletionOutput | None, version: int, 
         output: of vLLM; None where nothing was sampled yet.
         version: policy version of what was sampled since the last entry of ``running.versions``.
         decode: token ids to text, special tokens included.
+        likeliest: log-prob of the likeliest token before top-p and top-k cut, at each position; None: not noted.
 
     Raises:
         TrainingFailed: a log-prob is not a number.
@@ -65,6 +74,16 @@ def rollout_of(running: Running, output: CompletionOutput | None, version: int, 
     mask = torch.zeros(count, dtype=torch.bool)
     mask[len(prompt) :] = True
     extras = {}
+    if likeliest is not None:
+        told = (
+            [
+                flat.logprobs[start:end]
+                for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+            ]
+            if flat
+            else []
+        )
+        extras[LOG_MASS] = torch.tensor([0.0] * len(prompt) + log_mass(likeliest, told))
     if request.sampling.log_probs and request.sampling.max_support and cuts(request.sampling):
         extras[SUPPORT] = _support(flat, len(prompt), request.sampling.max_support)
     made = Rollout(
@@ -91,6 +110,8 @@ def _join(rollout: Rollout, begun: Rollout) -> None:
     count = len(begun.token_ids)
     for name in ("loss_mask", "rollout_log_probs", "policy_versions"):
         getattr(rollout, name)[:count] = getattr(begun, name)
+    if LOG_MASS in rollout.extras:
+        rollout.extras[LOG_MASS][:count] = begun.extras.get(LOG_MASS, torch.zeros(count))
     if SUPPORT in rollout.extras:
         new, old = rollout.extras[SUPPORT], begun.extras.get(SUPPORT)
         old = torch.empty(count, 0, dtype=torch.int32) if old is None else old

@@ -59,6 +59,12 @@ class Sharded:
 class Receiver:
     """The side of a worker: its methods are those of vLLM's worker too."""
 
+    def take_likeliest(self, keys: Sequence[str]) -> dict[str, list[float]]:
+        """What ``LogMass`` noted for these requests."""
+        from engine_plugin_vllm_rollout.versions import log_mass_of
+
+        return log_mass_of(self).take(keys)
+
     def take_weights(
         self, path: str, size: int, entries: Sequence[Sequence[Any]], expected: str, anew: bool
     ) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from engine_plugin_vllm_rollout.plugin import EngineOptions
 
+LOG_MASS = "engine_plugin_vllm_rollout.log_mass:LogMass"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU, where a share of the memory would be most of the machine
 CPU_HEAD = 32  # values of a head, at least
 CPU_TOKENS = 8192  # read in one step at most
@@ -98,16 +100,31 @@ class Place:
     seed: int
     sleeps: bool  # the device can give memory back
     positions: int  # tokens of prompt and response that the engine can hold
+    tells_mass: bool = False  # log-probs of the whole distribution are wanted
 
 
-def prepare_environment() -> None:
-    """What vLLM reads from the environment of this process; the user's own values stand."""
+def prepare_environment(tells_mass: bool = False) -> None:
+    """What vLLM reads from the environment of this process; the user's own values stand.
+
+    Args:
+        tells_mass: the model runner must know ``LogMass``, which the second of vLLM 0.32 does not.
+
+    Raises:
+        ConfigError: the user's own values exclude what the run asks for.
+    """
     wanted = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",  # it would report to its authors
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are the trainer's too
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads, which a fork would break
     }
+    if tells_mass:
+        wanted[RUNNER] = "0"
+        if os.environ.get(RUNNER, "0") != "0":
+            raise ConfigError(
+                f"rollout.vllm.log_probs: log-probs of the whole distribution need vLLM's first model runner, and the environment "
+                f'has {RUNNER}={os.environ[RUNNER]}. Unset it, or set rollout.vllm.log_probs = "sampled".'
+            )
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within this process
@@ -142,7 +159,7 @@ def start(
         ConfigError, EnvironmentProblem: vLLM does not start; the key to change is named. What it says that
             this plugin does not know is raised as it is.
     """
-    prepare_environment()
+    prepare_environment(place.tells_mass)
     with _translated(model, key), _undisturbed():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -181,6 +198,11 @@ def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str
     names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
     name = None if config.architectures else names.get(config.model_type)
     return {"architectures": [name]} if name else {}
+
+
+def head(fp32: bool) -> dict[str, Any]:
+    """What to override in a model's config so that logits are computed in float32."""
+    return {"head_dtype": "float32"} if fp32 else {}
 
 
 def check_heads(config: PretrainedConfig, device: torch.device, key: str = "rollout.vllm") -> None:
@@ -225,6 +247,8 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     }
     if options.tensor_parallel_size > 1:
         made |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
+    if place.tells_mass:
+        made |= {"logits_processors": [LOG_MASS], "worker_extension_cls": EXTENSION}
     if place.device.type == "cpu":
         made |= {
             "kv_cache_memory_bytes": CPU_CACHE,

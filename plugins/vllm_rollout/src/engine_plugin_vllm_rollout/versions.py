@@ -5,6 +5,7 @@ Written against 0.25.1 and 0.32. Nothing of vLLM is replaced: everything here ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from engine_plugin_vllm_rollout.copy_plan import CopyPlan
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from engine_plugin_vllm_rollout.log_mass import LogMass
 
 
 def on_cpu(engine: LLMEngine) -> bool:
@@ -37,6 +40,19 @@ def partial_output(engine: LLMEngine, internal_id: str) -> RequestOutput:
         new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
     )
     return cast("RequestOutput", made)
+
+
+def log_mass_of(worker: Any) -> LogMass:
+    """The processor that notes log-probs before the cut, of one worker."""
+    processors = worker.model_runner.input_batch.logitsprocs.argmax_invariant
+    found: LogMass = next(each for each in processors if type(each).__name__ == "LogMass")
+    return found
+
+
+def likeliest(engine: LLMEngine, ids: Sequence[str]) -> Mapping[str, Sequence[float]]:
+    """Log-probs of the likeliest tokens before the cut, of these requests; noted by every rank alike."""
+    noted: Mapping[str, Sequence[float]] = engine.collective_rpc("take_likeliest", args=(list(ids),))[0]
+    return noted
 
 
 def needs_layerwise(engine: LLMEngine) -> str:
