@@ -116,3 +116,20 @@ def _lives_in(pid, groups):
         return os.getpgid(pid) in groups and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
         return False
+
+
+@pytest.mark.slow
+def test_before_any_update_sampler_and_trainer_agree_over_the_whole_vocabulary(folder, capsys):
+    """Cut by top-p, with no support told, in another process than the trainer's."""
+    cut = {
+        "rollout.temperature": 0.7,
+        "rollout.top_p": 0.8,
+        "rollout.max_log_prob_gap": 1e-4,
+        "algorithm.correction.support": "off",
+        "rollout.process": {},
+        "run.steps": 1,
+    }
+    found = samples(folder, "parity", **cut)
+    assert len(found) == 8
+    (line,) = (folder / "runs" / "parity" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["mismatch/max_abs"] < 1e-4
