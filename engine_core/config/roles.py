@@ -154,6 +154,8 @@ class ProcessConfig(Table):
 
     python: str = ""
     """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
+    engines: PositiveInt = 1
+    """Engines, each in a process of its own, among which requests are dealt out by load; the responses of one prompt go to one. On GPUs each has a device of its own."""
     start_minutes: PositiveFloat = 15.0
     """Time for the engine to be built."""
     silent_seconds: PositiveFloat = 60.0

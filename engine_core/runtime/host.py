@@ -196,7 +196,7 @@ class EngineHost:
         the actor, all of them would have to stream, and the sampler keeps a copy instead; so it does where the actor may
         be in the middle of an update.
         """
-        from engine_core.runtime.sampler.engine import SamplerEngine
+        from engine_core.runtime.sampler.group import sampler_apart
 
         if self.live.get("model") is not None:
             raise ConfigError(
@@ -206,7 +206,7 @@ class EngineHost:
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
         alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
-        return SamplerEngine(config, model, context, actor.named_weights if alone else None)  # type: ignore[union-attr]
+        return sampler_apart(config, model, context, actor.named_weights if alone else None)  # type: ignore[union-attr]
 
     def _can_share(self) -> bool:
         trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))

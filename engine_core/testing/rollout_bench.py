@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.config.roles import ProcessConfig
 from engine_core.engines.base import WorkerContext
-from engine_core.runtime.sampler.engine import SamplerEngine
+from engine_core.runtime.sampler.group import sampler_apart
 from engine_core.testing.bench import EngineBench
 from engine_core.testing.reference import EOS, load_reference, logits_of, tokenizer
 from engine_core.testing.worker import resolve
@@ -63,7 +63,7 @@ class RolloutBench(EngineBench):
         made: RolloutEngine
         if self.settings["process"] is not None:
             config.process = ProcessConfig.model_validate(self.settings["process"])
-            made = SamplerEngine(config, model, context)
+            made = sampler_apart(config, model, context)
         else:
             made = plugins.resolve(self.kind, self.name)(config, model, context)
         self.stack.callback(made.close)

@@ -57,6 +57,8 @@ class SamplerEngine(RolloutEngine):
         context: of the worker that owns it; ``context.live["tokenizer"]`` is the run's tokenizer.
         source: streams the present weights anew, for a process that is started again; without it a copy of
             each update is kept in host memory.
+        weights: of several engines, which whoever made them updates and closes; None: its own.
+        number: among several.
 
     Raises:
         EngineError: the process does not start; the message says why. None is left.
@@ -68,6 +70,8 @@ class SamplerEngine(RolloutEngine):
         model_config: ModelConfig,
         context: WorkerContext,
         source: Callable[[], Stream] | None = None,
+        weights: Weights | None = None,
+        number: int | None = None,
     ) -> None:
         super().__init__(config, model_config, context)
         self.settings = config.process or ProcessConfig()
@@ -79,9 +83,12 @@ class SamplerEngine(RolloutEngine):
         self._paused = ""  # the mode
         self._asleep: tuple[str, ...] | None = None  # what was kept
         self._about: Mapping[str, Any] = {}  # what the process says of its engine
-        self._memory = HostMemory(HostMemory.new_file())
-        self._weights = Weights(
-            self._memory, context.device if shares_device(context.device) else None, source
+        self._named = f"{context.role}[{context.rank}]" + ("" if number is None else f", engine {number},")
+        self._shared = weights is not None
+        self._weights = weights or Weights(
+            HostMemory(HostMemory.new_file()),
+            context.device if shares_device(context.device) else None,
+            source,
         )
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
         self._folder = tempfile.mkdtemp(prefix="engine-sampler-")
@@ -89,13 +96,30 @@ class SamplerEngine(RolloutEngine):
         try:
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(self._folder)
-            self._start()
-        except Lost as lost:
-            self.close()
-            raise self._no_start(str(lost)) from None
+            if not self._shared:
+                self.begin()()
         except BaseException:
             self.close()
             raise
+
+    def begin(self) -> Callable[[], None]:
+        """Start the process; what is returned waits for its engine, so that several build theirs at one time.
+
+        Raises:
+            EngineError: it does not start, here or there. Close it.
+        """
+        try:
+            ordered = self._order_engine(self._launch())
+        except Lost as lost:
+            raise self._no_start(str(lost)) from None
+
+        def wait() -> None:
+            try:
+                self._take_engine(*ordered)
+            except Lost as lost:
+                raise self._no_start(str(lost)) from None
+
+        return wait
 
     @property
     def label(self) -> str:
@@ -152,17 +176,27 @@ class SamplerEngine(RolloutEngine):
         self._done = [rollout for rollout in self._done if rollout.request_id not in self._forgotten]
 
     def step(self) -> list[Rollout]:
+        self.go()
+        return self.collect(STEP_SECONDS)
+
+    def go(self) -> None:
+        """Have it sample, where it does not yet; nothing is waited for."""
         if self._paused:
             raise RuntimeError("The sampler is paused; call resume() first.")
         if not self._asked:
-            return []
+            return
         self._weights.check_whole()
         process = self._working()
         if not self._done and not process.arrived and process.idle and process.failure is None:
             process.idle, process.went = False, True
             process.post({"kind": "go"})
+
+    def collect(self, seconds: float) -> list[Rollout]:
+        """What has finished since the last call; for so long at most something is waited for."""
+        if not self._asked:
+            return []
         try:
-            process.wait(self._something, STEP_SECONDS)
+            self._working().wait(self._something, seconds)
         except Lost as lost:
             self._recover(lost)
         return self._take()
@@ -238,15 +272,20 @@ class SamplerEngine(RolloutEngine):
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
         """As the contract says; the checksum is the engine's own. A process that is lost meanwhile is given all anew."""
+        (found,) = self._weights.update([self.to_update()], stream, version)
+        return self.updated(found, version)
+
+    def to_update(self) -> SamplerProcess:
+        """The process, ready to take weights."""
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
-        process = self._working()
-        try:
-            found = self._weights.update(process, stream, version)
-        except Lost as lost:
-            found = self._recover(lost)
+        return self._working()
+
+    def updated(self, found: str | Lost, version: int) -> str:
+        """An update is over: its checksum, or the process was lost, and a new one has these weights."""
+        checksum = self._recover(found) if isinstance(found, Lost) else found
         self.version = version
-        return found
+        return checksum
 
     # -- device memory ------------------------------------------------------
 
@@ -268,8 +307,9 @@ class SamplerEngine(RolloutEngine):
             self.process = None
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._weights.close()
-            self._memory.close()
+            if not self._shared:
+                self._weights.close()
+                self._weights.host.close()
             self._folder = ""
         self._asked.clear()
         self._done.clear()
@@ -310,7 +350,7 @@ class SamplerEngine(RolloutEngine):
             self.losses += 1
             if self.losses > self.settings.max_restarts:
                 raise SamplerLost(
-                    f"Lost the sampler {self.context.role}[{self.context.rank}] on {socket.gethostname()}, which was started "
+                    f"Lost the sampler {self._named} on {socket.gethostname()}, which was started "
                     f"again {self.settings.max_restarts} times (rollout.process.max_restarts): {lost}"
                 )
             log.warning(
@@ -337,12 +377,15 @@ class SamplerEngine(RolloutEngine):
             Lost: it ended meanwhile.
             EngineError: it refuses, in its own words.
         """
+        return self._take_engine(*self._order_engine(self._launch()))
+
+    def _launch(self) -> SamplerProcess:
         settings = self.settings
         env = environment_for(self.context.device)
         try:
             self.process = process = SamplerProcess(
                 self.python,
-                self._memory.descriptor,
+                self._weights.host.descriptor,
                 env,
                 settings.silent_seconds,
                 settings.stall_minutes * 60,
@@ -350,8 +393,20 @@ class SamplerEngine(RolloutEngine):
             )
         except OSError as error:
             raise ConfigError(f"rollout.process.python: '{self.python}' does not start: {error}") from None
+        return process
+
+    def _order_engine(self, process: SamplerProcess) -> tuple[SamplerProcess, int]:
+        """Have it build its engine; the number of the command."""
         self._compare(process.reply_to(0, HELLO_SECONDS))
-        reply = process.ask("start", settings.start_minutes * 60, **self._order("cuda:0" if env else None))
+        number = process.next_number()
+        device = "cuda:0" if self.context.device.type == "cuda" else None  # the only one that it sees
+        process.post({"kind": "start", "id": number, **self._order(device)})
+        return process, number
+
+    def _take_engine(self, process: SamplerProcess, number: int) -> str:
+        """Once it is built, it gets all that it should have; its checksum of the weights."""
+        settings = self.settings
+        reply = process.reply_to(number, settings.start_minutes * 60)
         if reply is None:
             process.lose(
                 f"its engine was not built within {settings.start_minutes:g} minutes (rollout.process.start_minutes)"

@@ -1,11 +1,12 @@
-"""The weights of a sampler's process, on its owner's side: sent with each update, and again to a new process."""
+"""The weights of a sampler's processes, on their owner's side: sent with each update, and again to a new process."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError
 from engine_core.runtime.remote_errors import unpack
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Stream = Iterable[tuple[str, "Tensor"]]
+Filling = Iterable[tuple[Bucket, "list[tuple[str, Tensor]] | None"]]
 
 log = logging.getLogger("engine")
 
@@ -41,25 +43,28 @@ class Weights:
         self._kept: list[Bucket] = []  # in host memory, of the last update
         self._half = 0  # bytes of each of the two places that are used in turn
 
-    def update(self, process: SamplerProcess, stream: Stream, version: int) -> str:
-        """Bring a process to new weights; the engine's checksum.
+    def update(self, processes: Sequence[SamplerProcess], stream: Stream, version: int) -> list[str | Lost]:
+        """Bring processes to new weights.
+
+        Args:
+            processes: that see the memory; several only where there is no ``source``.
+            stream: of the weights; each is copied once, whatever the number of processes.
+            version: of these weights.
+
+        Returns:
+            For each the engine's checksum, or that it is gone: ``push`` to a new one gives it these weights.
 
         Raises:
-            Lost: the process is gone. ``push`` to a new one gives it these weights.
-            Exception: the stream's own, or the engine's refusal: the process samples no more until a whole update.
+            Exception: the stream's own, or an engine's refusal: nothing is sampled until a whole update.
         """
         self._broken = f"an update to version {version} did not come to its end"
         kept: list[Bucket] = []
         buckets = self._filling(stream, kept)
-        try:
-            found = self._deliver(process, buckets, version)
-        except Lost:
-            if self.source is None:
-                for _ in buckets:  # the rest, which a new process is given
-                    pass
-            self._commit(version, kept)
-            raise
-        self._commit(version, kept)
+        found = self._deliver(processes, buckets, version)
+        if self.source is None:
+            for _ in buckets:  # the rest, where all are gone
+                pass
+        self.version, self._broken, self._kept = version, "", kept
         return found
 
     def push(self, process: SamplerProcess) -> str:
@@ -70,9 +75,13 @@ class Weights:
         """
         if self.version is None or self._broken:
             return ""
+        buckets: Filling = ((bucket, None) for bucket in self._kept)
         if self.source is not None:
-            return self._deliver(process, self._filling(self.source(), []), self.version)
-        return self._deliver(process, ((bucket, None) for bucket in self._kept), self.version)
+            buckets = self._filling(self.source(), [])
+        (found,) = self._deliver([process], buckets, self.version)
+        if isinstance(found, Lost):
+            raise found
+        return found
 
     def check_whole(self) -> None:
         """Refuse to sample from a mixture.
@@ -87,39 +96,49 @@ class Weights:
         if self.device_memory is not None:
             self.device_memory.close()
 
-    def _commit(self, version: int, kept: list[Bucket]) -> None:
-        self.version, self._broken, self._kept = version, "", kept
-
     def _deliver(
-        self,
-        process: SamplerProcess,
-        buckets: Iterable[tuple[Bucket, list[tuple[str, Tensor]] | None]],
-        version: int,
-    ) -> str:
-        number = process.next_number()
-        process.post({"kind": "update", "id": number, "version": version})
-        arena: Arena = self.device_memory if self.device_memory and self.source else self.host
-        delivery = Delivery(process.post, lambda: process.answer_to(number), number, arena)
+        self, processes: Sequence[SamplerProcess], buckets: Filling, version: int
+    ) -> list[str | Lost]:
+        """A bucket to all, then the next: they take it at one time."""
+        under_way = {at: self._begin(process, version) for at, process in enumerate(processes)}
+        found: list[Any] = [None] * len(processes)
+
+        def of_each(do: Callable[[Delivery], Any]) -> None:
+            for at, delivery in list(under_way.items()):
+                try:
+                    found[at] = do(delivery)
+                except Lost as lost:
+                    found[at] = lost
+                    del under_way[at]
+
         try:
             for bucket, tensors in buckets:
                 if self.source is not None:
-                    self._place(delivery, bucket)
-                delivery.put(bucket, tensors)
-            reply = delivery.finish()
-        except Lost:
-            raise
+                    of_each(functools.partial(self._place, bucket=bucket))
+                of_each(functools.partial(Delivery.put, bucket=bucket, tensors=tensors))
+                if not under_way:
+                    break
+            of_each(Delivery.finish)
         except BaseException as error:
-            with contextlib.suppress(Lost):  # the stream's own failure is the one to tell
-                delivery.break_off(f"{type(error).__name__}: {error}")
+            for delivery in under_way.values():
+                with contextlib.suppress(Lost):  # the stream's own failure is the one to tell
+                    delivery.break_off(f"{type(error).__name__}: {error}")
             raise
-        if reply.get("error"):
-            raise unpack(reply["error"], 0)
-        found: str = reply["value"]
+        for at in under_way:
+            if found[at].get("error"):
+                raise unpack(found[at]["error"], 0)
+            found[at] = found[at]["value"]
         return found
+
+    def _begin(self, process: SamplerProcess, version: int) -> Delivery:
+        number = process.next_number()
+        process.post({"kind": "update", "id": number, "version": version})
+        arena: Arena = self.device_memory if self.device_memory and self.source else self.host
+        return Delivery(process.post, lambda: process.answer_to(number), number, arena)
 
     def _filling(
         self, stream: Stream, kept: list[Bucket]
-    ) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]]]]:
+    ) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]] | None]]:
         """The stream's buckets; where they are kept, filled, one behind another in host memory."""
         for tensors in grouped(stream):
             offset = kept[-1].offset + kept[-1].size if kept else 0

@@ -14,3 +14,8 @@ class TestHFInAProcessOfItsOwn(RolloutEngineSuite):
     unsupported = {
         "test_a_shared_module_is_followed_without_transport": "a module does not reach another process",
     }
+
+
+@pytest.mark.slow  # two processes for nearly every contract
+class TestHFInTwoProcesses(TestHFInAProcessOfItsOwn):
+    process = {"engines": 2}

@@ -90,9 +90,16 @@ def samples(folder, name, **changes):
     }
 
 
+@pytest.fixture(scope="module")
+def inside(folder):
+    """Samples of an engine in the trainer's process."""
+    return samples(folder, "inside")
+
+
 @pytest.mark.slow
-def test_a_process_of_its_own_gives_the_samples_of_the_trainers_also_after_it_was_killed(folder, caplog):
-    inside = samples(folder, "inside")
+def test_a_process_of_its_own_gives_the_samples_of_the_trainers_also_after_it_was_killed(
+    folder, inside, caplog
+):
     assert len(inside) == 16
     assert {version for *_, versions in inside.values() for version in versions} == {0, 1}
     fragile = {
@@ -108,6 +115,20 @@ def test_a_process_of_its_own_gives_the_samples_of_the_trainers_also_after_it_wa
     while left := [pid for pid in psutil.pids() if _lives_in(pid, pids)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_engines_sample_what_one_does(folder, inside):
+    """Of the first step; rounding may depend on what else an engine samples, and an update grows such a difference."""
+    found = samples(folder, "two", **{"rollout.process": {"engines": 2}})
+    assert found.keys() == inside.keys()
+    assert {version for *_, versions in found.values() for version in versions} == {0, 1}
+    first = [id for id, (_, _, versions) in inside.items() if 1 not in versions]
+    assert len(first) == 8
+    for id in first:
+        (tokens, log_probs, _), (expected, of_one, _) = found[id], inside[id]
+        assert tokens == expected
+        assert log_probs == pytest.approx(of_one, abs=1e-5)
 
 
 def _lives_in(pid, groups):
