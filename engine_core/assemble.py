@@ -25,6 +25,7 @@ from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
 from engine_core.rollout_environment import foreign_plugin
 from engine_core.specs import RefillOptions, TrainerSpec
+from engine_core.weight_paths import is_apart, misplaced, sharing_problems
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
@@ -115,7 +116,9 @@ def check_complete(
     missing = [*_lora_problems(config, plugins, reads), *frozen_role_problems(config, reads)]
     missing += _frozen_problems(config, plugins, reads)
     if "rollout" in reads and config.rollout.weights == "shared":
-        missing += _sharing_problems(config, plugins)
+        missing += sharing_problems(config, plugins)
+    if "rollout" in reads and (problem := misplaced(config, plugins, is_apart(config, plugins))):
+        missing.append(problem)
     if not config.model.path and "model" not in live and "model" in reads:
         missing.append(
             "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
@@ -214,32 +217,6 @@ def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
             )
         elif missing := peft_missing(role):
             yield missing
-
-
-def _sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Why a sampler that is to use the actor's module cannot."""
-    trainer: Any = plugins.spec("train_engines", config.actor.backend)
-    sampler: Any = plugins.spec("rollout_engines", config.rollout.backend)
-    way_on = 'Set rollout.weights = "own" or "auto".'
-    if config.rollout.process is not None:
-        yield f"rollout.weights = 'shared': with [rollout.process] the sampler is in a process of its own. {way_on}"
-        return
-    if "share_module" not in sampler.capabilities:
-        yield (
-            f"rollout.weights = 'shared': backend '{config.rollout.backend}' has weights of its own (no capability "
-            f"'share_module'). {way_on}"
-        )
-    if "generation_module" not in trainer.capabilities:
-        yield (
-            f"rollout.weights = 'shared': actor.backend '{config.actor.backend}' does not give its module to samplers (no "
-            f"capability 'generation_module'). {way_on}"
-        )
-    placement = config.placement
-    if len(placement.pools) > 1 and placement.actor != placement.rollout:
-        yield (
-            f"rollout.weights = 'shared': the sampler is in pool '{placement.rollout}' and the actor in "
-            f"'{placement.actor}'. Place them together, or {way_on[0].lower()}{way_on[1:]}"
-        )
 
 
 def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[str]:

@@ -34,6 +34,7 @@ from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOp
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
 from engine_core.runtime.options import LocalOptions, TorchrunOptions
+from engine_core.runtime.transports.options import BroadcastOptions, FolderOptions, TCPOptions
 from engine_core.specs import (
     Advantage,
     Loss,
@@ -43,6 +44,7 @@ from engine_core.specs import (
     TrackerSpec,
     TrainBackend,
     TrainerSpec,
+    TransportSpec,
 )
 from engine_core.tracking_options import TensorBoardOptions, WandbOptions
 from engine_core.trainers.options import AsyncOptions, DistillOptions, OfflineOptions, SFTOptions
@@ -239,6 +241,21 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     return {
-        "local": RuntimeSpec(load="engine_core.runtime.local:LocalRuntime", config=LocalOptions),
+        "local": RuntimeSpec(
+            load="engine_core.runtime.local:LocalRuntime", config=LocalOptions, in_process=True
+        ),
         "torchrun": RuntimeSpec(load="engine_core.runtime.torchrun:TorchrunRuntime", config=TorchrunOptions),
+    }
+
+
+@hookimpl
+def engine_weight_transports() -> Mapping[str, TransportSpec]:
+    here = "engine_core.runtime.transports."
+    return {
+        "broadcast": TransportSpec(load=here + "broadcast:Broadcast", config=BroadcastOptions),
+        "folder": TransportSpec(load=here + "folder:Folder", config=FolderOptions),
+        "same_process": TransportSpec(
+            load="engine_core.weight_sync:same_process", serves=frozenset({"together"})
+        ),
+        "tcp": TransportSpec(load=here + "tcp:TCP", config=TCPOptions),
     }

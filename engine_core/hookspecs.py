@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         TrackerSpec,
         TrainBackend,
         TrainerSpec,
+        TransportSpec,
     )
 
 hookspec = pluggy.HookspecMarker("engine")
@@ -351,6 +352,19 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     :returns: ``RuntimeSpec`` by name.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_weight_transports() -> Mapping[str, TransportSpec]:
+    """Offer ways of weights from the trainer to samplers in other processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
+
+    :returns: ``TransportSpec`` by name, which declares the topologies that it serves; its ``load`` is a subclass of
+        ``engine_core.runtime.transports.base.Transport``, imported only in the workers that use it.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.weight_transports``.
 
     Called once in every process that loads plugins, before any model is built. Not collective.
     """

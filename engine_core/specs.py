@@ -322,10 +322,29 @@ class TrainerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSpec(Spec):
-    """A runtime: ``load`` is a subclass of ``engine_core.runtime.base.Runtime``."""
+    """A runtime: ``load`` is a subclass of ``engine_core.runtime.base.Runtime``.
+
+    Args:
+        in_process: every role is in the controller's process; ``[placement]`` is not read.
+    """
 
     kind = "runtimes"
     noun = "runtime"
+    in_process: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportSpec(Spec):
+    """A way of weights to the sampler: ``load`` is a subclass of ``engine_core.runtime.transports.base.Transport``.
+
+    Args:
+        serves: the topologies in which it works: ``together`` (the sampler is in the processes of the actor), ``apart`` (it is
+            in processes of another pool). One that serves ``together`` alone is never made: nothing crosses there.
+    """
+
+    kind = "weight_transports"
+    noun = "weight transport"
+    serves: frozenset[str] = frozenset({"apart"})
 
 
 TABLE_SPECS: Mapping[str, type[Spec]] = {
@@ -344,6 +363,7 @@ TABLE_SPECS: Mapping[str, type[Spec]] = {
         TrackerSpec,
         TrainerSpec,
         RuntimeSpec,
+        TransportSpec,
     )
 }
 """Every table hook by its kind: hook ``engine_<kind>``, entry-point group ``engine.<kind>``."""

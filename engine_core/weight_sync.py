@@ -1,7 +1,7 @@
-"""Transports of weights from a train engine to a rollout engine. Weights never pass the controller.
+"""Weights from a train engine to a rollout engine of the same process: the transport ``same_process``.
 
-Only ``same_process`` so far: the stream of the train engine goes straight into the sampler, or
-nothing moves where the sampler uses the train engine's own module.
+The stream of the train engine goes straight into the sampler, or nothing moves where the sampler uses the train
+engine's own module. Transports between processes are in ``runtime.transports``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SyncResult:
     """One update of a sampler's weights."""
 
     version: int  # policy version of tokens sampled from now on
-    bytes: int  # moved; 0 where the module is shared
+    bytes: int  # taken, over all processes; 0 where the module is shared
     seconds: float
     checksum: str  # of what the sampler received; "shared" where the module is shared
 

@@ -25,7 +25,10 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "ref": (("backend", "train_engines", "options"),),
     "critic": (("backend", "train_engines", "options"),),
     "teacher": (("backend", "train_engines", "options"),),
-    "rollout": (("backend", "rollout_engines", "options"),),
+    "rollout": (
+        ("backend", "rollout_engines", "options"),
+        ("transport", "weight_transports", "transport_options"),
+    ),
     "reward": (("name", "rewards", "options"),),
     "reward.model": (("backend", "train_engines", "options"),),
     "reward.judge": (("backend", "rollout_engines", "options"),),
@@ -36,6 +39,9 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "tracking": (("trackers", "trackers", "options"),),
     "runtime": (("backend", "runtimes", "options"),),
 }
+
+AUTO = {"weight_transports": "auto"}
+"""Kinds whose choice may be left to the run, and the word for it, which is no name."""
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")
 """Keys that ``[ref]``, ``[critic]`` and ``[teacher]`` take from ``[actor]`` where they have none of their own."""
@@ -153,7 +159,8 @@ def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Place:
     for key, kind, field in () if own else CHOICES[section]:
         value = table.get(key, model_of(section).model_fields[key].default)
         names = value if isinstance(value, list) else [value]
-        chosen += [Chosen(key, kind, name, field) for name in names if isinstance(name, str)]
+        names = [name for name in names if isinstance(name, str) and name != AUTO.get(kind)]
+        chosen += [Chosen(key, kind, name, field) for name in names]
     return Place(section, path, table, tuple(chosen))
 
 

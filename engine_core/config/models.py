@@ -248,6 +248,11 @@ class PlacementConfig(Table):
     rollout: str | None = None
     """Pool of the sampler."""
 
+    def pool_of(self, role: str) -> str | None:
+        """A role's own pool; without one, the actor's; without that, the first. None: there are no pools."""
+        own = getattr(self, role, None) or (None if role == "rollout" else self.actor)
+        return own or next(iter(self.pools), None)
+
 
 class EngineConfig(Table):
     """A whole run file."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.choices import CHOICES, model_of
+from engine_core.config.choices import AUTO, CHOICES, model_of
 from engine_core.config.models import EngineConfig
 from engine_core.errors import ConfigError, did_you_mean
 
@@ -46,7 +46,8 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
 
 def _mount(table: Schema, key: str, specs: Mapping[str, Spec], definitions: Schema) -> None:
     """Offer the names under ``key`` and add the option table of each."""
-    _offer(table["properties"][key], specs)
+    kinds = {spec.kind for spec in specs.values()}
+    _offer(table["properties"][key], [*specs, *(AUTO[kind] for kind in kinds & AUTO.keys())])
     for name, spec in specs.items():
         if name in table["properties"] and "$ref" not in table["properties"][name]:
             continue  # a name like a core key has no table
@@ -62,7 +63,7 @@ def _mount(table: Schema, key: str, specs: Mapping[str, Spec], definitions: Sche
         table["properties"][name] = {"$ref": f"#/$defs/{reference}"}
 
 
-def _offer(chooser: Schema, specs: Mapping[str, Spec]) -> None:
+def _offer(chooser: Schema, specs: Collection[str]) -> None:
     """The names that a key, or each element of it, may have."""
     names = {"anyOf": [{"enum": sorted(specs)}, {"type": "string", "pattern": ":"}]}  # "dist:name"
     if chooser.get("type") == "array":

@@ -27,7 +27,9 @@ from engine_core.runtime.crew import Crew, message_to
 from engine_core.runtime.crew_group import CrewGroup
 from engine_core.runtime.host import default_device
 from engine_core.runtime.lending import Loan
+from engine_core.runtime.links import Links
 from engine_core.runtime.placement import Pool, plan_pools, slices_of, wanted_processes
+from engine_core.runtime.transports.choice import Topology, by_topology, choose, make
 from engine_core.weight_sync import SyncResult
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ class CrewRuntime(Runtime):
         self.options: CrewOptions = self.config.runtime.options
         self.crew: Crew | None = None
         self.pools: list[Pool] = []
-        self.addresses: dict[int, tuple[str, int]] = {}  # where ranks take weights of another pool
+        self.hosts: dict[int, str] = {}  # the address on which each rank is reached
+        self.links: Links
+        self._transport = ""  # of weights to the sampler
         self._loan: Loan | None = None  # of the actor's module, where samplers of its pool share it
         self._token = new_token()
 
@@ -68,10 +72,21 @@ class CrewRuntime(Runtime):
         """What a rank is told of where it is.
 
         Returns:
-            ``store`` (where the ranks of the pool meet: ``file`` or ``tcp``), ``local_rank`` (number of its device),
-            ``local_world_size``, ``path`` (``sys.path``, or None for its own) and ``host`` (on which it can be
-            reached by other ranks).
+            ``local_rank`` (number of its device), ``local_world_size``, ``path`` (``sys.path``, or None for its own) and
+            ``host`` (on which it can be reached by other ranks).
         """
+
+    @abc.abstractmethod
+    def _meeting(self, name: str) -> dict[str, Any]:
+        """A place where processes of the run meet, one for each name: ``file`` or ``tcp``, see ``starting.store_at``."""
+
+    def _one_machine(self) -> bool:
+        """Whether all processes are on this machine; known once ``_processes`` was asked."""
+        return False
+
+    def _private_folder(self) -> str:
+        """On one machine a folder of the run that all its processes see, else ""; known once they are started."""
+        return ""
 
     # -- the contract -------------------------------------------------------
 
@@ -84,6 +99,7 @@ class CrewRuntime(Runtime):
         torch.manual_seed(self.config.run.seed)  # for what draws from it here: stages of a user
         try:
             self.pools = plan_pools(self.config, roles, self._processes(roles))
+            self._check_transport(roles)
             return self._start(roles, total_steps)
         except BaseException:
             self.close()
@@ -92,7 +108,7 @@ class CrewRuntime(Runtime):
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         self._take_back()
         if self._pool(source) is not self._pool(target):
-            return self._across(source, target, version)
+            return self._across(source, target, version, None)
         pool = self._pool(source)
         return self._tell(
             pool, "push", (target, "update_weights"), list(pool.ranks), functools.partial(_one_sync, target),
@@ -144,8 +160,9 @@ class CrewRuntime(Runtime):
                 workers[rank].roles = pool.roles
                 mine = {"rank": place, "world_size": len(pool.ranks), "roles": served}
                 seat = self._seat(pool, rank)
-                listen = seat.pop("host") if len(self.pools) > 1 else None
-                orders[rank] = {**common, **mine, **seat, "listen": listen, "kind": "start", "id": number}
+                self.hosts[rank] = seat.pop("host")
+                where = {"store": self._meeting(pool.name), "kind": "start", "id": number}
+                orders[rank] = {**common, **mine, **seat, **where}
         ready = self.crew.send(
             orders,
             ("worker", "start"),
@@ -154,7 +171,8 @@ class CrewRuntime(Runtime):
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self.options.start_minutes * 60,
         ).result()
-        self.addresses = {rank: tuple(found["address"]) for rank, found in ready.items() if found["address"]}
+        places = self._meeting, self._private_folder()
+        self.links = Links(self.crew, self._transport_to, self.hosts, *places, self._token)
         self.shared = any(found["shared"] for found in ready.values())
         if self.shared:
             pool = self._pool("rollout")
@@ -168,6 +186,28 @@ class CrewRuntime(Runtime):
             groups |= {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
         self._trade("start")  # a reward's model sleeps until it is asked
         return groups
+
+    def _check_transport(self, roles: Mapping[str, Role]) -> None:
+        """Choose how weights come to samplers, before anything is started.
+
+        Raises:
+            ConfigError: the transport that the file names cannot be.
+        """
+        if {"actor", "rollout"} <= roles.keys():
+            topology = self._topology(self._pool("actor"), self._pool("rollout"))
+            self._transport = choose(self.config, self.plugins, topology)
+            if topology.apart:
+                kind, options = make(self.config, self.plugins, self._transport)
+                kind.check(options, self._one_machine())
+
+    def _topology(self, source: Pool, target: Pool) -> Topology:
+        device = "cpu" if self.options.device == "cpu" else default_device().type
+        return Topology(source is not target, len(target.ranks), device)
+
+    def _transport_to(self, source: Pool, target: Pool) -> str:
+        """That of the sampler; to a reference in another pool, where that cannot be it, the one that ``auto`` means."""
+        found = self._transport
+        return found if found and found != "same_process" else by_topology(self._topology(source, target))[0]
 
     def _here(self) -> int:
         """Processes on this machine.
@@ -249,22 +289,11 @@ class CrewRuntime(Runtime):
                 future.result()
             self.traded_seconds += time.perf_counter() - start
 
-    def _across(self, source: str, target: str, version: int, mix: float | None = None) -> SyncResult:
-        """Weights from one pool to another: its first rank streams to all ranks of the other."""
-        assert self.crew is not None
-        start, givers, takers = time.perf_counter(), self._pool(source), self._pool(target)
-        taken = self._tell(
-            takers, "receive", (target, "update_weights"), list(takers.ranks), functools.partial(_one_checksum, target),
-            role=target, version=version, mix=mix,
-        )  # fmt: skip
-        number = self.crew.next_number()
-        to = [list(self.addresses[rank]) for rank in takers.ranks]
-        messages = {
-            rank: message_to(number, "send", role=source, addresses=to if rank == givers.ranks[0] else [])
-            for rank in givers.ranks
-        }
-        sent = self.crew.send(messages, (source, "named_weights"), number).result()
-        return SyncResult(version, sent * len(takers.ranks), time.perf_counter() - start, taken.result())
+    def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
+        """Weights from one pool to another: its first rank sends, all ranks of the other take."""
+        givers, takers = self._pool(source), self._pool(target)
+        one = functools.partial(_one_checksum, target)
+        return self.links.push(givers, takers, (source, target), version, mix, one)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:

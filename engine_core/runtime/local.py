@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.models import PlacementConfig
 from engine_core.engines.base import RolloutEngine
 from engine_core.engines.driver import stream
+from engine_core.errors import ConfigError
 from engine_core.runtime.base import Role, Runtime, WorkerGroup
 from engine_core.runtime.host import Engine, EngineHost, Place, default_device
+from engine_core.weight_paths import misplaced
 
 if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
@@ -59,6 +61,8 @@ class LocalRuntime(Runtime):
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
         if self.config.placement != PlacementConfig():
             log.info("Not read: [placement]; the local runtime has one pool, this process.")
+        if problem := misplaced(self.config, self.plugins, apart=False):
+            raise ConfigError(problem)
         self.host.build(roles, total_steps)
         self._trade("start")  # a reward's model sleeps until it is asked
         self.shared = self.host.shared

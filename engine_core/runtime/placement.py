@@ -66,7 +66,7 @@ def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> li
             f"placement.pools: they need {sum(sizes.values())} processes, and {processes} were started. "
             "Start as many, or change the pools."
         )
-    homes = {role: _pool_of(config, role, sizes) for role in roles}
+    homes = {role: config.placement.pool_of(role) or DEFAULT_POOL for role in roles}
     pools, first = [], 0
     for name, size in sizes.items():
         served = tuple(role for role in roles if homes[role] == name)
@@ -78,13 +78,6 @@ def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> li
         pools.append(Pool(name, range(first, first + size), served))
         first += size
     return pools
-
-
-def _pool_of(config: EngineConfig, role: str, sizes: dict[str, int]) -> str:
-    """A role's own pool; without one, the actor's; without that, the only one."""
-    placement = config.placement
-    own = getattr(placement, role, None) or (None if role == "rollout" else placement.actor)
-    return own or next(iter(sizes))
 
 
 def slices_of(role: str, layouts: Sequence[Layout], ranks: Sequence[int]) -> list[Slice]:

@@ -43,14 +43,25 @@ def join_pool(order: Mapping[str, Any]) -> torch.device:
         torch.accelerator.set_device_index(device)
         backend = f"{device.type}:{dist.get_default_backend_for_device(device)},cpu:gloo"
     timeout = datetime.timedelta(seconds=max(order["stall_seconds"], order["start_seconds"]) * GROUP_MARGIN)
-    store: Any
-    if order["store"]["file"] is not None:
-        store = dist.FileStore(order["store"]["file"], size)
-    else:
-        host, port, prefix = order["store"]["tcp"]
-        store = dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+    store = store_at(order["store"], size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return device
+
+
+def store_at(place: Mapping[str, Any], size: int, timeout: datetime.timedelta) -> Any:
+    """Where some processes meet.
+
+    Args:
+        place: ``file``, a path that they share; or ``tcp``, host, port and prefix of a store that somebody serves.
+        size: how many they are.
+        timeout: to wait for the others.
+    """
+    if place["file"] is not None:
+        store = dist.FileStore(place["file"], size)
+        store.set_timeout(timeout)
+        return store
+    host, port, prefix = place["tcp"]
+    return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
 
 
 def leave_pool() -> None:

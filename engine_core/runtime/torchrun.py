@@ -81,12 +81,28 @@ class TorchrunRuntime(CrewRuntime):
         from engine_core.runtime.starting import portable_path
 
         launch = self._torchrun
-        if launch is None:  # a file of our own
+        if launch is None:
             seat = {"local_rank": rank, "local_world_size": self._size, "path": portable_path()}
-            return seat | {"store": {"file": str(self._folder / pool.name), "tcp": None}, "host": "127.0.0.1"}  # type: ignore[operator]
+            return seat | {"host": "127.0.0.1"}
         seat = {
             "local_rank": launch.local_rank(rank),
             "local_world_size": launch.local_world_size,
             "path": None,
         }
-        return seat | {"store": {"file": None, "tcp": launch.store_of(pool.name)}, "host": launch.host}
+        return seat | {"host": launch.host}
+
+    def _meeting(self, name: str) -> dict[str, Any]:
+        if self._torchrun is None:
+            return {"file": str(self._private / name), "tcp": None}
+        return {"file": None, "tcp": self._torchrun.store_of(name)}
+
+    def _one_machine(self) -> bool:
+        return self._torchrun is None
+
+    def _private_folder(self) -> str:
+        return "" if self._folder is None else str(self._folder)
+
+    @property
+    def _private(self) -> Path:
+        assert self._folder is not None
+        return self._folder

@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from engine_core.runtime.channel import Channel, Closed, Outbox, listen
+from engine_core.runtime.channel import Channel, Closed, Outbox
 from engine_core.runtime.remote_errors import pack
-from engine_core.runtime.transport import received_weights, send_weights
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from engine_core.engines.base import RolloutEngine
     from engine_core.runtime.host import EngineHost
+    from engine_core.runtime.transports.base import Transport
     from engine_core.types import Request, Rollout
 
 CONTROLLER_GONE = 70
@@ -52,7 +52,7 @@ class Worker:
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self.host: EngineHost
         self.order: dict[str, Any] = {}
-        self.listener: socket.socket | None = None
+        self.links: dict[int, Transport] = {}  # this process's end of each, by number
         self.current: int | None = None  # the command in hand
         self.dropped: set[int] = set()  # commands that nobody waits for
         self.thread = 0  # in which commands are carried out
@@ -110,13 +110,8 @@ class Worker:
         self._forward_logs(message["log_level"])
         device = join_pool(message)
         self.host = make_host(message, device)
-        found: dict[str, Any] = {"shared": self.host.shared, "address": None}
-        if message["listen"]:
-            self.listener = listen(message["listen"])
-            found["address"] = self.listener.getsockname()[:2]
-        return found | {
-            "roles": {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
-        }
+        roles = {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
+        return {"shared": self.host.shared, "roles": roles}
 
     def _do_call(self, message: dict[str, Any]) -> Any:
         """A method of an engine's contract."""
@@ -159,17 +154,46 @@ class Worker:
     def _do_take_back(self, message: dict[str, Any]) -> None:
         self.host.take_back()
 
+    def _do_link(self, message: dict[str, Any]) -> Any:
+        """Make this process's end of a link; what the others are told of it. One of the same pools before it ends."""
+        from engine_core.runtime.transports.base import End
+        from engine_core.runtime.transports.choice import make
+
+        for number in message["instead_of"]:
+            if (old := self.links.pop(number, None)) is not None:
+                old.close()
+        fields = {name: message[name] for name in ("place", "host", "meeting", "folder", "label")}
+        end = End(
+            name=message["transport"],
+            names=tuple(message["names"]),
+            device=self.host.place.device,
+            token=self.order["token"],
+            **fields,
+        )
+        kind, options = make(self.host.config, self.host.plugins, message["transport"])
+        self.links[message["link"]] = transport = kind(options, end)
+        return transport.open()
+
+    def _do_join(self, message: dict[str, Any]) -> None:
+        self.links[message["link"]].join(message["told"])
+
     def _do_send(self, message: dict[str, Any]) -> int:
-        """Weights to another pool; a rank without addresses only takes part in the stream."""
+        """Weights to another pool; a rank without a link only takes part in the stream."""
+        from engine_core.runtime.transports.base import Update
+
         stream = self.host.engines[message["role"]].named_weights(to="leader")  # type: ignore[union-attr]
-        addresses = [tuple(address) for address in message["addresses"]]
-        return send_weights(stream, addresses, self.order["token"], self.order["rank"], self._patience)
+        if message["link"] is None:
+            for _ in stream:
+                pass
+            return 0
+        return self.links[message["link"]].send(stream, Update(message["update"], message["version"]))
 
     def _do_receive(self, message: dict[str, Any]) -> str:
         """Weights of another pool: into the sampler, or mixed into a model."""
-        assert self.listener is not None
+        from engine_core.runtime.transports.base import Update
+
         engine: Any = self.host.engines[message["role"]]
-        stream = received_weights(self.listener, self.order["token"], self._patience)
+        stream = self.links[message["link"]].receive(Update(message["update"], message["version"]))
         with contextlib.closing(stream):
             if message["mix"] is not None:
                 engine.load_named_weights(stream, message["mix"])
@@ -178,10 +202,6 @@ class Worker:
 
     def _do_phase(self, message: dict[str, Any]) -> None:
         self.host.trade(message["name"])
-
-    @property
-    def _patience(self) -> float:
-        return self.order["stall_seconds"]
 
     # -- what does not wait -------------------------------------------------
 
@@ -230,8 +250,8 @@ class Worker:
 
         if hasattr(self, "host"):
             self.host.close()
-        if self.listener is not None:
-            self.listener.close()
+        for transport in self.links.values():
+            transport.close()
         leave_pool()
         self.outbox.close()
 

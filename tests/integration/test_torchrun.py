@@ -113,11 +113,19 @@ def test_two_ranks_sample_and_learn_the_same(settings, backend, weights):
     assert mine["actor/loss"] != 0
 
 
-def test_roles_in_pools_of_their_own_train_as_in_one(settings):
-    """The sampler and the reference lie in other processes than the actor; weights go there over a channel."""
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "auto",
+        pytest.param("broadcast", marks=pytest.mark.slow),
+        pytest.param("folder", marks=pytest.mark.slow),
+    ],
+)
+def test_roles_in_pools_of_their_own_train_as_in_one(settings, transport):
+    """The sampler and the reference lie in other processes than the actor; weights go there as the transport does it."""
     local = train(settings, {"run.name": "local", "rollout.weights": "own"})
     pools = {"placement.pools": {"train": 1, "serve": 1}, "placement.actor": "train"}
-    pools |= {"placement.rollout": "serve", "placement.ref": "serve"}
+    pools |= {"placement.rollout": "serve", "placement.ref": "serve", "rollout.transport": transport}
     assert train(settings, {"run.name": "pools", **TORCHRUN, **pools}) == local
 
 

@@ -23,6 +23,7 @@ FROZEN = {
     "engine_trackers": [],
     "engine_trainers": [],
     "engine_runtimes": [],
+    "engine_weight_transports": [],
     "engine_on_event": ["event", "step", "data"],
 }
 STEP_HOOKS = ["engine_build_model", "engine_wrap_policy", "engine_shard_model", "engine_build_optimizer"]

@@ -82,6 +82,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "losses": {**builtin.engine_losses(), "twin": Loss(load=load, config=SharedLossOptions)},
     "trackers": dict(builtin.engine_trackers()),
     "runtimes": dict(builtin.engine_runtimes()),
+    "weight_transports": dict(builtin.engine_weight_transports()),
 }
 
 GOOD = """\

@@ -45,7 +45,7 @@ class RayRuntime(CrewRuntime):
         self._gpu = False
         self._groups: list[Any] = []
         self._seats: list[ActorHandle] = []
-        self._meeting: Any = None  # the store in which ranks of several nodes meet
+        self._store: Any = None  # the store in which ranks of several nodes meet
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # each, whatever becomes of the one before
@@ -56,7 +56,7 @@ class RayRuntime(CrewRuntime):
     def _leave(self) -> None:
         """Give back what is held in the cluster; one of our own ends with all of it."""
         self.store.forget()
-        self._meeting = None
+        self._store = None
         self._seats = []
         groups, self._groups = self._groups, []
         if not self.cluster.own:
@@ -155,20 +155,27 @@ class RayRuntime(CrewRuntime):
         mine = self._seats[rank]
         near = sum(self._seats[other].node == mine.node for other in pool.ranks)
         # Ray shows each rank one accelerator, which is number 0 there
-        seat = {"local_rank": 0, "local_world_size": near, "path": None, "host": mine.address}
-        return seat | {"store": self._meeting_place(pool)}
+        return {"local_rank": 0, "local_world_size": near, "path": None, "host": mine.address}
 
-    def _meeting_place(self, pool: Pool) -> dict[str, Any]:
+    def _one_machine(self) -> bool:
+        import ray
+
+        return not self.options.address and not ray.is_initialized()
+
+    def _private_folder(self) -> str:
+        return "" if self.cluster.folder is None else str(self.cluster.folder)
+
+    def _meeting(self, name: str) -> dict[str, Any]:
         """A file of a cluster of our own; a store of the controller where ranks may be on other nodes."""
         if self.cluster.folder is not None:
-            return {"file": str(Path(self.cluster.folder) / f"meet-{pool.name}"), "tcp": None}
+            return {"file": str(Path(self.cluster.folder) / f"meet-{name}"), "tcp": None}
         import ray
         import torch.distributed as dist
 
         host = ray.util.get_node_ip_address()
-        if self._meeting is None:
-            self._meeting = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return {"file": None, "tcp": (host, self._meeting.port, f"engine/{pool.name}")}
+        if self._store is None:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return {"file": None, "tcp": (host, self._store.port, f"engine/{name}")}
 
 
 def _no_seat(error: Exception) -> str:

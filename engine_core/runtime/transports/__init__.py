@@ -1,0 +1,1 @@
+"""Ways of weights from the processes of a trained role to those of a sampler. Weights never pass the controller."""

@@ -1,0 +1,149 @@
+"""Weights by broadcast: one process group over the sender and all takers, gloo or, where all are on CUDA, NCCL.
+
+The group is none of ``torch.distributed``'s default ones, in which every pool is a world of its own. Each bucket is
+three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.
+On a GPU this is experimental: it has not run on one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_core.errors import TrainingFailed
+from engine_core.runtime.sampler.buckets import unpacked
+from engine_core.runtime.starting import store_at
+from engine_core.runtime.transports.base import Flat, Stream, Transport, Update, check, flattened, size_of
+
+MAX_HEADER_BYTES = 1 << 31
+
+
+class Broadcast(Transport):
+    """See the module and ``Transport``."""
+
+    group: Any = None
+    device = torch.device("cpu")
+
+    def open(self) -> Any:
+        """The kind of device that weights are to come to."""
+        return self.end.device.type
+
+    def join(self, told: Sequence[Any]) -> None:
+        seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
+        store = dist.PrefixStore(self.end.label, store_at(self.end.meeting, len(told), seconds))
+        place, size = self.end.place, len(told)
+        if set(told) == {"cuda"} and dist.is_nccl_available():
+            self.device = self.end.device
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = seconds
+            self.group = dist.ProcessGroupNCCL(store, place, size, options)
+        else:
+            self.group = dist.ProcessGroupGloo(store, place, size, seconds)
+
+    def send(self, stream: Stream, update: Update) -> int:
+        sent = 0
+        under_way: list[Any] = []
+        try:
+            for flat in flattened(stream, self.device):
+                self._wait(under_way, update)
+                under_way = self._post(flat.told(update), flat, update)
+                sent += size_of(flat.bucket)
+            self._wait(under_way, update)
+        except TrainingFailed:
+            raise
+        except BaseException as error:
+            self._wait(under_way, update)
+            self._wait(self._post({"break": f"{type(error).__name__}: {error}"}, None, update), update)
+            raise
+        self._wait(self._post({"end": True}, None, update), update)
+        return sent
+
+    def receive(self, update: Update) -> Generator[tuple[str, Tensor], None, None]:
+        over, expected = False, 0
+        try:
+            while True:
+                told = self._header(update)
+                over = "end" in told or "break" in told
+                if "break" in told:
+                    raise self.end.failed(update, f"The stream of weights broke off: {told['break']}.")
+                if over:
+                    return
+                data = self._payload(told, update)
+                check(self.end, update, told, expected, data)
+                expected += 1
+                yield from unpacked(data, told["entries"])
+        finally:
+            if not over:
+                self._drain(update)
+
+    def close(self) -> None:
+        self.group = None
+
+    # -- one broadcast ------------------------------------------------------
+
+    def _post(self, told: Mapping[str, Any], flat: Flat | None, update: Update) -> list[Any]:
+        """Send a header, and the bytes of a bucket; what is under way, with the tensors that it reads."""
+        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8).to(self.device)
+        lengths = torch.tensor([len(header), flat.bucket.size if flat else 0], device=self.device)
+        tensors = [lengths, header, *([flat.data] if flat and flat.bucket.size else [])]
+        return [(self._broadcast(tensor, update), tensor) for tensor in tensors]
+
+    def _header(self, update: Update) -> dict[str, Any]:
+        lengths = self._taken(torch.zeros(2, dtype=torch.int64, device=self.device), update)
+        header_bytes, size = lengths.tolist()
+        if not 0 < header_bytes < MAX_HEADER_BYTES:
+            raise self._unusable(update, f"a header of {header_bytes} bytes came, which is none of ours.")
+        header = self._taken(torch.empty(header_bytes, dtype=torch.uint8, device=self.device), update)
+        told: dict[str, Any] = json.loads(bytes(header.cpu().numpy()))
+        return told | {"size": size}
+
+    def _payload(self, told: Mapping[str, Any], update: Update) -> Tensor:
+        data = torch.empty(told["size"], dtype=torch.uint8, device=self.device)
+        return self._taken(data, update) if told["size"] else data
+
+    def _taken(self, tensor: Tensor, update: Update) -> Tensor:
+        self._wait([(self._broadcast(tensor, update), tensor)], update)
+        return tensor
+
+    def _broadcast(self, tensor: Tensor, update: Update) -> Any:
+        if self.group is None:
+            raise self.end.failed(update, "the group has failed before. This is a bug of the runtime.")
+        try:
+            return self.group.broadcast(tensor, 0)
+        except RuntimeError as error:
+            raise self._unusable(update, _first_line(error)) from error
+
+    def _wait(self, under_way: Sequence[Any], update: Update) -> None:
+        for work, _ in under_way:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._unusable(update, _first_line(error)) from error
+
+    def _unusable(self, update: Update, what: str) -> TrainingFailed:
+        """The group cannot be used any more; said by whoever sees it first."""
+        self.group = None
+        if "imed out" in what:
+            return self.end.late(update, f"nothing went on ({what})", self.options.timeout_seconds)
+        return self.end.failed(update, what)
+
+    def _drain(self, update: Update) -> None:
+        """Take the rest without looking at it, so that nobody waits for this end."""
+        while self.group is not None:
+            try:
+                told = self._header(update)
+                if "end" in told or "break" in told:
+                    return
+                self._payload(told, update)
+            except TrainingFailed:
+                return  # who sends is gone, too
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
