@@ -59,7 +59,7 @@ class Keeping(DataParallelState):
 
         self._need("weights")
         self._settle()
-        read = FromStream(stream, self.shapes)
+        read = FromStream(stream, self.shapes, weights.wanted(self.chunks, self.hf_config))
         weights.load(self.chunks, self.hf_config, read, mix)
         read.finish()
         if self.steps is not None:

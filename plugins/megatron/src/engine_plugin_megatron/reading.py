@@ -158,26 +158,33 @@ class _Part:
 
 
 class FromStream:
-    """Reads tensors of a stream in any order; those that came before they were asked for are kept.
+    """Reads tensors of a stream in any order; one that came before it was asked for is kept until it is.
 
     Args:
         stream: names and whole tensors.
         shapes: by name, of the weights that must come.
+        wanted: how often each name will be asked for; others are not kept. Nobody then holds the whole model.
 
     Raises:
         DataError: a name or a shape does not fit.
     """
 
-    def __init__(self, stream: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        stream: Iterable[tuple[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]],
+        wanted: Mapping[str, int],
+    ) -> None:
         self._stream: Iterator[tuple[str, Tensor]] = iter(stream)
-        self._shapes, self._kept = shapes, dict[str, Tensor]()
+        self._shapes, self._left, self._kept = shapes, dict(wanted), dict[str, Tensor]()
         self._came: set[str] = set()
 
     def __call__(self, name: str) -> Tensor:
         while name not in self._kept:
             if not self._next():
                 raise DataError(f"The weight '{name}' did not come. Those that came before it were taken.")
-        return self._kept[name]
+        self._left[name] -= 1
+        return self._kept[name] if self._left[name] else self._kept.pop(name)
 
     def finish(self) -> None:
         """To the end of the stream: other ranks may take part in it.
@@ -185,9 +192,10 @@ class FromStream:
         Raises:
             DataError: a weight did not come.
         """
+        self._left.clear()
         self._kept.clear()
         while self._next():
-            self._kept.clear()
+            pass
         if left := sorted(self._shapes.keys() - self._came):
             some = ", ".join(left[:5])
             raise DataError(
@@ -202,7 +210,8 @@ class FromStream:
                 raise DataError(
                     f"Weight '{name}' has shape {list(tensor.shape)}; expected {list(self._shapes[name])}."
                 )
-            self._kept[name] = tensor
+            if self._left.get(name):
+                self._kept[name] = tensor
             self._came.add(name)
             return True
         return False

@@ -8,6 +8,7 @@ for all models of a process by the first tied one, and does not tell slices, of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,11 @@ def load(
     """
     for place in names(chunks, hf_config):
         fill(place.tensor, place, read, mix)
+
+
+def wanted(chunks: Sequence[GPTModel], hf_config: PretrainedConfig) -> Counter[str]:
+    """How often ``load`` asks for each Hugging Face tensor."""
+    return Counter(name for place in names(chunks, hf_config) for name in boxes(place.pieces))
 
 
 @torch.no_grad()
