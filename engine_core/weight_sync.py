@@ -1,13 +1,14 @@
 """Weights from a train engine to a rollout engine of the same process: the transport ``same_process``.
 
 The stream of the train engine goes straight into the sampler, or nothing moves where the sampler uses the train
-engine's own module. Transports between processes are in ``runtime.transports``.
+engine's own module. Transports between processes are in ``runtime.transports``; all of them cut streams into
+``buckets``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,3 +58,24 @@ class _Counted:
         for name, tensor in self._stream:
             self.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
+
+
+def buckets(
+    stream: Iterable[tuple[str, Tensor]], limit: int, bytes_of: Callable[[Tensor], int] | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Neighbours that together take at most ``limit`` bytes; a larger tensor is alone.
+
+    Args:
+        bytes_of: of one tensor; by default those that it has.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in stream:
+        size = tensor.numel() * tensor.element_size() if bytes_of is None else bytes_of(tensor)
+        if bucket and held + size > limit:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor))
+        held += size
+    if bucket:
+        yield bucket

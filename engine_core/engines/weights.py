@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,27 +45,6 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
         seen.add(id(tensor))
         found[name] = tensor
     return found
-
-
-def buckets(
-    stream: Iterable[tuple[str, Tensor]], limit: int, bytes_of: Callable[[Tensor], int] | None = None
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours that together take at most ``limit`` bytes; a larger tensor is alone.
-
-    Args:
-        bytes_of: of one tensor; by default those that it has.
-    """
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, tensor in stream:
-        size = tensor.numel() * tensor.element_size() if bytes_of is None else bytes_of(tensor)
-        if bucket and held + size > limit:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += size
-    if bucket:
-        yield bucket
 
 
 def base_weights(module: nn.Module) -> dict[str, Tensor]:

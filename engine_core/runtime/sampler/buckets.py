@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.codec import DTYPES
+from engine_core.weight_sync import buckets
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64  # of a tensor in its bucket, and of a bucket's size
@@ -83,17 +84,7 @@ def _factors(device: torch.device) -> Tensor:
 
 def grouped(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Tensors in groups of about ``BUCKET_BYTES``; a larger one is alone."""
-    group: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in stream:
-        grown = _aligned(tensor.numel() * tensor.element_size())
-        if group and size + grown > BUCKET_BYTES:
-            yield group
-            group, size = [], 0
-        group.append((name, tensor))
-        size += grown
-    if group:
-        yield group
+    return buckets(stream, BUCKET_BYTES, lambda tensor: _aligned(tensor.numel() * tensor.element_size()))
 
 
 def planned(tensors: Sequence[tuple[str, Tensor]], offset: int) -> Bucket:

@@ -226,6 +226,7 @@ class DeepSpeedEngine(Keeping):
         return StepOutput(grad_norm=float(self.zero.get_global_grad_norm()), lr=lr, skipped=skipped)
 
     def close(self) -> None:
+        """A process group of one process stays: what DeepSpeed has made over it lives as long as the process."""
         super().close()
         zero, self.zero, self.root = self.zero, None, None
         if zero is not None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.engines.weights import buckets, own_parameters
+from engine_core.engines.weights import own_parameters
 from engine_core.errors import DataError
+from engine_core.weight_sync import buckets
 
 
 class Partitions:

@@ -21,12 +21,12 @@ from engine_core.data import load_tokenizer
 from engine_core.engines.base import RolloutEngine
 from engine_core.engines.model_loading import adopt_live, load_model
 from engine_core.engines.precision import DTYPES
+from engine_core.engines.requests import check_request
 from engine_core.engines.weights import near, own_weights, to_own_names
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
-from engine_plugin_hf_rollout.requests import check_request
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine_core.data import load_tokenizer
 from engine_core.engines.base import RolloutEngine
 from engine_core.engines.model_loading import has_no_weights, load_hf_config
+from engine_core.engines.requests import check_request
 from engine_core.engines.weights import published_weights
 from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_plugin_vllm_rollout.memory import Memory
@@ -137,12 +138,14 @@ class VLLMRolloutEngine(RolloutEngine):
         """Queue requests: all of them, or none where one is malformed."""
         from vllm.inputs.engine import tokens_input
 
-        from engine_plugin_vllm_rollout.requests import begun_response, check_request, sampling_params
+        from engine_plugin_vllm_rollout.requests import HOTTEST, TOO_LONG, begun_response, sampling_params
         from engine_plugin_vllm_rollout.results import Running
 
         taken = set(self._running)
         for request in requests:
-            check_request(request, taken, self._vocabulary, self._room)
+            check_request(
+                request, taken, self._vocabulary, self._room, holder="vLLM", instead=TOO_LONG, hottest=HOTTEST
+            )
             taken.add(request.id)
         for request in requests:
             ids = request.prompt.token_ids + begun_response(request)

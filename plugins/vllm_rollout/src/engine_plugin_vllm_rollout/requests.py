@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from engine_core.errors import DataError
 from engine_plugin_vllm_rollout.log_mass import KEY
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
 
 HOTTEST = 2.0  # temperature, as vLLM's SamplingParams checks it
+TOO_LONG = "Lower data.max_prompt_tokens, or raise rollout.vllm.max_model_len where the model can hold more."
 
 
 def cuts(sampling: Sampling) -> bool:
@@ -94,56 +93,3 @@ def sampling_params(request: Request, positions: int, vocabulary: int, full: boo
         extra_args={KEY: request.id} if tells_mass(sampling, full) else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def check_request(request: Request, taken: Collection[str], vocabulary: int, max_positions: int) -> None:
-    """Refuse a malformed request.
-
-    Args:
-        request: the one to look at.
-        taken: ids of requests that wait.
-        vocabulary: token ids that the model has.
-        max_positions: tokens that the engine can hold, response included.
-
-    Raises:
-        DataError: its prompt cannot be continued.
-        ValueError: its id is taken, or its sampling makes no sense.
-    """
-    ids, where = request.prompt.token_ids, f"Request '{request.id}' (prompt '{request.prompt.id}')"
-    if request.id in taken:
-        raise ValueError(f"{where} is queued already. Requests must have distinct ids.")
-    if not ids:
-        raise DataError(f"{where} has no tokens. An empty prompt cannot be continued; give it a start token.")
-    if min(ids) < 0 or max(ids) >= vocabulary:
-        wrong = next(i for i in ids if not 0 <= i < vocabulary)
-        raise DataError(
-            f"{where} has token {wrong}, and the model knows 0 to {vocabulary - 1}. Check the tokenizer."
-        )
-    if len(ids) >= max_positions:
-        raise DataError(
-            f"{where} has {len(ids)} tokens, and vLLM holds {max_positions} with the response. "
-            "Lower data.max_prompt_tokens, or raise rollout.vllm.max_model_len where the model can hold more."
-        )
-    if request.begun is not None:
-        if request.begun.token_ids[: len(ids)].tolist() != ids:
-            raise ValueError(f"{where} goes on with a response that has another prompt.")
-        if left_to_sample(request, max_positions) < 1:
-            raise ValueError(
-                f"{where} goes on with a response of {len(begun_response(request))} tokens: nothing is left to sample."
-            )
-    if problem := _problem(request.sampling):
-        raise ValueError(f"{where} has {problem}.")
-
-
-def _problem(sampling: Sampling) -> str:
-    if not 0 <= sampling.temperature <= HOTTEST:
-        return f"temperature {sampling.temperature}; expected 0 (greedy) to {HOTTEST:g}, the most that vLLM takes"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p {sampling.top_p}; expected more than 0 and at most 1 (all tokens)"
-    if sampling.top_k < 0:
-        return f"top_k {sampling.top_k}; expected 0 (all tokens) or more"
-    if sampling.max_response_tokens < 1:
-        return f"max_response_tokens {sampling.max_response_tokens}; expected 1 or more"
-    if "" in sampling.stop:
-        return "an empty stop string, which every text contains; remove it"
-    return ""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine_core.engines.weights import buckets, near, published_weights
+from engine_core.engines.weights import near, published_weights
 from engine_core.errors import ConfigError, DataError
+from engine_core.weight_sync import buckets
 from engine_plugin_vllm_rollout import versions
 from engine_plugin_vllm_rollout.sharded import Sharded
 

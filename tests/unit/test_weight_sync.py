@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_core.engines.weights import buckets
+from engine_core.weight_sync import buckets
 
 
 def names(sizes, limit, bytes_of=None):

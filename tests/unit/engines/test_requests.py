@@ -1,13 +1,32 @@
 """Every refusal of a request, by its words."""
 
+import dataclasses
+
 import pytest
-from engine_plugin_hf_rollout.requests import check_request
+import torch
 
+from engine_core.engines.requests import check_request
 from engine_core.errors import DataError
+from engine_core.types import Prompt, Request, Sampling
 
 
-def check(request, taken=()):
-    check_request(request, taken, vocabulary=260, max_positions=64)
+def check(request, taken=(), **limits):
+    check_request(request, taken, vocabulary=260, max_positions=64, **limits)
+
+
+@pytest.fixture
+def make_requests():
+    """``make_requests([[5, 6], [7]], temperature=0.7)``: one request a prompt."""
+
+    def make(prompts, **sampling):
+        return [
+            Request(
+                f"r{i}", Prompt(f"train:{i}", ids, ""), Sampling(**{"max_response_tokens": 12} | sampling)
+            )
+            for i, ids in enumerate(prompts)
+        ]
+
+    return make
 
 
 def test_a_good_request_passes(make_requests):
@@ -59,3 +78,34 @@ def test_an_id_that_waits_already_is_refused(make_requests):
         ValueError, match=r"Request 'r0' .* is queued already\. Requests must have distinct ids\."
     ):
         check(make_requests([[5]])[0], {"r0"})
+
+
+def begun(request, tokens):
+    """What there is of its response."""
+    return dataclasses.replace(
+        request.unsampled(), token_ids=torch.tensor(request.prompt.token_ids + tokens), finish_reason="abort"
+    )
+
+
+def test_a_response_that_is_over_or_anothers_is_not_gone_on_with(make_requests):
+    one, other = make_requests([[5], [6]])
+    check(dataclasses.replace(one, begun=begun(one, [7] * 11)))
+    for response, words in [
+        (begun(one, [7] * 12), "has 12 tokens, and 12 at most are asked for: nothing is left to sample"),
+        (begun(other, [7]), "has another prompt"),
+    ]:
+        with pytest.raises(ValueError, match=f"goes on with a response that {words}"):
+            check(dataclasses.replace(one, begun=response))
+
+
+def test_a_sampler_with_limits_of_its_own_says_so(make_requests):
+    hot = make_requests([[5]], temperature=2.5)[0]
+    check(hot)
+    with pytest.raises(
+        ValueError, match=r"temperature 2\.5; expected 0 \(greedy\) to 2, the most that the sampler takes"
+    ):
+        check(hot, hottest=2.0)
+    with pytest.raises(
+        DataError, match=r"has 64 tokens, and the server holds 64 with the response\. Shorten it\."
+    ):
+        check(make_requests([[5] * 64])[0], holder="the server", instead="Shorten it.")

@@ -1,7 +1,8 @@
-"""What a request must be before it is queued."""
+"""What a request must be before a sampler queues it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -11,18 +12,30 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
 
 
-def check_request(request: Request, taken: Collection[str], vocabulary: int, max_positions: int) -> None:
+def check_request(
+    request: Request,
+    taken: Collection[str],
+    vocabulary: int,
+    max_positions: int,
+    *,
+    holder: str = "the model",
+    instead: str = "Lower data.max_prompt_tokens.",
+    hottest: float = math.inf,
+) -> None:
     """Refuse a malformed request.
 
     Args:
         request: the one to look at.
         taken: ids of requests that wait.
         vocabulary: token ids that the model has.
-        max_positions: tokens that the model can hold, response included.
+        max_positions: tokens that can be held, response included.
+        holder: of them, for messages.
+        instead: what to do where a prompt is too long.
+        hottest: temperature that the sampler takes.
 
     Raises:
         DataError: its prompt cannot be continued.
-        ValueError: its id is taken, or its sampling makes no sense.
+        ValueError: its id is taken, its sampling makes no sense, or it goes on with a response that is over or another's.
     """
     ids, where = request.prompt.token_ids, f"Request '{request.id}' (prompt '{request.prompt.id}')"
     if request.id in taken:
@@ -36,12 +49,11 @@ def check_request(request: Request, taken: Collection[str], vocabulary: int, max
         )
     if len(ids) >= max_positions:
         raise DataError(
-            f"{where} has {len(ids)} tokens, and the model holds {max_positions} with the response. "
-            "Lower data.max_prompt_tokens."
+            f"{where} has {len(ids)} tokens, and {holder} holds {max_positions} with the response. {instead}"
         )
     if request.begun is not None and (wrong_start := _begun_problem(request, max_positions)):
         raise ValueError(f"{where} goes on with a response that {wrong_start}.")
-    if problem := _problem(request.sampling):
+    if problem := _sampling_problem(request.sampling, hottest):
         raise ValueError(f"{where} has {problem}.")
 
 
@@ -56,9 +68,10 @@ def _begun_problem(request: Request, max_positions: int) -> str:
     return ""
 
 
-def _problem(sampling: Sampling) -> str:
-    if not 0 <= sampling.temperature < float("inf"):
-        return f"temperature {sampling.temperature}; expected 0 (greedy) or more"
+def _sampling_problem(sampling: Sampling, hottest: float) -> str:
+    if not 0 <= sampling.temperature <= hottest or math.isinf(sampling.temperature):
+        most = "or more" if math.isinf(hottest) else f"to {hottest:g}, the most that the sampler takes"
+        return f"temperature {sampling.temperature}; expected 0 (greedy) {most}"
     if not 0 < sampling.top_p <= 1:
         return f"top_p {sampling.top_p}; expected more than 0 and at most 1 (all tokens)"
     if sampling.top_k < 0:
