@@ -17,6 +17,7 @@ from engine_core.engines.torch_engine import TorchEngine
 from engine_core.errors import ConfigError
 from engine_core.plugins import PluginSet
 from engine_core.testing.contracts import close, identical, near
+from engine_core.testing.reference import gradient_of, nll_loss, norm_of, outputs_of
 from engine_core.testing.train_bench import NLL, POLICY
 from engine_core.types import LossCall
 
@@ -51,6 +52,22 @@ def steps_as_alone(bench):
         one, two = engine.optimizer_step(), torch_engine.optimizer_step()
         near(one.grad_norm, two.grad_norm, tolerance, f"norm of step {number + 1}")
         assert one.lr == two.lr
+
+
+def gradients_as_alone(bench):
+    """Log-probs and the gradient of every weight are those of a float64 model in one process, to 1e-5."""
+    batch, module = bench.batch(temperature=0.8), bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    with torch.no_grad():
+        outputs = outputs_of(module, batch)
+    engine = bench.engine(trainable=False, role="ref")
+    for name, found in bench.infer(engine, batch, ("log_probs", "entropy")).items():
+        close(found, outputs[name], 1e-5, name)
+    for budget in (4096, 24):
+        gradient, _, step = bench.measured(batch, budget=budget)
+        for name, value in expected.items():
+            close(gradient[name], value, 1e-5, f"gradient of '{name}' with a budget of {budget}")
+        near(step.grad_norm, norm_of(expected), 1e-5, "its norm")
 
 
 def steps_with_breaks_as_alone(bench):

@@ -48,6 +48,13 @@ class TestTensorParallelAndPipeline(Megatron):
 
 
 @pytest.mark.slow
+class TestContextParallel(Megatron):
+    world_size = 2
+    resumes_on = (4,)
+    options = {"cp": 2}
+
+
+@pytest.mark.slow
 class TestExperts(Megatron):
     world_size = 2
     resumes_on = (4,)

@@ -20,7 +20,6 @@ def test_a_resolved_table_which_sets_every_key_reads_back():
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        ({"cp": 2}, "cp 2: sequences shared by ranks are not there yet"),
         ({"virtual_pp": 2}, "virtual_pp 2 has no effect with pp 1"),
         ({"sequence_parallel": True}, "sequence_parallel has no effect with tp 1"),
         ({"overlap_param_gather": True}, "overlap_param_gather needs"),
@@ -48,7 +47,14 @@ def test_a_layout_is_refused_before_the_machine_is_looked_at():
 
 
 def test_adapters_are_refused_with_what_trains_them():
-    assert "[actor.lora]: 'megatron' trains no adapters yet" in refused(lora={"rank": 4})
+    told = refused(lora={"rank": 4})
+    assert "[actor.lora]: 'megatron' trains no adapters yet: peft's are of transformers' layers" in told
+
+
+def test_a_size_of_micro_batches_that_nothing_estimates_is_asked_for():
+    told = refused(max_tokens_per_rank="auto")
+    assert "actor.max_tokens_per_rank is 'auto', and 'megatron' has no estimate" in told
+    assert "Set a number, such as 8192" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -192,7 +192,44 @@ def test_a_run_moves_to_the_torch_engine_and_back(ranks, tmp_path):
     ranks(2, MOVES.follow_case, {"pp": 2}, shared=str(tmp_path / "two"))
 
 
-EP, PP, TP = {"ep": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True}
+EP, PP, TP, CP = {"ep": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}
+
+
+def test_sequences_that_ranks_share_have_the_gradient_of_whole_ones(ranks):
+    ranks(2, "gradients_as_alone", CP)
+
+
+SHARED = {
+    "alone": (2, CP, {}),
+    "recomputed": (2, {**CP, "recompute": "full"}, {}),
+    "attention_recomputed": (2, {**CP, "recompute": "selective"}, {}),
+    "whole_optimizer": (2, {**CP, "distributed_optimizer": False}, {}),
+    "more_sharers_than_keys": (4, {"cp": 4}, {}),
+    "with_data": (4, CP, {}),
+    "with_layers": (4, {**CP, "tp": 2}, {}),
+    "with_tokens_of_layers": (4, {**CP, **TP}, {}),
+    "with_stages": (4, {**CP, **PP}, {}),
+    "with_chunks": (4, {**CP, **PP, "virtual_pp": 2}, FOUR_LAYERS),
+    "with_experts": (2, {**CP, **EP}, EXPERTS),
+    "with_stages_and_experts": (4, {**CP, **PP, **EP}, EXPERTS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_sequences_are_shared_beside_all_else(ranks, name):
+    size, options, settings = SHARED[name]
+    for case in ("gradients_as_alone", "steps_as_alone", "values_as_alone"):
+        ranks(size, case, options, **settings)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_ranks_that_share_sequences_loads_on_another_layout(ranks, tmp_path):
+    ranks(4, MOVES.case, {**CP, **TP}, shared=str(tmp_path / "one"))
+    ranks(2, MOVES.follow_case, PP, shared=str(tmp_path / "one"))
+    ranks(1, MOVES.follow_case, backend="torch", shared=str(tmp_path / "one"))
+    ranks(2, MOVES.case, {}, shared=str(tmp_path / "two"))
+    ranks(2, MOVES.follow_case, CP, shared=str(tmp_path / "two"))
 
 
 def test_steps_of_experts_on_two_ranks_are_those_of_the_torch_engine(ranks):

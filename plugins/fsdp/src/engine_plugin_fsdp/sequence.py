@@ -7,17 +7,19 @@ sees all tokens with its share of the heads, and gives them back. What runs on a
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine_core.engines.attention import varlen, varlen_mask
+from engine_core.engines.rank_exchange import Exchange
 from engine_core.errors import ConfigError
 from engine_plugin_fsdp.ranks import nearest_fit
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor, nn
 
 
 def share_sequences(module: nn.Module, group: dist.ProcessGroup, role: str, tp: int = 1) -> None:
@@ -73,26 +75,6 @@ def _attention(
     """``varlen``; where the rank holds a stretch of the pack only, with all tokens and a share of the heads."""
     if not settings.pop("stretch", False):
         return varlen(module, query, key, value, attention_mask, **settings)
-    query, key, value = (_Exchange.apply(part, group, 1, 2) for part in (query, key, value))
+    query, key, value = (Exchange.apply(part, group, 1, 2) for part in (query, key, value))
     out, _ = varlen(module, query, key, value, attention_mask, **settings)
-    return _Exchange.apply(out, group, 1, 2), None
-
-
-class _Exchange(torch.autograd.Function):
-    """Give away parts along one dimension, receive the others' parts along another."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, given: int, taken: int) -> Tensor:
-        ctx.group, ctx.given, ctx.taken = group, given, taken
-        return _exchange(tensor, group, given, taken)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _exchange(gradients[0], ctx.group, ctx.taken, ctx.given), None, None, None
-
-
-def _exchange(tensor: Tensor, group: dist.ProcessGroup, given: int, taken: int) -> Tensor:
-    sent = torch.stack(tensor.chunk(group.size(), given)).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(list(received), dim=taken)
+    return Exchange.apply(out, group, 1, 2), None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine_core.engines.attention import packed, packed_arguments
 from engine_core.engines.log_probs import zero_outputs
 from engine_core.engines.packed_forward import PackedForward
+from engine_core.engines.rank_exchange import Together
 from engine_core.engines.transfer import on_host, predicted, send
 from engine_core.engines.value_forward import ValueForward
 from engine_core.errors import ConfigError
@@ -75,7 +76,8 @@ class Slice:
 
     def together(self, tensor: Tensor) -> Tensor:
         """Outputs of all ranks of the slice, from one that is 0 but for this rank's."""
-        return _Together.apply(tensor, self.group)
+        total: Tensor = Together.apply(tensor, self.group)
+        return total
 
 
 class SliceForward(PackedForward):
@@ -161,19 +163,3 @@ def _stretch(module: nn.Module, pack: Batch, group: dist.ProcessGroup) -> tuple[
             **packed_arguments(lengths, device),
         )
     return output.last_hidden_state[0], first
-
-
-class _Together(torch.autograd.Function):
-    """The sum over a group of tensors that are 0 but for each rank's own part. The gradient stays each rank's own."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=group)
-        if not tensor.is_floating_point():
-            ctx.mark_non_differentiable(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None

@@ -8,13 +8,13 @@ the gradient of a sum over ranks is, for each rank's own term, the gradient of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine_core.engines.log_probs import Distribution
+from engine_core.engines.rank_exchange import Together
 
 
 @dataclass
@@ -44,10 +44,10 @@ class ShardedDistribution(Distribution):
 
     def at(self, ids: Tensor) -> Tensor:
         mine, local = self._local(ids)
-        return SumOverRanks.apply(self.logits.gather(-1, local).masked_fill(~mine, 0.0), self.group)
+        return Together.apply(self.logits.gather(-1, local).masked_fill(~mine, 0.0), self.group)
 
     def sum_over(self, values: Tensor) -> Tensor:
-        return SumOverRanks.apply(values.sum(-1), self.group)
+        return Together.apply(values.sum(-1), self.group)
 
     def log_sum_of(self, values: Tensor) -> Tensor:
         largest = values.detach().amax(-1)
@@ -75,20 +75,6 @@ class ShardedDistribution(Distribution):
         return (
             self.sum_over((self.logits - shift[:, None]).exp() * self.logits) * (shift - self.log_sum).exp()
         )
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum over a group; what follows is the same on all its ranks, and so is the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

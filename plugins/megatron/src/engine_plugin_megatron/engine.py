@@ -1,4 +1,5 @@
-"""The train engine ``megatron``: models of megatron-core, spread over ranks by tensor, pipeline, expert and data parallelism.
+"""The train engine ``megatron``: models of megatron-core, spread over ranks by tensor, pipeline, context, expert and data
+parallelism.
 
 What differs from ``TorchEngine``: the model is built, run and stepped by megatron-core. Every rank of a copy of the model is
 given the same sequences and makes the same plan of micro-batches, as many on all ranks; they run through the pipeline's
@@ -72,7 +73,13 @@ class MegatronEngine(Keeping):
         layout_of(options, context.world_size, context.role)
         if config.lora is not None:
             raise ConfigError(
-                f"[{context.role}.lora]: '{config.backend}' trains no adapters yet. Take the table out, or use 'fsdp' or 'torch'."
+                f"[{context.role}.lora]: '{config.backend}' trains no adapters yet: peft's are of transformers' layers, and these are "
+                "joined and cut over ranks. Take the table out, or use 'fsdp' or 'torch'."
+            )
+        if config.max_tokens_per_rank == "auto":
+            raise ConfigError(
+                f"{context.role}.max_tokens_per_rank is 'auto', and '{config.backend}' has no estimate of the memory of its layers "
+                "to choose it by. Set a number, such as 8192; one that is too large ends the run with advice."
             )
         device = find_device(options.device, context.device, table)
         if options.compute_dtype == "bf16" and not has_bf16(device):
@@ -231,7 +238,12 @@ class MegatronEngine(Keeping):
 
         self.pipeline = Pipeline(self.models, self.chunks, self.device)
         log.info("%s: %s.", self.context.role, self.ranks.mesh)
-        place = (self.chunks[-1] if self.ranks.last_stage else None, self.device, self.ranks.tp)
+        place = (
+            self.chunks[-1] if self.ranks.last_stage else None,
+            self.device,
+            self.ranks.tp,
+            self.ranks.tokens,
+        )
         if self.context.role in VALUE_ROLES:
             return ValueHead(*place)
         return TokenHead(
@@ -246,7 +258,7 @@ class MegatronEngine(Keeping):
         return False
 
     def _estimate(self, module: nn.Module) -> Estimate | None:
-        """None: `max_tokens_per_rank` ``auto`` is the fixed number."""
+        """None: there is no estimate of these layers, and `max_tokens_per_rank` is a number."""
         return None
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engine_core.engines.log_probs import OUTPUTS, Distribution, columns_at, gather_outputs, zero_outputs
+from engine_core.engines.rank_exchange import Together
 from engine_core.engines.transfer import on_host, predicted, send
 from engine_plugin_megatron.distribution import ShardedDistribution
 
@@ -34,12 +35,15 @@ class Head:
         chunk: the ``GPTModel`` of the last stage; None elsewhere. Its output layer no longer gathers tokens.
         device: of this rank.
         group: tensor-parallel ranks.
+        sharers: ranks that share the tokens of a micro-batch; each runs the head on rows of its own stretch.
     """
 
     outputs: tuple[str, ...] = ()
 
-    def __init__(self, chunk: Any, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.chunk, self.device, self.group = chunk, device, group
+    def __init__(
+        self, chunk: Any, device: torch.device, group: dist.ProcessGroup, sharers: dist.ProcessGroup | None
+    ) -> None:
+        self.chunk, self.device, self.group, self.sharers = chunk, device, group, sharers
         self.scattered = False
         if chunk is not None:
             layer = chunk.output_layer
@@ -53,6 +57,26 @@ class Head:
         if self.scattered:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:, 0]
+
+    def own(self, read: Tensor, count: int) -> tuple[Tensor, int]:
+        """Which of some tokens are in this rank's stretch.
+
+        Args:
+            read: tokens of the pack whose hidden states are wanted, in host memory.
+            count: tokens of a stretch.
+
+        Returns:
+            Places in ``read``, and the number of the stretch's first token.
+        """
+        first = 0 if self.sharers is None else count * self.sharers.rank()
+        return ((read >= first) & (read < first + count)).nonzero().squeeze(1), first
+
+    def together(self, outputs: Tensor) -> Tensor:
+        """Outputs of the whole pack on every rank, from those that are 0 but for its own stretch: losses see whole sequences."""
+        if self.sharers is None:
+            return outputs
+        total: Tensor = Together.apply(outputs, self.sharers)
+        return total
 
     def project(self, rows: Tensor) -> Tensor:
         """[n, H] -> [n, V / ranks], or [n, 1] of a value head; float32."""
@@ -97,14 +121,13 @@ class TokenHead(Head):
     def __call__(
         self, micro: Batch, hidden: Tensor, grad: Collection[str], watched: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        targets = send(predicted(micro), self.device)
-        learns = len(targets) > 0
-        if not learns:
-            targets = torch.zeros(1, dtype=torch.int64, device=self.device)
-        rows = self.rows(hidden)
+        rows, targets = self.rows(hidden), predicted(micro)
+        own, first = self.own(targets - 1, len(rows))
+        learns = len(own) > 0
+        targets = send(targets[own] if learns else torch.zeros(1, dtype=torch.int64), self.device)
         gathered = gather_outputs(
             self.project,
-            rows[targets - 1] if learns else rows[:1],
+            rows[targets - 1 - first] if learns else rows[:1],
             micro.token_ids[targets],
             temperature=micro.temperature,
             chunk=self.rows_at_once,
@@ -117,7 +140,7 @@ class TokenHead(Head):
         )
         zeros = zero_outputs(gathered, micro, self.device)
         found = {
-            name: zeros[name].index_put((targets,), values if learns else 0 * values)
+            name: self.together(zeros[name].index_put((targets,), values if learns else 0 * values))
             for name, values in gathered.items()
         }
         return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
@@ -132,14 +155,19 @@ class ValueHead(Head):
         self, micro: Batch, hidden: Tensor, grad: Collection[str], watched: Collection[str] = ()
     ) -> dict[str, Tensor]:
         rows = self.rows(hidden)
-        scored = on_host(micro["loss_mask"]).nonzero().squeeze(1)
-        places = {"scores": send(scored, self.device), "values": send(predicted(micro), self.device)}
+        places = {
+            "scores": on_host(micro["loss_mask"]).nonzero().squeeze(1),
+            "values": predicted(micro),
+        }
         nothing = 0 * self.project(rows[:1]).sum()  # the head has a gradient in every micro-batch
         found = {}
         for name in dict.fromkeys((*grad, *watched)):
-            read = places[name] - 1 if name == "values" else places[name]
+            before = int(name == "values")  # read from the token before
+            own, first = self.own(places[name] - before, len(rows))
             values = torch.zeros(micro.num_tokens, dtype=torch.float32, device=self.device) + nothing
-            if len(read):
-                values = values.index_put((places[name],), self.project(rows[read])[:, 0])
-            found[name] = values if name in grad else values.detach()
+            if len(own):
+                at = send(places[name][own], self.device)
+                values = values.index_put((at,), self.project(rows[at - before - first])[:, 0])
+            whole = self.together(values)
+            found[name] = whole if name in grad else whole.detach()
         return found

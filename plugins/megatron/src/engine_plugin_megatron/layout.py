@@ -53,10 +53,11 @@ def layout_of(options: MegatronOptions, size: int, role: str) -> MeshLayout:
             f"this run. {_nearest_layout(options, size)} Or start another number of ranks."
         )
     data = size // together
-    if data * options.cp % options.ep:
+    others = data * options.cp
+    if others % options.ep:
         raise ConfigError(
-            f"{table}.ep is {options.ep}, which does not divide the {data} ranks that have data of their own ({size} ranks, "
-            f"{together} to a copy of the model). {nearest_fit(options.ep, divisors(data))} Or start another number of ranks."
+            f"{table}.ep is {options.ep}, which does not divide the {others} ranks that have data of their own ({size} ranks, "
+            f"{size // others} to a copy of the model). {nearest_fit(options.ep, divisors(others))} Or start another number of ranks."
         )
     return MeshLayout(options.tp, options.pp, options.virtual_pp, options.ep, options.cp, data)
 

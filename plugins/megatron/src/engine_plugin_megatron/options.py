@@ -23,7 +23,7 @@ class MegatronOptions(Options):
     ep: int = Field(default=1, gt=0)
     """Of the ranks with data of their own those that share the experts of each layer (a mixture of experts). Must divide the experts."""
     cp: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of a sequence (context parallelism). Not yet: 1 alone is accepted."""
+    """Ranks that share the tokens of each micro-batch (context parallelism), for sequences that one rank does not hold: each has a stretch of them, and in attention all of them with a share of the heads. `max_tokens_per_rank` is of the ranks together. Must divide the heads that `tp` leaves to a rank."""
     sequence_parallel: bool = False
     """With `tp`: what lies between the layers' matrices (norms, sums) is shared by tokens, too: less memory for activations."""
     distributed_optimizer: bool = True
@@ -47,10 +47,6 @@ class MegatronOptions(Options):
 
     @model_validator(mode="after")
     def _fits(self) -> MegatronOptions:
-        if self.cp > 1:
-            raise ValueError(
-                f"cp {self.cp}: sequences shared by ranks are not there yet. Leave it out, or use tp and sequence_parallel."
-            )
         if self.virtual_pp > 1 and self.pp == 1:
             raise ValueError(
                 f"virtual_pp {self.virtual_pp} has no effect with pp 1: set pp, or leave it out."

@@ -17,6 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from engine_core.engines.transfer import on_host, send
+from engine_plugin_megatron.models.positions import Stretch
+from engine_plugin_megatron.token_group import token_group
 
 if TYPE_CHECKING:
     from engine_core.types import Batch
@@ -37,7 +39,11 @@ class Pipeline:
     def __init__(self, models: Sequence[Any], chunks: Sequence[Any], device: torch.device) -> None:
         self.models, self.device = list(models), device
         self.config = chunks[0].config
-        self.multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        self.sharers = token_group()
+        sharing = 1 if self.sharers is None else self.sharers.size()
+        self.multiple = sharing * (
+            self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        )
         for chunk in chunks:
             if chunk.post_process:
                 # hidden states instead of the logits of all tokens: the head takes the rows that are wanted
@@ -93,7 +99,7 @@ class Pipeline:
         return found
 
     def inputs(self, micro: Batch) -> dict[str, Any]:
-        """Arguments of a model: one row of packed tokens, filled up to what ranks can share."""
+        """Arguments of a model: one row of packed tokens, filled up to what ranks can share; with `cp` this rank's stretch."""
         lengths = on_host(micro.lengths)
         lengths = lengths[lengths > 0]
         ids, missing = micro.token_ids, -micro.num_tokens % self.multiple
@@ -102,17 +108,26 @@ class Pipeline:
             lengths = torch.cat([lengths, lengths.new_tensor([missing])])
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], lengths)
+        positions = send(positions, self.device)
         longest, bounds = int(lengths.max()), ends.to(torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        of_pack = {
+            "qkv_format": "thd",
+            "cu_seqlens_q": bounds,
+            "cu_seqlens_kv": bounds,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+        }
+        if self.sharers is None:
+            packed = PackedSeqParams(**of_pack)
+        else:
+            ids, positions = (x.chunk(self.sharers.size())[self.sharers.rank()] for x in (ids, positions))
+            whole = torch.tensor([0, len(ids)], dtype=torch.int32)
+            packed = Stretch(
+                **of_pack, cu_seqlens_q_padded=whole, cu_seqlens_kv_padded=whole, positions=positions
+            )
         return {
             "input_ids": ids[None],
-            "position_ids": send(positions, self.device)[None],
+            "position_ids": positions[None],
             "attention_mask": None,
             "packed_seq_params": packed,
         }

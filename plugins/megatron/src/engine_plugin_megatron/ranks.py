@@ -18,6 +18,7 @@ from engine_core.engines.base import Layout
 from engine_core.engines.rank_group import RankGroup
 from engine_core.engines.state import random_state, set_random_state
 from engine_core.errors import ConfigError
+from engine_plugin_megatron.token_group import end_token_group, make_token_group, token_group
 
 if TYPE_CHECKING:
     from engine_core.engines.base import WorkerContext
@@ -42,6 +43,7 @@ class Ranks(RankGroup):
         layout: place of this rank among those that get data. The leader is the first rank of the first stage.
         tp: group of the ranks that share layers.
         pp: group of the stages.
+        tokens: group of the ranks that share the tokens of each sequence; None where there is no `cp`.
         last_stage: whether this rank has the head.
         counts: whether sums over all ranks take this rank's value: one rank of each copy of the model does.
     """
@@ -53,12 +55,12 @@ class Ranks(RankGroup):
         _GROUPS["users"].append(context.role)
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
-        first = self.tp.rank() == 0
+        self.tokens = token_group()
+        copy, share = divmod(parallel_state.get_data_parallel_rank(), mesh.cp)
+        first = self.tp.rank() == 0 and share == 0
         self.last_stage = self.pp.rank() == mesh.pp - 1
         self.counts = first and self.last_stage
-        self.layout = Layout(
-            parallel_state.get_data_parallel_rank(), mesh.dp, is_leader=first and self.pp.rank() == 0
-        )
+        self.layout = Layout(copy, mesh.dp, is_leader=first and self.pp.rank() == 0)
         before = random_state(device)  # seeding megatron's generators sets torch's too
         tensor_parallel.model_parallel_cuda_manual_seed(context.seed + 1)
         set_random_state(before, device)
@@ -76,6 +78,7 @@ class Ranks(RankGroup):
         axes = {
             "tp": self.tp,
             "pp": self.pp,
+            **({} if self.tokens is None else {"cp": self.tokens}),
             "dp": parallel_state.get_data_parallel_group(),
             "ep": parallel_state.get_expert_model_parallel_group(),
         }
@@ -108,14 +111,15 @@ def _divide(mesh: MeshLayout, role: str) -> None:
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
         virtual_pipeline_model_parallel_size=mesh.vp if mesh.vp > 1 else None,
-        context_parallel_size=mesh.cp,
         expert_model_parallel_size=mesh.ep,
         create_gloo_process_groups=False,  # for megatron's own checkpoints
     )
+    make_token_group(mesh)
     _GROUPS["layout"] = (mesh, world)
 
 
 def _undo() -> None:
+    end_token_group()
     end_groups()
     _GROUPS["layout"] = None
 

@@ -32,7 +32,8 @@ def test_what_fits_is_let_through(layout):
         (MeshLayout(pp=5), ["pp is 5", "12 layers", "Set it to 4 (one of 1, 2, 3, 4, 6, 12)."]),
         (MeshLayout(pp=2, vp=4), ["virtual_pp is 4", "6 layers of a stage", "Set it to 3"]),
         (MeshLayout(ep=2), ["ep is 2, and 'qwen3' has no experts. Set it to 1."]),
-        (MeshLayout(cp=2), ["cp is 2", "not there yet", "Set it to 1"]),
+        (MeshLayout(cp=5), ["cp is 5", "12 heads.", "Set it to 4 (one of 1, 2, 3, 4, 6, 12)."]),
+        (MeshLayout(tp=2, cp=4), ["cp is 4", "12 heads, of which tp 2 leaves 6 to each rank", "Set it to 3"]),
     ],
 )
 def test_what_does_not_is_refused_with_what_would(layout, words):

@@ -2,7 +2,8 @@
 
 Megatron's local ``DotProductAttention`` refuses packed sequences. This one is the core's ``varlen``
 (``engine_core.engines.attention``): ``torch.nn.attention.varlen`` on CUDA in half precision, scaled dot-product
-attention elsewhere.
+attention elsewhere. Ranks that share tokens (`cp`) exchange them for heads: each sees whole sequences with its share of
+the heads (DeepSpeed-Ulysses), so that attention is the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine_core.engines.attention import varlen
+from engine_core.engines.rank_exchange import Exchange
+from engine_plugin_megatron.token_group import token_group
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -37,6 +40,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         assert config.kv_channels is not None
+        self.sharers = token_group()
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -52,7 +56,7 @@ class PackedAttention(torch.nn.Module):
         """Attention of this rank's heads.
 
         Args:
-            query: [T, heads, dim] of a pack, else [length, batch, heads, dim]; ``key`` and ``value`` alike.
+            query: [T, heads, dim] of a pack (of this rank's stretch of it, with `cp`), else [length, batch, heads, dim]; ``key`` and ``value`` alike.
             attention_mask: must be None: all attention here is causal; padding stands behind what is valid.
             packed_seq_params: where each sequence of a pack begins and ends.
 
@@ -66,6 +70,9 @@ class PackedAttention(torch.nn.Module):
             shared = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=shared)
             return out.permute(2, 0, 1, 3).flatten(2)
+        if self.sharers is not None:
+            key, value = (_for_sharers(x, query.shape[1], self.sharers.size()) for x in (key, value))
+            query, key, value = (Exchange.apply(x, self.sharers, 1, 0) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         out, _none = varlen(
             self,
@@ -77,7 +84,14 @@ class PackedAttention(torch.nn.Module):
             cu_seq_lens_q=_boundaries(packed_seq_params.cu_seqlens_q, query.device),
             max_length_q=packed_seq_params.max_seqlen_q,
         )
-        return out[0].flatten(1)
+        found: Tensor = out[0] if self.sharers is None else Exchange.apply(out[0], self.sharers, 0, 1)
+        return found.flatten(1)
+
+
+def _for_sharers(keys: Tensor, heads: int, size: int) -> Tensor:
+    """[T, groups, dim] keys or values that ``size`` ranks can share: as many as heads, where there are too few."""
+    groups = keys.shape[1]
+    return keys if groups % size == 0 else keys.repeat_interleave(heads // groups, dim=1)
 
 
 def _boundaries(cu: Tensor, device: torch.device) -> Tensor:

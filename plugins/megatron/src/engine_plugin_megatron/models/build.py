@@ -17,9 +17,11 @@ from engine_plugin_megatron.models.attention import PackedAttention
 from engine_plugin_megatron.models.fit import misfits
 from engine_plugin_megatron.models.norm import HeadNorm, RMSNorm
 from engine_plugin_megatron.models.padding_token import hold_padding_token
+from engine_plugin_megatron.models.positions import StretchRotary
 from engine_plugin_megatron.models.router import Router
 from engine_plugin_megatron.models.value_head import ValueHead
 from engine_plugin_megatron.models.vocabulary import hide_padding, padded_vocabulary
+from engine_plugin_megatron.token_group import token_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -78,7 +80,6 @@ def transformer_config(
         "variable_seq_lengths": layout.pp > 1,  # each pack has its own length
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.tp,
-        "context_parallel_size": layout.cp,
         "moe_token_dispatcher_type": "alltoall",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -122,9 +123,11 @@ def gpt_model(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    model.rotary_pos_emb.inv_freq = config.architecture.inverse_frequencies(
-        hf_config
-    )  # moved at its first use
+    frequencies = config.architecture.inverse_frequencies(hf_config)
+    if token_group() is None:
+        model.rotary_pos_emb.inv_freq = frequencies  # moved at its first use
+    else:
+        model.rotary_pos_emb = StretchRotary(frequencies)
     model.value_head = value_head
     if pre_process and hf_config.pad_token_id is not None:
         hold_padding_token(model.embedding.word_embeddings, hf_config.pad_token_id)

@@ -54,8 +54,10 @@ def misfits(hf: PretrainedConfig, layout: MeshLayout, *, sequence_parallel: bool
         found.append(
             "tp with experts needs sequence_parallel: ranks would route the same tokens each. Set it to true."
         )
-    if layout.cp > 1:
+    own = heads // layout.tp
+    if layout.tp in fits and own % layout.cp:
+        of_each = f", of which tp {layout.tp} leaves {own} to each rank" if layout.tp > 1 else ""
         found.append(
-            f"cp is {layout.cp}: sequences shared by ranks are not there yet. Set it to 1; use tp and sequence_parallel."
+            f"cp is {layout.cp}, which does not divide {heads} heads{of_each}. {nearest_fit(layout.cp, divisors(own))}"
         )
     return found
