@@ -9,7 +9,7 @@ import typer
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_table
 from engine_core.errors import PluginError
-from engine_core.plugin_listing import as_json, list_plugins
+from engine_core.plugin_listing import PluginInfo, as_json, list_plugins
 
 
 def plugins(
@@ -33,10 +33,17 @@ def plugins(
                 info.kind,
                 info.distribution,
                 info.version,
-                "ok" if info.healthy else f"problem: {info.problem}",
+                _state(info),
             )
             for info in found
         ]
         print_table(rows, header=("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE"))
     broken = [info for info in found if not info.healthy]
     return PluginError.exit_code if check and broken else 0
+
+
+def _state(info: PluginInfo) -> str:
+    """``ok``, or what is wrong: with the plugin, or with what this machine has for it."""
+    if not info.healthy:
+        return f"problem: {info.problem}"
+    return "ok" if info.fit else f"warning: {info.health}"

@@ -4,16 +4,17 @@ The new environment sees the installed third-party packages of this one through 
 fetching torch again would prove nothing about us; of ours it has only the wheels.
 """
 
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = [ROOT, *sorted(p.parent for p in ROOT.glob("plugins/[a-z]*/pyproject.toml"))]
@@ -35,30 +36,42 @@ def run(*command, cwd, **env):
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     """Folder with a wheel of each distribution."""
-    folder = tmp_path_factory.mktemp("wheels")
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
-    done = run(*build, *DISTRIBUTIONS, cwd=folder)
+    return build(tmp_path_factory.mktemp("wheels"), DISTRIBUTIONS)
+
+
+def build(folder, distributions):
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
+    done = run(*command, *distributions, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
 
 
-@pytest.fixture(scope="module")
-def fresh(wheels, tmp_path_factory):
-    """Folder of a virtual environment that holds our wheels and this environment's third-party packages."""
-    folder = tmp_path_factory.mktemp("venv")
+def environment(folder, wheels, without=()):
+    """A virtual environment in ``folder``: our wheels, and this environment's third-party packages but ``without``."""
     venv.create(folder, with_pip=True, symlinks=True)
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", *wheels.glob("*.whl")]
+    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", *wheels]
     done = run(*install, cwd=folder)
     assert done.returncode == 0, done.stderr
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).stdout.strip())
     others = folder / "others"  # everything installed here but our own editable installs
     others.mkdir()
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if not entry.name.startswith(("engine_", "__editable__", "_engine")) and entry.suffix != ".pth":
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        ours = entry.name.startswith(("engine_", "__editable__", "_engine")) or entry.suffix == ".pth"
+        if not ours and not any(entry.name in (name, *_metadata(name)) for name in without):
             (others / entry.name).symlink_to(entry)
     (site / "others.pth").write_text(f"{others}\n")
     return folder
+
+
+def _metadata(name):
+    return (f"{name}-{importlib.metadata.version(name)}.dist-info",)
+
+
+@pytest.fixture(scope="module")
+def fresh(wheels, tmp_path_factory):
+    """Folder of a virtual environment that holds our wheels and this environment's third-party packages."""
+    return environment(tmp_path_factory.mktemp("venv"), wheels.glob("*.whl"))
 
 
 def test_every_wheel_is_typed_and_names_its_licence(wheels):
@@ -111,3 +124,40 @@ name = "wheels"
         fresh / "bin" / "python", "-c", "import engine_core; print(engine_core.__file__)", cwd=tmp_path
     )
     assert str(fresh) in where.stdout
+
+
+@pytest.mark.slow
+def test_deepspeed_alone_beside_the_core_is_told_without_being_imported(tmp_path):
+    """First with a DeepSpeed that fails when it is imported, then with none."""
+    (tmp_path / "wheels").mkdir()
+    ours = build(tmp_path / "wheels", [ROOT, ROOT / "plugins" / "deepspeed"]).glob("*.whl")
+    folder = environment(tmp_path / "venv", ours, without=["deepspeed"])
+    (metadata,) = _metadata("deepspeed")
+    broken = folder / "others" / "deepspeed"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise RuntimeError('DeepSpeed was imported')\n")
+    (folder / "others" / metadata).symlink_to(Path(torch.__file__).parents[1] / metadata)
+    engine = folder / "bin" / "engine"
+
+    def listed():
+        done = run(engine, "plugins", "--check", "--json", cwd=tmp_path)
+        assert "DeepSpeed was imported" not in done.stdout + done.stderr
+        found = json.loads(done.stdout)
+        entries = found["plugins"] if isinstance(found, dict) else found
+        assert {e["distribution"] for e in entries} == {"engine-core-rl", "engine-plugin-deepspeed"}
+        return next(e for e in entries if e["name"] == "deepspeed")
+
+    there = listed()
+    assert there["healthy"]
+    assert there["health"].startswith(f"deepspeed {importlib.metadata.version('deepspeed')}, ZeRO 0 to 3")
+    doctor = run(engine, "doctor", cwd=tmp_path)
+    assert "DeepSpeed was imported" not in doctor.stdout + doctor.stderr
+    (folder / "others" / metadata).unlink()
+    absent = listed()
+    told = "deepspeed is not installed. Try: pip install engine-plugin-deepspeed"
+    assert told in absent["health"]
+    assert not absent["fit"]
+    table = run(engine, "plugins", "--check", cwd=tmp_path)
+    assert f"warning: {told}" in table.stdout
+    doctor = run(engine, "doctor", cwd=tmp_path)
+    assert told in doctor.stdout + doctor.stderr

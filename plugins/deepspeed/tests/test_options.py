@@ -80,6 +80,13 @@ def test_doctor_says_what_cannot_be_built_and_what_it_costs(monkeypatch):
     assert "c++ (no operators for the CPU" in line
 
 
+def test_doctor_finds_libaio_by_its_header(monkeypatch, tmp_path):
+    monkeypatch.setattr(told, "_header_folders", lambda: [str(tmp_path)])
+    assert "libaio (no offload to NVMe)" in told.health()
+    (tmp_path / "libaio.h").touch()
+    assert "libaio" not in told.health()
+
+
 def test_doctor_says_that_deepspeed_is_missing(monkeypatch):
     def absent(name):
         raise told.importlib.metadata.PackageNotFoundError(name)

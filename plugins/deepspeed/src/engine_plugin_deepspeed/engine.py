@@ -21,6 +21,7 @@ from engine_core.engines.skeleton import Skeleton
 from engine_core.errors import ConfigError
 from engine_core.types import StepOutput
 from engine_plugin_deepspeed import library
+from engine_plugin_deepspeed.adapted import AdapterInParts
 from engine_plugin_deepspeed.checks import check_machine, check_ranks
 from engine_plugin_deepspeed.keeping import Keeping
 from engine_plugin_deepspeed.loading import INSTEAD, model_in_parts, read_parts, shapes_shown
@@ -135,6 +136,8 @@ class DeepSpeedEngine(Keeping):
         return module
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
+        if self.adapter is not None:
+            self.adapter.base_identity()  # while the model below it is whole
         self.skeleton = Skeleton(module if self._blank is None else self._blank, self.device)
         return super()._shard(module, units)
 
@@ -151,6 +154,8 @@ class DeepSpeedEngine(Keeping):
         wrapped = None if self.zero is None or self.options.stage == 0 else self.zero.optimizer
         kept = wrapped if self.trainable else None
         self.partitions = Partitions(self.module, kept, self.optimizer)
+        if self.adapter is not None:
+            self.adapter = AdapterInParts(self.adapter, self.partitions, self._limit)
         made = super()._make_forward()
         with torch.no_grad():
             assert self.root is not None

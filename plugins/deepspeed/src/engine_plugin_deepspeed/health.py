@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shlex
 import shutil
 
 from engine_core.errors import EnvironmentProblem
@@ -30,13 +31,25 @@ COSTS = {
     "nvcc": "no fused operators for GPUs",
     "c++": "no operators for the CPU, and no offload to NVMe",
     "ninja": "no operators at all are built",
+    "libaio": "no offload to NVMe",
 }
 """What DeepSpeed builds its operators with, and what it costs to lack it. ZeRO itself needs none of them."""
 
 
 def found(tool: str) -> bool:
-    """Whether a tool is there: in PATH, or where its own variable says."""
+    """Whether a tool is there: in PATH, or where its own variable says; a library by its header."""
+    if tool == "libaio":
+        return any(os.path.isfile(os.path.join(folder, "libaio.h")) for folder in _header_folders())
     names = {"c++": (os.environ.get("CXX", ""), "c++", "g++", "clang++")}.get(tool, (tool,))
     home = os.environ.get("CUDA_HOME", "")
     inside = tool == "nvcc" and bool(home) and os.access(os.path.join(home, "bin", "nvcc"), os.X_OK)
     return inside or any(name and shutil.which(name) for name in names)
+
+
+def _header_folders() -> list[str]:
+    """Where a C++ compiler looks, as far as that is seen without asking it."""
+    named = [word[2:] for word in shlex.split(os.environ.get("CFLAGS", "")) if word.startswith("-I")]
+    listed = [
+        folder for key in ("CPATH", "CPLUS_INCLUDE_PATH") for folder in os.environ.get(key, "").split(":")
+    ]
+    return ["/usr/include", "/usr/local/include", *named, *filter(None, listed)]

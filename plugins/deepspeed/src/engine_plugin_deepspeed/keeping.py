@@ -17,6 +17,7 @@ from engine_core.errors import DataError
 if TYPE_CHECKING:
     from engine_core.engines.part_saver import Parts
     from engine_core.engines.shards import Shards
+    from engine_plugin_deepspeed.adapted import AdapterInParts
     from engine_plugin_deepspeed.options import DeepSpeedOptions
     from engine_plugin_deepspeed.partitions import Partitions
 
@@ -26,6 +27,7 @@ class Keeping(DataParallelState):
 
     options: DeepSpeedOptions
     partitions: Partitions
+    adapter: AdapterInParts | None
     zero: Any
     _members: list[list[str]]
 
@@ -41,10 +43,11 @@ class Keeping(DataParallelState):
         return super()._spread and self.partitions.spread
 
     def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
-        """In the type that computes."""
+        """In the type that computes; of an adapter alone float32, as a step changes it."""
         if adapter:
-            self._adapted()
-        return published_weights(self._plain, self._whole_weights())
+            return iter(self._adapted().tensors().items())
+        own = self._whole_weights() if self.adapter is None else self.adapter.merged()
+        return published_weights(self._plain, own)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.partitions.weights(self._limit)
@@ -52,7 +55,12 @@ class Keeping(DataParallelState):
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
         """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
         self._need("weights")
-        take_weights(self.module, to_own_names(self._plain, stream), mix, self.partitions.places())
+        stream = to_own_names(self._plain, stream)
+        if self.adapter is None:
+            take_weights(self.module, stream, mix, self.partitions.places())
+        else:
+            self.adapter.take(stream, mix)
+            self.adapter.base_identity()  # now, where all ranks are here
 
     # -- checkpoints --------------------------------------------------------
 
@@ -61,9 +69,10 @@ class Keeping(DataParallelState):
         return {kind: self._own_share(stream) for kind, stream in self._tensors().items()}, self._scalars()
 
     def _tensors(self) -> dict[str, Iterable[tuple[str, Tensor]]]:
-        """What a checkpoint holds, by file; gathered as it is asked for."""
+        """What a checkpoint holds, by file; gathered as it is asked for. Of a model with an adapter only that."""
+        own = self.partitions.exact_weights(self._limit) if self.adapter is None else None
         found: dict[str, Iterable[tuple[str, Tensor]]] = {
-            "weights": self.partitions.exact_weights(self._limit)
+            "weights": self._adapted().tensors().items() if own is None else own
         }
         if self.optimizer is None:
             return found
@@ -129,8 +138,10 @@ class Keeping(DataParallelState):
                 scaler.last_overflow_iter = scaler.cur_iter - 1 - int(saved["good_steps"])
 
     def _take_weights(self, shards: Shards) -> None:
-        shards.check(self.partitions.shapes(), type(self.module).__name__)
-        for name, place in self.partitions.places().items():
+        places = self.partitions.places() if self.adapter is None else self.adapter.places()
+        shapes = {name: list(place.shape) for name, place in places.items()}
+        shards.check(shapes, type(self.module).__name__)
+        for name, place in places.items():
             place.store(shards.whole(name))
 
     def _take_optimizer(self, shards: Shards, saved: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ share of that (``deepspeed.utils.safe_get_full_...``). All methods are collectiv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,19 +38,16 @@ class Partitions:
         """Whether the weights themselves lie in parts (stage 3)."""
         return any(hasattr(p, "ds_id") for p in self.own.values())
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Of the whole weights, by name."""
-        return {name: list(shape_of(tensor)) for name, tensor in self.own.items()}
-
     # -- weights ------------------------------------------------------------
 
-    def weights(self, limit: int) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, limit: int, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Those that compute, in their type, on every rank.
 
         Args:
             limit: bytes of whole tensors gathered at one time; a larger tensor is gathered alone.
+            only: names; all of them by default.
         """
-        for bucket in buckets(self.own.items(), limit, bytes_of):
+        for bucket in buckets(self._chosen(only), limit, bytes_of):
             with gathered(tensor for _, tensor in bucket):
                 copies = [
                     (name, tensor.detach().clone() if hasattr(tensor, "ds_id") else tensor.detach())
@@ -59,20 +56,23 @@ class Partitions:
             while copies:
                 yield copies.pop(0)
 
-    def exact_weights(self, limit: int) -> Iterator[tuple[str, Tensor]]:
-        """Those that a step changes: float32 where DeepSpeed keeps such a copy."""
-        return self.weights(limit) if self.zero is None else self._mixed(limit)
+    def exact_weights(self, limit: int, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Those that a step changes: float32 where DeepSpeed keeps such a copy. See ``weights``."""
+        return self.weights(limit, only) if self.zero is None else self._mixed(only)
 
-    def _mixed(self, limit: int) -> Iterator[tuple[str, Tensor]]:
+    def _mixed(self, only: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        for name, tensor in self.own.items():
+        for name, tensor in self._chosen(only):
             if self._is_kept(tensor):
                 yield name, safe_get_full_fp32_param(tensor).detach()
             else:
                 with gathered([tensor]):
                     whole = tensor.detach().clone()
                 yield name, whole
+
+    def _chosen(self, only: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self.own.items() if only is None or name in only)
 
     def places(self) -> dict[str, Place]:
         """Where ``take_weights`` puts whole weights; ``settle`` afterwards."""

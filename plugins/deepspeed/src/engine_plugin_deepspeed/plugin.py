@@ -16,6 +16,8 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             load="engine_plugin_deepspeed.engine:DeepSpeedEngine",
             config=DeepSpeedOptions,
             health="engine_plugin_deepspeed.health:health",
-            capabilities=frozenset({"common_checkpoints", "generation_module", "set_lr", "sleep", "support"}),
+            capabilities=frozenset(
+                {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
+            ),
         )
     }

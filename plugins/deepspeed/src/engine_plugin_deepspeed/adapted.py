@@ -1,0 +1,129 @@
+"""A LoRA adapter whose tensors, and the model below it, ZeRO keeps in parts: whole again one layer at a time.
+
+Everything here is collective. What is trained is the adapter alone, so ZeRO's optimizer holds nothing else; at stage 3 the
+frozen weights lie in parts all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine_core.engines.adapter import FACTORS, NAME, PREFIX, Adapter, file_name, merged_weight
+from engine_core.engines.weights import BASE, OF_ADAPTER, SAVED, base_name, identity, take_weights
+from engine_plugin_deepspeed.partitions import gathered
+
+if TYPE_CHECKING:
+    from engine_plugin_deepspeed.partitions import Partitions, Place
+
+TRAINED_WHOLE, LENGTHS = f".modules_to_save.{NAME}.", ".lora_magnitude_vector."
+
+
+class AdapterInParts(Adapter):
+    """``Adapter`` over ``Partitions``.
+
+    Args:
+        adapter: as ``lora.attach`` made it; its base's identity was taken while the model was whole.
+        partitions: of the same module.
+        limit: bytes of tensors gathered at one time.
+    """
+
+    def __init__(self, adapter: Adapter, partitions: Partitions, limit: int) -> None:
+        super().__init__(adapter.module, adapter.config, adapter.base_identity())
+        self.partitions, self.limit = partitions, limit
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole on every rank, as a step changes them: float32."""
+        names = [name for name in self.partitions.own if OF_ADAPTER.search(name)]
+        return {file_name(name): tensor for name, tensor in self.partitions.exact_weights(self.limit, names)}
+
+    def places(self) -> dict[str, Place]:
+        """Where ``take_weights`` puts the adapter's own, by the names of an adapter file."""
+        own = self.partitions.places()
+        return {file_name(name): place for name, place in own.items() if OF_ADAPTER.search(name)}
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Adapter``; from the weights that compute, in their type. One layer is whole at a time."""
+        for name, tensor in self.partitions.own.items():
+            if not OF_ADAPTER.search(name):
+                yield base_name(name), self._merged(name, tensor)
+
+    def _merged(self, name: str, tensor: Tensor) -> Tensor:
+        owner, _, leaf = name.rpartition(BASE)
+        if leaf == "weight" and owner:
+            layer = self.module.get_submodule(owner)
+            with gathered(layer.parameters()):
+                return merged_weight(layer)
+        if SAVED in name:
+            return self._whole(name.replace(SAVED, TRAINED_WHOLE)).to(tensor.dtype)
+        return self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
+        """A copy of one weight that computes."""
+        tensor = self.partitions.own[name]
+        with gathered([tensor]):
+            return tensor.detach().clone()
+
+    def take(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        items = iter(stream)
+        first = list(itertools.islice(items, 1))
+        rest = itertools.chain(first, items)
+        if first and first[0][0].startswith(PREFIX):
+            take_weights(self.module, rest, mix, self.places())
+            return
+        self._fold()
+        take_weights(self.module, rest, mix, self._base_places())
+        self._begin_again()
+
+    def base_identity(self) -> str:
+        if self._base is None:
+            self._base = identity(_Base(self))
+        return self._base
+
+    def _base_places(self) -> dict[str, Place]:
+        own = self.partitions.places()
+        return {base_name(name): place for name, place in own.items() if not OF_ADAPTER.search(name)}
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        take_weights(self.module, self.merged(), own=self._base_places())
+        self._begin_again()
+
+    @torch.no_grad()
+    def _begin_again(self) -> None:
+        self._base = None
+        for name, place in self.partitions.places().items():
+            if not OF_ADAPTER.search(name):
+                continue
+            if any(f".{factor}" in name for factor in FACTORS):
+                place.store(torch.zeros(place.shape))
+            elif TRAINED_WHOLE in name:
+                place.store(self._whole(name.replace(TRAINED_WHOLE, SAVED)))
+            elif LENGTHS in name:
+                layer = self.module.get_submodule(name.partition(LENGTHS)[0])
+                with gathered(layer.parameters()):
+                    lengths = merged_weight(layer, lengths=False).norm(dim=1)
+                place.store(lengths)
+
+
+class _Base(Mapping[str, Tensor]):
+    """The weights below an adapter by their own names, gathered when they are asked for."""
+
+    def __init__(self, adapter: AdapterInParts) -> None:
+        self.adapter = adapter
+        own = adapter.partitions.own
+        self.names = {base_name(name): name for name in own if not OF_ADAPTER.search(name)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.adapter._whole(self.names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
