@@ -102,14 +102,15 @@ class AsyncTrainer(Trainer):
             self.sampling.begin()
 
     def state(self) -> dict[str, Any]:
-        return super().state() | ({"ahead": self.sampling.ahead_state()} if self.ahead else {})
+        holds = self.ahead or bool(self.sampling.returned)
+        return super().state() | ({"ahead": self.sampling.ahead_state()} if holds else {})
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
         return {**super().files(), **(self.sampling.ahead_files() if self.ahead else {})}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
         super().load_state(state, folder)
-        if self.ahead and self.training:
+        if self.training and (self.ahead or "ahead" in state):
             self.sampling.load_ahead(state.get("ahead"), folder)
 
     # -- what cannot run ahead ----------------------------------------------

@@ -162,7 +162,7 @@ class AheadSource(RolloutSource):
         left = (self.run.total_steps - step) * self.per_step
         with self._changed:
             room = self.queue.room(needed, left)
-        again = [self.returned.popleft() for _ in range(min(room, len(self.returned)))]
+        again = self._again(room)
         fresh = self.run.source.take(room - len(again))
         groups = [*again, *(Group(self.admitted + i, prompt) for i, prompt in enumerate(fresh))]
         self.admitted += len(fresh)
@@ -172,6 +172,15 @@ class AheadSource(RolloutSource):
             unasked = [group for group in self.queue.groups if not group.requests]
         for group in unasked:
             self._ask(group)
+
+    def _again(self, most: int) -> list[Group]:
+        """Groups that a checkpoint had asked for, before all others."""
+        return [self.returned.popleft() for _ in range(min(most, len(self.returned)))]
+
+    def _take(self, count: int) -> list[Prompt]:
+        """Where nothing is sampled ahead any more, what an earlier attempt had taken from the data comes first, too."""
+        again = [group.prompt for group in self._again(count)]
+        return [*again, *super()._take(count - len(again))]
 
     def _ask(self, group: Group) -> None:
         """Have what is missing of a group sampled."""
@@ -292,7 +301,7 @@ class AheadSource(RolloutSource):
         groups = [_of_json(entry) for entry in state["queue"]]
         if any(state.get(name) != value for name, value in self._settings().items()):
             self.returned.extend(groups)  # in the order of the data; their responses are other ones now
-        else:
+        elif groups:
             self._restore(groups, folder)
         self.returned.extend(_of_json(entry) for entry in state["returned"])
         size, size_of = self.run.config.rollout.group_size, [len(group.rollouts) for group in groups]

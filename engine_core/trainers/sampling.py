@@ -81,7 +81,7 @@ class RolloutSource:
             return read_rollouts(rollout_path(self.recorded, step)), {}
         rounds = Rounds(self, step, self.run.samples_greedy)  # more than one where a stage refills
         while wanted := rounds.missing:
-            prompts = self.run.source.take(self.stragglers.to_take(wanted))
+            prompts = self._take(self.stragglers.to_take(wanted))
             with self.run.phase("generate"):
                 rounds.sample(prompts)  # G rollouts for each prompt
             with self.run.phase("reward"):
@@ -89,6 +89,10 @@ class RolloutSource:
         rollouts, metrics = rounds.finish()
         self.keep(rollouts, step)
         return rollouts, metrics
+
+    def _take(self, count: int) -> list[Prompt]:
+        """The next prompts of the data."""
+        return self.run.source.take(count)
 
     def sample(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0, seen: Seen | None = None

@@ -102,6 +102,18 @@ def test_a_lower_staleness_after_a_resume_holds_from_there_on(engine, tiny, stra
     assert all(line["async/staleness_max"] <= 1 for line in result()["metrics"][2:])
 
 
+@pytest.mark.slow
+def test_a_resume_that_samples_nothing_ahead_loses_no_prompt(engine, tiny, straight, result):
+    assert engine("train", tiny(AHEAD), env={"ENGINE_FAULT": "step.train@4:kill"}).code == -signal.SIGKILL
+    run = engine("resume", "r", "--set", "async.max_staleness=0")
+    assert run.code == 0, run.err
+
+    def learned(samples):
+        return sorted(sample[0] for step in samples.values() for sample in step)
+
+    assert learned(result()["samples"]) == learned(straight(sync(6))["samples"])
+
+
 FRAGILE = """
 import os, signal, sys
 from pathlib import Path

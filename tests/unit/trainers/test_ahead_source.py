@@ -76,6 +76,19 @@ def test_under_other_settings_every_prompt_is_sampled_again_in_the_order_of_the_
     assert (after.admitted, after.resampled) == (16, 6)
 
 
+def test_a_run_that_samples_nothing_ahead_any_more_loses_no_prompt(saved, tmp_path):
+    after = source(staleness=0)
+    after.load_ahead(*saved)
+    data = [Prompt(f"train:{number}", [1], "") for number in range(16, 20)]
+    after.run.source = SimpleNamespace(take=lambda count: [data.pop(0) for _ in range(count)])
+    assert [prompt.id for prompt in after._take(2)] == ["train:13", "train:14"]
+    again = source(staleness=0)
+    again.load_ahead(after.ahead_state(), tmp_path / "without files")
+    assert [group.prompt.id for group in again.returned] == ["train:15"]
+    assert [prompt.id for prompt in after._take(2)] == ["train:15", "train:16"]
+    assert [prompt.id for prompt in after._take(2)] == ["train:17", "train:18"]
+
+
 def test_a_checkpoint_of_a_run_that_sampled_nothing_ahead_has_nothing(tmp_path):
     after = source()
     after.load_ahead(None, tmp_path)
