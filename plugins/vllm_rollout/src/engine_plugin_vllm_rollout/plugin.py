@@ -90,13 +90,35 @@ class VLLMOptions(EngineOptions):
     """What ``trade_memory`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
     log_probs: Literal["auto", "sampled", "full"] = "auto"
     """``full``: beside the log-probs of a distribution that top-p or top-k cut, those of the whole one (after temperature). ``sampled``: the former alone. ``auto``: ``full`` where ``[rollout]`` cuts."""
+    quantization: Literal["fp8"] | None = None
+    """Weights of linear layers in 8 bits, made anew from each update. Experimental: the sampler is then another policy than the one that learns, see `other_policy`."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Type of the KV cache; ``auto``: that of the computation. In 8 bits it holds twice as many tokens, experimental as `quantization`."""
     fp32_head: bool = False
     """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
     weight_update: Literal["auto", "direct", "layerwise"] = "auto"
     """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer anew, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
 
+    @property
+    def other_policy(self) -> str:
+        """See ``RolloutBackend``."""
+        keys = [f"quantization = '{self.quantization}'"] if self.quantization else []
+        keys += [f"kv_cache_dtype = '{self.kv_cache_dtype}'"] if self.kv_cache_dtype != "auto" else []
+        return " and ".join(f"rollout.vllm.{key}" for key in keys)
+
     def _own_problems(self) -> list[str]:
-        return [installed.head_problem()] if self.fp32_head and installed.head_problem() else []
+        problems = [installed.head_problem()] if self.fp32_head else []
+        if self.quantization:
+            problems.append(installed.fp8_problem())
+            if self.dtype == "float32":
+                problems.append(
+                    "quantization = 'fp8' computes in 16 bits: set dtype to 'bfloat16' or 'float16'."
+                )
+            if self.weight_update == "direct":
+                problems.append(
+                    "weight_update = 'direct' cannot be set with quantization: weights are made anew. Use 'auto'."
+                )
+        return list(filter(None, problems))
 
 
 class FrozenOptions(EngineOptions):

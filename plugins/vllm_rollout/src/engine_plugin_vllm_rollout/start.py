@@ -245,6 +245,9 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         "seed": place.seed,
         "use_tqdm_on_load": False,
     }
+    for name in ("quantization", "kv_cache_dtype"):
+        if (value := getattr(options, name, None)) not in (None, "auto"):
+            made[name] = value
     if options.tensor_parallel_size > 1:
         made |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
     if place.tells_mass:
