@@ -15,6 +15,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine_core.config import EngineConfig
+    from engine_core.engines.base import TrainEngine
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a stream of an adapter, before its tensors: the bytes [n] uint8 of the file that peft writes beside them."""
+ADAPTER_PREFIX = "base_model.model."
+"""Of the names of an adapter's tensors."""
+
+
+def sends_adapter(config: EngineConfig) -> bool:
+    """Whether the sampler has the base and gets the adapter alone: `adapter` among its options says so."""
+    return config.actor.lora is not None and bool(getattr(config.rollout.options, "adapter", False))
+
+
+def stream_of(engine: TrainEngine, adapter: bool, to: str = "all") -> Iterator[tuple[str, Tensor]]:
+    """What a sampler is brought up to date with. Collective: every rank runs it to its end.
+
+    Args:
+        engine: the actor.
+        adapter: its adapter alone, with ``ADAPTER_CONFIG``; else the whole model, an adapter merged into it.
+        to: as ``named_weights``.
+    """
+    if adapter:
+        import torch
+
+        yield ADAPTER_CONFIG, torch.frombuffer(bytearray(engine.adapter_config()), dtype=torch.uint8)
+        yield from engine.named_weights(to=to, adapter=True)
+    else:
+        yield from engine.named_weights(to=to)
+
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
@@ -26,7 +57,7 @@ class SyncResult:
     checksum: str  # of what the sampler received; "shared" where the module is shared
 
 
-def same_process(actor: Any, rollout: Any, version: int, shared: bool) -> SyncResult:
+def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: bool = False) -> SyncResult:
     """Bring the sampler to the actor's weights, both in this process.
 
     Args:
@@ -34,6 +65,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool) -> SyncRe
         rollout: the RolloutEngine to bring up to date.
         version: the new policy version.
         shared: the sampler reads the actor's own module.
+        adapter: as ``sends_adapter``.
 
     Returns:
         What was moved. When the stream fails half way the sampler raises and keeps its old version.
@@ -42,7 +74,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool) -> SyncRe
     if shared:
         rollout.set_version(version)
         return SyncResult(version, 0, time.perf_counter() - start, "shared")
-    counter = _Counted(actor.named_weights())
+    counter = _Counted(stream_of(actor, adapter))
     checksum = rollout.update_weights(counter, version)
     return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ class Adapter:
         if self._base is None:
             self._base = identity(base_weights(self.module))
         return self._base
+
+    def config_file(self) -> bytes:
+        """What stands beside the tensors in an adapter folder."""
+        with tempfile.TemporaryDirectory() as name:
+            self.config.save_pretrained(name)
+            return (Path(name) / CONFIG).read_bytes()
 
     def export(self, folder: Path, writes: bool = True) -> None:
         """A folder that ``PeftModel.from_pretrained`` loads.

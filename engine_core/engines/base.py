@@ -160,6 +160,10 @@ class TrainEngine(abc.ABC):
                 it, base and adapter come merged, as one model.
         """
 
+    def adapter_config(self) -> bytes:
+        """The file ``adapter_config.json`` of peft that belongs to ``named_weights(adapter=True)``."""
+        raise NotImplementedError(f"{type(self).__name__} does not give its adapter to samplers.")
+
     @abc.abstractmethod
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
         """Take weights: ``w <- (1 - mix) * w + mix * new``. An unknown or missing name is an error.

@@ -200,6 +200,9 @@ class TorchEngine(TorchState):
 
     # -- weights ------------------------------------------------------------
 
+    def adapter_config(self) -> bytes:
+        return self._adapted().config_file()
+
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         if adapter:
             return iter(self._adapted().tensors().items())

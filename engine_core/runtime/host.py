@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import torch
 from engine_core.engines.base import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.errors import ConfigError
 from engine_core.runtime.lending import Lender, fits
-from engine_core.weight_sync import SyncResult, same_process
+from engine_core.weight_sync import SyncResult, same_process, sends_adapter, stream_of
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
@@ -79,7 +80,9 @@ class EngineHost:
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """From a train role to the sampler, both here."""
-        return same_process(self.engines[source], self.engines[target], version, self.shared)
+        return same_process(
+            self.engines[source], self.engines[target], version, self.shared, sends_adapter(self.config)
+        )
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
         """From a train role to another, both here."""
@@ -135,6 +138,15 @@ class EngineHost:
                 f"{name}.backend = '{config.backend}' trains in one process, and the pool of '{name}' has "
                 f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
                 f"runtime.{self.config.runtime.backend}.processes = 1."
+            )
+        if (
+            name == "actor"
+            and sends_adapter(self.config)
+            and engine.adapter_config is TrainEngine.adapter_config
+        ):
+            raise ConfigError(
+                f"rollout.{self.config.rollout.backend}.adapter: the engine of actor.backend = '{config.backend}' gives whole "
+                "models alone. Remove the key: it merges the adapter into them."
             )
         context = self._train_context(name, role, total_steps)
         return engine(config, self.config.model_of(name), context, trainable=role.trainable)
@@ -206,7 +218,8 @@ class EngineHost:
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
         alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
-        return sampler_apart(config, model, context, actor.named_weights if alone else None)  # type: ignore[union-attr]
+        source = functools.partial(stream_of, actor, sends_adapter(self.config))
+        return sampler_apart(config, model, context, source if alone else None)  # type: ignore[arg-type]
 
     def _can_share(self) -> bool:
         trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))

@@ -79,9 +79,9 @@ class Links:
         start = time.perf_counter()
         link = self._link(source, target)
         link.updates += 1
-        fields = {"link": link.number, "update": link.updates, "version": version}
+        fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
         taken = self._tell(
-            link.ranks[1:], "receive", (roles[1], "update_weights"), merge, **fields, role=roles[1], mix=mix
+            link.ranks[1:], "receive", (roles[1], "update_weights"), merge, **fields, role=roles[1]
         )
         number = self.crew.next_number()
         messages = {

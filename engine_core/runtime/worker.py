@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.runtime.channel import Channel, Closed, Outbox
 from engine_core.runtime.remote_errors import pack
@@ -27,7 +27,7 @@ from engine_core.runtime.remote_errors import pack
 if TYPE_CHECKING:
     from types import FrameType
 
-    from engine_core.engines.base import RolloutEngine
+    from engine_core.engines.base import RolloutEngine, TrainEngine
     from engine_core.runtime.host import EngineHost
     from engine_core.runtime.transports.base import Transport
     from engine_core.types import Request, Rollout
@@ -180,8 +180,11 @@ class Worker:
     def _do_send(self, message: dict[str, Any]) -> int:
         """Weights to another pool; a rank without a link only takes part in the stream."""
         from engine_core.runtime.transports.base import Update
+        from engine_core.weight_sync import sends_adapter, stream_of
 
-        stream = self.host.engines[message["role"]].named_weights(to="leader")  # type: ignore[union-attr]
+        actor = cast("TrainEngine", self.host.engines[message["role"]])
+        adapter = message["mix"] is None and sends_adapter(self.host.config)
+        stream = stream_of(actor, adapter, to="leader")
         if message["link"] is None:
             for _ in stream:
                 pass

@@ -17,7 +17,7 @@ from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
 from engine_core.trainers.evaluation import Evaluation
 from engine_core.trainers.sampling import RolloutSource
-from engine_core.trainers.support import check_partial
+from engine_core.trainers.support import check_adapter, check_partial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +30,7 @@ class SampledRun(TrainingRun):
     """A run that samples what it learns from; a subclass says in ``step`` what is learned."""
 
     def prepare(self) -> None:
+        check_adapter(self)
         check_partial(self)
         self.sampling = self.make_sampling()
         self._cleanup.callback(self.sampling.close)

@@ -82,6 +82,33 @@ def check_other_policy(run: SampledRun) -> None:
         )
 
 
+def check_adapter(run: SampledRun) -> None:
+    """Refuse an adapter alone for the sampler where there is none, or one that its base would not carry.
+
+    Raises:
+        ConfigError: no [actor.lora], or one that trains more than products; another base.
+    """
+    config, lora = run.config, run.config.actor.lora
+    if not (run.samples and getattr(config.rollout.options, "adapter", False)):
+        return
+    key = f"rollout.{config.rollout.backend}.adapter"
+    if lora is None:
+        raise ConfigError(
+            f"{key}: got true, but the run trains no adapter. Remove the key, or add a table [actor.lora]."
+        )
+    if lora.dora or lora.modules_to_save:
+        what = "actor.lora.dora" if lora.dora else "actor.lora.modules_to_save"
+        raise ConfigError(
+            f"{key}: got true, but {what} trains more than the products that a sampler can add to its base. Remove one of "
+            "the two: without the former merged weights are handed over."
+        )
+    if config.actor.path and config.actor.path != config.model.path:
+        raise ConfigError(
+            f"{key}: got true, but the adapter is of actor.path = '{config.actor.path}' and the sampler's base is model.path = "
+            f"'{config.model.path}'. Name one model, or remove the key."
+        )
+
+
 def check_partial(run: SampledRun) -> None:
     """Refuse keys that stop responses, where the sampler cannot do it.
 

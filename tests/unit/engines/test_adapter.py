@@ -158,6 +158,7 @@ def test_peft_loads_an_exported_adapter(make_engine, batch, tmp_path, family, lo
     make_engine(family).export(tmp_path / "base")
     engine = trained(make_engine, batch, family, lora, model={"path": str(tmp_path / "base")})
     engine.export(tmp_path / "adapter", adapter=True)
+    assert engine.adapter_config() == (tmp_path / "adapter" / "adapter_config.json").read_bytes()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     torch.testing.assert_close(log_probs(engine, batch), alone(model, batch), rtol=0, atol=1e-4)

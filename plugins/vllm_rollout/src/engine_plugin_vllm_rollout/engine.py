@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
     from engine_core.engines.base import WorkerContext
     from engine_core.types import Request, Rollout
+    from engine_plugin_vllm_rollout.adapter import AdapterUpdater
+    from engine_plugin_vllm_rollout.weights import Updater
 
 PAUSES = ("abort", "drain", "keep")
 FALLBACK_POSITIONS = 8192  # of a model whose config does not say
@@ -79,6 +81,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _start(self) -> None:
         prepare_environment()
+        from engine_plugin_vllm_rollout.adapter import AdapterUpdater
         from engine_plugin_vllm_rollout.weights import Updater, choose, expected_shapes
 
         live = self.context.live or {}
@@ -86,6 +89,11 @@ class VLLMRolloutEngine(RolloutEngine):
         if tokenizer.eos_token_id is None:
             raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
         module = live.get("model")
+        if module is not None and self.options.adapter:
+            raise ConfigError(
+                "rollout.vllm.adapter: vLLM reads the base from a folder, and the model was given from Python. Remove the "
+                "key, or save the model and name the folder in model.path."
+            )
         hf_config = load_hf_config(self.model_config) if module is None else module.config
         self._tokenizer = tokenizer
         tokenizer.save_pretrained(self._folder.name)
@@ -106,8 +114,12 @@ class VLLMRolloutEngine(RolloutEngine):
         )
         self._vocabulary = text_config.vocab_size
         self._room = self._llm.vllm_config.model_config.max_model_len
-        how = choose(self.options.weight_update, self._llm)
-        self._updater = Updater(self._llm, expected_shapes(hf_config), how)
+        self._updater: Updater | AdapterUpdater
+        if self.options.adapter:
+            self._updater = AdapterUpdater(self._llm)
+        else:
+            how = choose(self.options.weight_update, self._llm)
+            self._updater = Updater(self._llm, expected_shapes(hf_config), how)
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
             self._updater.take(published_weights(module), 0)
@@ -150,7 +162,9 @@ class VLLMRolloutEngine(RolloutEngine):
         for request in requests:
             ids = request.prompt.token_ids + begun_response(request)
             params = sampling_params(request, self._room, self._vocabulary, self._full)
-            internal = self._llm.add_request(request.id, tokens_input(ids), params)
+            internal = self._llm.add_request(
+                request.id, tokens_input(ids), params, lora_request=self._updater.request
+            )
             self._running[request.id] = Running(request, internal)
 
     def _decode(self, tokens: list[int]) -> str:

@@ -90,6 +90,13 @@ def head_problem() -> str:
     )
 
 
+def adapter_problem() -> str:
+    """Why an adapter cannot be replaced while its base stays; empty where it can."""
+    if "load_inplace" in _source("lora/request.py"):
+        return ""
+    return f"adapter: vLLM {version()} does not replace an adapter in place. Remove the key, or install a newer vLLM ({RANGE})."
+
+
 def for_cpus() -> bool:
     """Whether this is vLLM's CPU build."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -32,7 +32,8 @@ FIXED = {
     "worker_extension_cls": "weights reach the parts of a model through it",
     "weight_transfer_config": "weights come from the trainer's stream",
     "runner": "this engine generates",
-    "enable_lora": "a LoRA run hands merged weights over",
+    "enable_lora": "`adapter = true` switches it on",
+    "max_loras": "there is one adapter, that of the run",
     "logits_processors": "the trainer would not know of a distribution that they change",
 }
 """Options of vLLM that this plugin sets, and why."""
@@ -94,6 +95,8 @@ class VLLMOptions(EngineOptions):
     """Weights of linear layers in 8 bits, made anew from each update. Experimental: the sampler is then another policy than the one that learns, see `other_policy`."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Type of the KV cache; ``auto``: that of the computation. In 8 bits it holds twice as many tokens, experimental as `quantization`."""
+    adapter: bool = False
+    """In a run with ``[actor.lora]``: vLLM keeps the base and is given the adapter alone with each update, not merged weights. Ranks over 16 need vLLM's `max_lora_rank` too."""
     fp32_head: bool = False
     """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
     weight_update: Literal["auto", "direct", "layerwise"] = "auto"
@@ -117,6 +120,12 @@ class VLLMOptions(EngineOptions):
             if self.weight_update == "direct":
                 problems.append(
                     "weight_update = 'direct' cannot be set with quantization: weights are made anew. Use 'auto'."
+                )
+        if self.adapter:
+            problems.append(installed.adapter_problem())
+            if self.sleep_level == 2:
+                problems.append(
+                    "adapter: with sleep_level = 2 the base would be given up, and no update brings it. Set 1."
                 )
         return list(filter(None, problems))
 

@@ -248,6 +248,8 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     for name in ("quantization", "kv_cache_dtype"):
         if (value := getattr(options, name, None)) not in (None, "auto"):
             made[name] = value
+    if getattr(options, "adapter", False):
+        made |= {"enable_lora": True, "max_loras": 1}
     if options.tensor_parallel_size > 1:
         made |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
     if place.tells_mass:

@@ -15,6 +15,9 @@ from vllm.v1.engine import FinishReason
 from engine_plugin_vllm_rollout.copy_plan import CopyPlan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -116,6 +119,19 @@ def refresh_tied_head(model: Any) -> None:
     if head is None or embedding is None or head.weight is not embedding.weight:
         return
     head.quant_method.process_weights_after_loading(head)
+
+
+def load_adapter(engine: LLMEngine, number: int, folder: Path) -> LoRARequest:
+    """Load the adapter of a folder in the place of the one before; what requests for it carry.
+
+    Raises:
+        ValueError: vLLM does not take it; the one before is still there.
+    """
+    from vllm.lora.request import LoRARequest
+
+    name, path = "policy", str(folder)
+    engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+    return LoRARequest(name, number, path)
 
 
 def release_kv_cache(engine: LLMEngine) -> bool:

@@ -79,6 +79,8 @@ class Updater:
             whole stream and processes each layer anew.
     """
 
+    request = None  # what requests carry: no adapter
+
     def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size], how: str) -> None:
         self._shapes, self.how = shapes, how
         sharded = engine.vllm_config.parallel_config.tensor_parallel_size > 1

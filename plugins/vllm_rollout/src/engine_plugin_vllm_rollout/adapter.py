@@ -1,0 +1,93 @@
+"""A LoRA adapter into the running engine, without its base: ``[rollout.vllm] adapter``.
+
+vLLM holds the base from the model's folder, in whatever form its kernels want, and adds the adapter's products. An update
+is a peft folder, in memory where the machine has such a place, loaded over the one before: requests that are in flight
+go on with the new adapter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine_core.errors import ConfigError, DataError
+from engine_core.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX
+from engine_plugin_vllm_rollout import versions
+from engine_plugin_vllm_rollout.weights import Checksum
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+MEMORY = Path("/dev/shm")
+WEIGHTS = "adapter_model.safetensors"
+NUMBER = 1  # vLLM's own of the only adapter
+
+
+class AdapterUpdater:
+    """Takes streams of adapters into one engine; see ``weights.Updater`` for one that takes models.
+
+    Args:
+        engine: vLLM's, that has the base.
+    """
+
+    how = "adapter"
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        place = MEMORY if os.access(MEMORY, os.W_OK) else None
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-", dir=place)
+        self.touched = False
+        self.request: LoRARequest | None = None  # of what is sampled from now on; None: the base
+
+    def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Replace the adapter; returns the checksum of what came.
+
+        Raises:
+            DataError: it is no adapter. The one before is still there.
+            ConfigError: vLLM cannot load it; the same.
+            RuntimeError: responses of the base are under way, which cannot go on with an adapter; the same.
+        """
+        self.touched = False
+        if self.request is None and self._engine.has_unfinished_requests():
+            raise RuntimeError(
+                "The first adapter came while responses of the base are under way. Finish or abort them."
+            )
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stream}
+        config = tensors.pop(ADAPTER_CONFIG, None)
+        if config is None or not tensors or not all(name.startswith(ADAPTER_PREFIX) for name in tensors):
+            raise DataError(
+                f"The update to version {version} is no adapter: expected {ADAPTER_CONFIG} and names that begin with "
+                f"'{ADAPTER_PREFIX}', got {', '.join([*tensors][:3]) or 'nothing'}."
+            )
+        checksum = Checksum()
+        checksum.add([(ADAPTER_CONFIG, config), *tensors.items()])
+        folder = Path(self._folder.name) / str(version)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        save_file(tensors, folder / WEIGHTS)
+        (folder / ADAPTER_CONFIG).write_bytes(config.to(torch.uint8).numpy().tobytes())
+        try:
+            self.request = versions.load_adapter(self._engine, NUMBER, folder)
+        except ValueError as error:  # it was looked at before the one before was taken out
+            shutil.rmtree(folder)
+            raise ConfigError(
+                f"rollout.vllm.adapter: vLLM does not take this adapter: {error} Raise rollout.vllm.max_lora_rank where it is "
+                "the rank; else leave the key out: merged weights are then handed over."
+            ) from error
+        for old in Path(self._folder.name).iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+        return checksum.result()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
