@@ -30,7 +30,10 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16+fp32_head": {"dtype": "bfloat16", "fp32_head": True},
+    "bfloat16+fp8_cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
 }
+EVERYWHERE = 3  # of these: what a CPU has too, and no other policy
 TRAINERS = {"fp32": {"compute_dtype": "fp32"}, "bf16": {"compute_dtype": "bf16"}}
 CUTS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0},
@@ -93,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--path", help="model folder; default: random weights")
     parser.add_argument("--shape", default="tiny")
-    parser.add_argument("--sampler", nargs="*", default=list(SAMPLERS), choices=list(SAMPLERS))
+    parser.add_argument("--sampler", nargs="*", default=list(SAMPLERS)[:EVERYWHERE], choices=list(SAMPLERS))
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--response", type=int, default=64)

@@ -7,6 +7,7 @@ go on with the new adapter.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -69,12 +70,13 @@ class AdapterUpdater:
                 f"'{ADAPTER_PREFIX}', got {', '.join([*tensors][:3]) or 'nothing'}."
             )
         checksum = Checksum()
-        checksum.add([(ADAPTER_CONFIG, config), *tensors.items()])
+        about = config.to(torch.uint8).numpy().tobytes()
+        checksum.add([(hashlib.blake2b(about).hexdigest(), config.float()), *tensors.items()])
         folder = Path(self._folder.name) / str(version)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save_file(tensors, folder / WEIGHTS)
-        (folder / ADAPTER_CONFIG).write_bytes(config.to(torch.uint8).numpy().tobytes())
+        (folder / ADAPTER_CONFIG).write_bytes(about)
         try:
             self.request = versions.load_adapter(self._engine, NUMBER, folder)
         except ValueError as error:  # it was looked at before the one before was taken out
