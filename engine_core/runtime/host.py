@@ -218,8 +218,8 @@ class EngineHost:
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
         alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
-        source = functools.partial(stream_of, actor, sends_adapter(self.config))
-        return sampler_apart(config, model, context, source if alone else None)  # type: ignore[arg-type]
+        source = functools.partial(stream_of, cast("TrainEngine", actor), sends_adapter(self.config))
+        return sampler_apart(config, model, context, source if alone else None)
 
     def _can_share(self) -> bool:
         trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))
