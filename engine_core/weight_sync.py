@@ -74,7 +74,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
     if shared:
         rollout.set_version(version)
         return SyncResult(version, 0, time.perf_counter() - start, "shared")
-    counter = _Counted(stream_of(actor, adapter))
+    counter = _Counted(stream_of(actor, adapter) if adapter else actor.named_weights())
     checksum = rollout.update_weights(counter, version)
     return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
 
