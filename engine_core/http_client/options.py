@@ -66,6 +66,8 @@ class ServerOptions(Options):
 
     @model_validator(mode="after")
     def _may_go_there(self) -> Self:
+        if not self.url:  # of a subclass that can do without
+            return self
         host = urlsplit(self.url).hostname or ""
         if literal(host) is not None:  # a name is looked up when the run starts
             try:

@@ -51,12 +51,19 @@ class JudgeReward(AskingReward):
             for i, ids in enumerate(asked)
             for vote in range(votes)
         ]
-        written = [rollout.text for rollout in self.generate(requests)]
+        written = [self._text(rollout) for rollout in self.generate(requests)]
         read = [self.reader.read(text) for text in written]
         self.found = {"unreadable": sum(value is None for value in read) / len(read)}
         return [
             self._verdict(read[start : start + votes], written[start]) for start in range(0, len(read), votes)
         ]
+
+    def _text(self, rollout: Rollout) -> str:
+        """What it wrote; not every engine makes tokens text."""
+        if rollout.text:
+            return rollout.text
+        written = rollout.token_ids[rollout.prompt_length :].tolist()
+        return str(self.questions.tokenizer.decode(written, skip_special_tokens=True))
 
     def _verdict(self, votes: Sequence[float | None], text: str) -> Outcome:
         known = [vote for vote in votes if vote is not None]

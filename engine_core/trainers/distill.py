@@ -18,6 +18,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.config.schedule import boundaries, config_at
@@ -64,6 +66,15 @@ class DistillTrainer(SampledRun):
     def roles(self, training: bool) -> dict[str, Role]:
         sampler = super().roles(training)
         return {"actor": sampler.pop("actor"), "teacher": Role("train", trainable=False), **sampler}
+
+    def start(self) -> None:
+        super().start()
+        backend: Any = self.plugins.spec("train_engines", self.config.role("teacher").backend)
+        if (
+            backend.frozen_only
+        ):  # it may tell fewer tokens than are wanted: that is found out here, not after a rollout
+            two = Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), temperature=self.temperature)
+            self.with_teacher(two.with_columns({"loss_mask": torch.tensor([False, True])}))
 
     @property
     def options(self) -> DistillOptions:

@@ -273,3 +273,48 @@ def test_a_live_student_of_another_size_of_vocabulary_is_refused(made, teacher):
         ConfigError, match=rf"the student's {config.vocab_size}, so their distributions cannot be"
     ):
         made(model=student, tokenizer=AutoTokenizer.from_pretrained(teacher)).setup()
+
+
+SHORT_OF_WORDS = """
+from engine_core import hookimpl
+from engine_core.engines.frozen import FrozenEngine
+from engine_core.errors import ConfigError
+from engine_core.specs import TrainBackend
+
+
+class Few(FrozenEngine):
+    def infer(self, batch, outputs, adapter=True):
+        raise ConfigError(f"{batch.top_k} tokens are more than it tells.")
+
+
+@hookimpl
+def engine_train_engines():
+    return {"few": TrainBackend(load=Few, frozen_only=True)}
+"""
+
+
+def test_a_teacher_that_tells_too_little_is_found_out_before_anything_is_sampled(
+    world, teacher, tmp_path, monkeypatch
+):
+    (tmp_path / "few.py").write_text(SHORT_OF_WORDS)
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "trainer": "distill",
+        "plugins": ["few.py"],
+        "model.path": str(world / "model"),
+        "teacher.path": str(teacher),
+        "teacher.backend": "few",
+        "distill.top_k": 17,
+        "data.train": str(world / "data" / "train.jsonl"),
+        "run.dir": str(tmp_path / "runs"),
+    }
+    too_few, at_temperature_1 = (
+        "17 tokens are more than it tells",
+        r"distill\.temperature: teacher\.backend = 'few' tells",
+    )
+    for changes, words in (({}, too_few), ({"distill.temperature": 0.5}, at_temperature_1)):
+        config = load_config(overrides=settings | changes)
+        trainer = plugins_for(config).resolve("trainers", "distill")(config)
+        with pytest.raises(ConfigError, match=words):
+            trainer.setup(training=True)
+        trainer.close()

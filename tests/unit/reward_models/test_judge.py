@@ -1,5 +1,7 @@
 """Verdicts that a model writes: what it is asked, how often, and how its words are read."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -66,6 +68,22 @@ def test_the_reward_is_read_from_what_the_model_writes(asking, judge_folder, tok
     missing = [o.failure for o in outcomes].count("error")
     assert judge.metrics() == {"unreadable": missing / len(WORDS)}
     assert missing < len(WORDS)
+
+
+def test_tokens_of_an_engine_that_makes_no_text_are_made_text(asking, judge_folder):
+    judge = asking(
+        "judge",
+        judge_folder,
+        prompt="Is {completion} right?",
+        max_response_tokens=9,
+        pattern="(?s).",
+        verdicts=ANY,
+    )
+    expected = judge.score({"completion": WORDS}, len(WORDS))
+    generate = judge.generate
+    judge.generate = lambda requests: [dataclasses.replace(made, text="") for made in generate(requests)]
+    assert judge.score({"completion": WORDS}, len(WORDS)) == expected
+    assert any(outcome.value is not None for outcome in expected)
 
 
 def test_an_answer_without_a_verdict_is_a_failure_that_quotes_it(asking, judge_folder, tokenizer):

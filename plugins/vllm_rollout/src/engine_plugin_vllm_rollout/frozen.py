@@ -20,7 +20,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_vllm_rollout.engine import whole
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import FrozenOptions
-from engine_plugin_vllm_rollout.scoring import Given, check_lengths, infer
+from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer
 from engine_plugin_vllm_rollout.start import Place, architecture, check_heads, prepare_environment, start
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
     from engine_core.engines.base import WorkerContext
     from engine_core.types import Batch
-
-TABLES = {"teacher": "teacher", "reward_model": "reward.model", "judge": "reward.verdict"}
-"""Told role -> the table of the run file that asked for it."""
 
 
 class VLLMFrozenEngine(FrozenEngine):

@@ -33,9 +33,14 @@ def problem() -> str:
     if importlib.util.find_spec("vllm") is None:
         return f"vLLM is not installed; the plugin works with {RANGE}. {INSTALL}"
     found = version()
-    if not OLDEST <= _numbers(found) < BELOW:
+    if not supported(found):
         return f"vLLM {found} is installed; the plugin works with {RANGE}. {INSTALL}"
     return ""
+
+
+def supported(release: str) -> bool:
+    """Whether the plugin works with this release of vLLM."""
+    return OLDEST <= _numbers(release) < BELOW
 
 
 def version() -> str:

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from engine_core import hookimpl
 from engine_core.specs import Options, RolloutBackend, TrainBackend
 from engine_plugin_vllm_rollout import installed
+from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
 OURS = {
     "model": "model.path",
@@ -142,7 +143,13 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
     return {
         "vllm": TrainBackend(
             load="engine_plugin_vllm_rollout.frozen:VLLMFrozenEngine", config=FrozenOptions, frozen_only=True
-        )
+        ),
+        "vllm_server": TrainBackend(
+            load="engine_plugin_vllm_rollout.served:VLLMServedEngine",
+            config=VLLMServerOptions,
+            frozen_only=True,
+            elsewhere=True,
+        ),
     }
 
 
@@ -153,5 +160,10 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
             load="engine_plugin_vllm_rollout.engine:VLLMRolloutEngine",
             config=VLLMOptions,
             capabilities=frozenset({"pause", "sleep", "support", "partial"}),
-        )
+        ),
+        "vllm_server": RolloutBackend(
+            load="engine_plugin_vllm_rollout.served:VLLMServedSampler",
+            config=VLLMServerOptions,
+            frozen_only=True,
+        ),
     }

@@ -20,6 +20,9 @@ from engine_core.errors import ConfigError
 if TYPE_CHECKING:
     from engine_core.types import Batch
 
+TABLES = {"teacher": "teacher", "reward_model": "reward.model", "judge": "reward.verdict"}
+"""Told role -> the table of the run file that asked for it."""
+
 SCORES = frozenset({"scores"})
 NEXT = frozenset({"log_probs_at", "log_rest"})
 GIVEN = frozenset({"log_probs", "top_ids", "top_log_probs", "top_log_rest"})
