@@ -4,15 +4,18 @@ import dataclasses
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.plugin import FrozenOptions
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from engine_plugin_vllm_rollout.plugin import FrozenOptions, VLLMOptions
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from engine_core.config import ModelConfig, RoleConfig
+from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
+from engine_core.config.rewards import JudgeConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.errors import ConfigError
 from engine_core.plugins import PluginSet
-from engine_core.testing.reference import write_model
+from engine_core.reward_models.judge import JudgeReward, VerdictReader
+from engine_core.reward_models.questions import Questions
+from engine_core.testing.reference import LETTERS, write_model
 from engine_core.types import Batch
 
 LENGTHS = (9, 2, 30, 5, 17)
@@ -116,6 +119,48 @@ def test_a_verdicts_probabilities_and_a_teachers_are_those_of_the_torch_engine(e
     assert torch.equal(
         ours.infer(whole[0], whole[1])["top_ids"], expected["top_ids"]
     )  # it goes on after a refusal
+
+
+def sampler(folder, **options):
+    from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
+
+    config = RolloutConfig(backend="vllm", max_response_tokens=9)
+    config.options = VLLMOptions(**OPTIONS | options)
+    context = WorkerContext(plugins=None, role="judge", device=torch.device("cpu"), live={})
+    return VLLMRolloutEngine(config, ModelConfig(path=str(folder)), context)
+
+
+@pytest.mark.slow
+def test_a_judge_is_read_from_what_vllm_wrote(folders):
+    folder, words = str(folders / "writes"), ["4", "four", "7777777"]
+    table = JudgeConfig(
+        path=folder,
+        prompt="{completion}?",
+        max_response_tokens=9,
+        pattern="(?s).",
+        verdicts={c: float(ord(c)) for c in LETTERS},
+    )
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+    )
+    engine = sampler(folder)
+    judge = JudgeReward(Questions(table, tokenizer, "reward.judge"), engine.generate, 64, table, 0)
+    outcomes = judge.score({"completion": words}, len(words))
+    for word, outcome in zip(words, outcomes, strict=True):
+        ids = tokenizer(f"{word}?", return_tensors="pt")["input_ids"]
+        made = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        written = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        assert outcome.value == VerdictReader(table).read(written)
+    assert any(outcome.value is not None for outcome in outcomes)
+    engine.close()
+
+
+def test_a_judge_does_not_give_up_weights_that_nobody_brings(folders):
+    with pytest.raises(
+        ConfigError, match=r"reward\.judge\.vllm\.sleep_level = 2 gives weights up .* Set it to 1"
+    ):
+        sampler(folders / "writes", sleep_level=2)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import time
 import urllib.error
 import urllib.request
 
@@ -108,7 +109,10 @@ def test_a_served_language_model_scores_as_the_torch_engine_and_judges(folders, 
     finally:
         engine.close()
         reference.close()
-    assert children_of(group) == []
+    deadline = time.monotonic() + 60  # they are killed, and the kernel takes its time
+    while left := children_of(group):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def _judges(folder, options):

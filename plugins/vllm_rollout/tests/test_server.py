@@ -16,11 +16,15 @@ from engine_plugin_vllm_rollout.served import Remote, VLLMServedSampler, read_gi
 from engine_plugin_vllm_rollout.server import Server, spread
 from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 from pydantic import ValidationError
+from transformers import AutoConfig
 
+from engine_core import load_config
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed
-from engine_core.testing.reference import tokenizer
+from engine_core.rollout_files import read_rollouts
+from engine_core.testing.reference import SHAPE, tokenizer, write_model
+from engine_core.trainer import Trainer
 from engine_core.types import Batch, Prompt, Request, Sampling
 
 TABLE = "reward.judge.vllm_server"
@@ -423,3 +427,60 @@ def test_a_policy_is_not_sampled_by_a_server(tmp_path):
         ConfigError, match=r"rollout\.backend: 'vllm_server' samples from a model that is never trained"
     ):
         VLLMServedSampler(config, ModelConfig(path="x"), context)
+
+
+# -- a run ------------------------------------------------------------------
+
+
+def test_a_run_takes_its_rewards_from_servers(fake, tmp_path):
+    """Of the models' folders only config and tokenizer are read: they hold no weights."""
+    server = fake()
+    write_model(tmp_path / "actor", {}, 0, tied=True)
+    for name in ("writes", "scores"):
+        AutoConfig.for_model(**SHAPE, num_labels=1).save_pretrained(tmp_path / name)
+        TOKENIZER.save_pretrained(tmp_path / name)
+    table = {"backend": "vllm_server", "vllm_server": {"url": server.url}}
+    asks = {"prompt": "{completion}=?", "verdicts": {"1": 1.0, "0": 0.0}}
+    settings = {
+        "model.path": str(tmp_path / "actor"),
+        "data.prompts_per_step": 2,
+        "rollout.group_size": 2,
+        "rollout.max_response_tokens": 4,
+        "reward": [
+            {"name": "read", "verdict": {"path": str(tmp_path / "writes"), **asks, **table}},
+            {"name": "helpful", "model": {"path": str(tmp_path / "scores"), **table}},
+        ],
+        "run.dir": str(tmp_path / "runs"),
+        "run.steps": 1,
+        "tracking.trackers": [],
+    }
+    rows = [{"prompt": f"{i}+{i}="} for i in range(4)]
+    trainer = Trainer(load_config(overrides=settings), data=rows)
+    trainer.train()
+    trainer.close()
+    one, nought = TOKENIZER.convert_tokens_to_ids(["1", "0"])
+    p = law(TOKENIZER.convert_tokens_to_ids("?"))[[one, nought]].exp()
+    (file,) = trainer.folder.rollouts_dir.glob("*.parquet")
+    for rollout in read_rollouts(file):
+        ids = rollout.token_ids.tolist()
+        ids += [] if ids[-1] == TOKENIZER.eos_token_id else [TOKENIZER.eos_token_id]
+        assert rollout.rewards["helpful"] == pytest.approx(sum(ids) / 7)
+        assert rollout.rewards["read"] == pytest.approx(float(p[0] / p.sum()), abs=1e-6)
+
+
+def test_a_run_is_refused_before_its_models_are_built(fake, tmp_path):
+    write_model(tmp_path / "actor", {}, 0, tied=True)
+    table = {
+        "path": str(tmp_path / "actor"),
+        "backend": "vllm_server",
+        "prompt": "{completion}",
+        "verdicts": {"1": 1, "0": 0},
+    }
+    table["vllm_server"] = {"url": fake(release="0.99").url}
+    settings = {"model.path": str(tmp_path / "actor"), "run.steps": 1}
+    settings["reward"] = [{"name": "read", "verdict": table}]
+    trainer = Trainer(load_config(overrides=settings), data=[{"prompt": "1+1="}] * 8)
+    with pytest.raises(ConfigError, match=r"\[reward\.verdict\.vllm_server\] url: vLLM 0\.99 runs at"):
+        trainer.setup(training=True)
+    assert not trainer.runtime.engines
+    trainer.close()

@@ -63,6 +63,11 @@ class VLLMRolloutEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         super().__init__(config, model_config, context)
         self.options: VLLMOptions = config.options or VLLMOptions()
+        if context.role == "judge" and self.options.sleep_level == 2:
+            raise ConfigError(
+                "reward.judge.vllm.sleep_level = 2 gives weights up until an update brings them, and a judge gets none. Set "
+                "it to 1, which keeps them on the host."
+            )
         if context.world_size > 1:
             raise ConfigError(
                 f"rollout.backend = 'vllm' samples in one process, and the pool has {context.world_size}. Give it a "
