@@ -42,9 +42,11 @@ demo-control: .venv/.demo
 test: install
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
-# The slow ones use all cores themselves, or watch memory: one after another.
+# Most slow tests wait for each other's ranks or for a process that imports: two files at a time. Those that use all cores
+# with threads, or look at memory over minutes, have the machine for themselves.
 test-full: test
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not gpu"
+	$(PYTEST) -m "alone and not gpu"
 
 lint: install
 	$(BIN)/ruff check .

@@ -153,6 +153,6 @@ def said(rollout, tokenizer):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_policy_learns_to_use_its_tool(tmp_path):
-    _, before, after = run(tmp_path)
+    _, before, after = run(tmp_path, OMP_NUM_THREADS="1")  # another test has the other cores
     assert before <= 0.4
     assert after >= before + 0.25

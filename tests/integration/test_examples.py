@@ -136,67 +136,86 @@ def test_the_backends_pass_the_conformance_kit():
     assert re.search(r"[5-9]\d passed", done.stdout), done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_demo_learns(demo, run_demo, tmp_path):
-    done = run_demo(demo[0], "--folder", tmp_path / "demo", small=False)
+# The demo as it is, and runs that differ from it in a word of the run file: all of them after its one warm start. With
+# all cores, since that is how it is used.
+
+
+@pytest.fixture(scope="module")
+def learned(demo, run_demo, tmp_path_factory):
+    """The folder of a whole demo, and what it printed."""
+    folder = tmp_path_factory.mktemp("learned") / "demo"
+    done = run_demo(demo[0], "--folder", folder, small=False)
     assert done.returncode == 0, done.stderr
-    before, after = before_and_after(done.stdout)
+    return folder, done.stdout
+
+
+@pytest.fixture
+def train_as(learned):
+    """``train_as("fsdp", "run.seed=1", ...)``: lines of the metrics of a run by that file, and what it said."""
+
+    def train(file, *settings):
+        folder = learned[0]
+        places = [
+            f"run.dir={folder}/runs",
+            f"model.path={folder}/sft",
+            f"data.train={folder}/data/train.jsonl",
+        ]
+        places += [f"data.validation={folder}/data/heldout.jsonl", f"run.name={file}-after-the-demo"]
+        sets = [word for setting in (*places, *settings) for word in ("--set", setting)]
+        path = ROOT / "examples" / "word_problems" / f"{file}.toml"
+        done = subprocess.run(
+            [sys.executable, "-m", "engine_core.cli.main", "train", str(path), *sets],
+            env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return metrics(folder / "runs" / f"{file}-after-the-demo"), done.stderr
+
+    return train
+
+
+def accuracies(lines):
+    return [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_the_demo_learns(learned):
+    before, after = before_and_after(learned[1])
     assert before <= 0.40
     assert after >= 0.85
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
-def test_the_control_does_not_learn(demo, run_demo, tmp_path):
-    done = run_demo(demo[0], "--control", "--folder", tmp_path / "control", small=False)
-    assert done.returncode == 0, done.stderr
-    before, after = before_and_after(done.stdout)
+def test_the_control_does_not_learn(train_as):
+    lines, _ = train_as("control")
+    before, *_, after = accuracies(lines)
     assert after <= before + 0.10
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(3600)
-def test_the_demo_learns_as_much_on_two_sharded_processes(demo, run_demo, tmp_path):
-    """`fsdp.toml`, after the whole warm start."""
-    folder = tmp_path / "demo"
-    assert run_demo(demo[0], "--folder", folder, "--steps", 1, small=False).returncode == 0
-    settings = [f"run.dir={folder}/runs", f"model.path={folder}/sft", f"data.train={folder}/data/train.jsonl"]
-    settings += [f"data.validation={folder}/data/heldout.jsonl"]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    file = ROOT / "examples" / "word_problems" / "fsdp.toml"
-    done = subprocess.run(
-        [sys.executable, "-m", "engine_core.cli.main", "train", str(file), *sets],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gathered for the phase" in done.stderr
-    found = [line["eval/accuracy"] for line in metrics(folder / "runs" / "fsdp") if "eval/accuracy" in line]
-    assert found[0] < 0.35
-    assert found[-1] > 0.8
+def test_the_demo_learns_as_much_on_two_sharded_processes(train_as):
+    lines, said = train_as("fsdp")
+    assert "gathered for the phase" in said
+    before, *_, after = accuracies(lines)
+    assert before < 0.35
+    assert after > 0.8
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(3600)
-def test_the_demo_learns_as_much_with_rollouts_that_run_ahead(demo, run_demo, tmp_path):
-    """`grpo.toml` after the whole warm start, with a sampler in a process of its own that is one version behind."""
-    folder = tmp_path / "demo"
-    assert run_demo(demo[0], "--folder", folder, "--steps", 1, small=False).returncode == 0
-    settings = [f"run.dir={folder}/runs", f"model.path={folder}/sft", f"data.train={folder}/data/train.jsonl"]
-    settings += [f"data.validation={folder}/data/heldout.jsonl", "run.name=ahead", "trainer=async"]
-    sets = [word for setting in [*settings, "rollout.process={}"] for word in ("--set", setting)]
-    file = ROOT / "examples" / "word_problems" / "grpo.toml"
-    done = subprocess.run(
-        [sys.executable, "-m", "engine_core.cli.main", "train", str(file), *sets],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = metrics(folder / "runs" / "ahead")
-    found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    assert found[0] <= 0.40
-    assert found[-1] >= 0.85  # the bounds of the synchronous demo
+def test_the_demo_learns_as_much_with_rollouts_that_run_ahead(train_as):
+    """A sampler in a process of its own that is one version behind."""
+    lines, _ = train_as("ahead")
+    before, *_, after = accuracies(lines)
+    assert before <= 0.40
+    assert after >= 0.85  # the bounds of the synchronous demo
     assert max(line.get("async/staleness_max", 0) for line in lines) == 1

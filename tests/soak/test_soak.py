@@ -27,9 +27,8 @@ def soak():
 @pytest.mark.parametrize(
     ("steps", "every"),
     [
-        pytest.param(150, 2, marks=pytest.mark.slow),
-        pytest.param(300, 5, marks=pytest.mark.slow),
-        pytest.param(3000, 10, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        (150, 2),
+        pytest.param(3000, 10, marks=[pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]),
     ],
 )
 def test_nothing_grows_with_the_number_of_steps(soak, tmp_path, monkeypatch, steps, every):

@@ -1,4 +1,7 @@
-"""The axes ``sp`` and ``tp`` of the mesh: one launch of each number of ranks runs all cases of ``mesh_cases``."""
+"""The axes ``sp`` and ``tp`` of the mesh: one launch of each number of ranks runs all cases of ``mesh_cases``.
+
+The whole kit on ``tp = 2`` and on both axes is in ``test_conformance.py``.
+"""
 
 from pathlib import Path
 
@@ -51,12 +54,6 @@ def ranks():
     yield run
     for group in groups.values():
         group.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("contract", KEPT, ids=name_of)
-def test_two_ranks_share_each_layer(ranks, contract):
-    ranks(2, contract, {"tp": 2})
 
 
 def slowly(name, value):
@@ -163,12 +160,9 @@ def test_a_run_with_shared_layers_goes_on_in_the_torch_engine(ranks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("contract", KEPT, ids=name_of)
-@pytest.mark.parametrize(
-    "options", [SHARED_BY_TWO, {"tp": 2, "sp": 2}, {"tp": 2, "sharding": "none"}], ids=str
-)
+@pytest.mark.parametrize("options", [SHARED_BY_TWO, {"tp": 2, "sharding": "none"}], ids=str)
 def test_four_ranks_keep_the_contracts(ranks, options, contract):
-    model = {"num_key_value_heads": 4} if "sp" in options else {}
-    ranks(4, contract, options, model=model)
+    ranks(4, contract, options)
 
 
 @pytest.mark.slow
