@@ -1,0 +1,42 @@
+"""What a worker sends to a sampler of another pool."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_core.runtime.worker import Worker
+from engine_core.weight_sync import ADAPTER_CONFIG
+
+
+class Actor:
+    def adapter_config(self):
+        return b"{}"
+
+    def named_weights(self, to="all", adapter=False):
+        assert to == "leader"
+        yield ("lora_A" if adapter else "weight"), torch.ones(2)
+
+
+class Link:
+    def send(self, stream, update):
+        self.sent = [name for name, _ in stream]
+        return len(self.sent)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "mix", "names"),
+    [(True, None, [ADAPTER_CONFIG, "lora_A"]), (True, 0.5, ["weight"]), (False, None, ["weight"])],
+)
+def test_an_adapter_alone_goes_to_a_sampler_that_asks_for_it_and_whole_weights_to_others(adapter, mix, names):
+    config = SimpleNamespace(
+        actor=SimpleNamespace(lora=object()),
+        rollout=SimpleNamespace(options=SimpleNamespace(adapter=adapter)),
+    )
+    worker = Worker.__new__(Worker)
+    worker.host = SimpleNamespace(engines={"actor": Actor()}, config=config)
+    worker.links = {1: Link()}
+    message = {"role": "actor", "link": 1, "update": 1, "version": 2, "mix": mix}
+    assert worker._do_send(message) == len(names)
+    assert worker.links[1].sent == names
+    assert worker._do_send(message | {"link": None}) == 0
