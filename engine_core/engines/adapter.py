@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,19 @@ class Adapter:
         first = list(itertools.islice(items, 1))
         rest = itertools.chain(first, items)
         if first and first[0][0].startswith(PREFIX):
-            take_weights(self.module, rest, mix, self.tensors())
+            take_weights(self.module, rest, mix, self.places())
             return
         self._fold()
-        take_weights(self.module, rest, mix, base_places(self.module))
+        take_weights(self.module, rest, mix, self._base_places())
         self._begin_again()
+
+    def places(self) -> Mapping[str, Any]:
+        """Where ``take_weights`` puts the adapter's own, by the names of an adapter file."""
+        return self.tensors()
+
+    def _base_places(self) -> Mapping[str, Any]:
+        """Where it puts the base's, by the names that these have without the adapter."""
+        return base_places(self.module)
 
     def base_identity(self) -> str:
         """A hash by which the base's weights are known again; of a quantised base as they were before."""
@@ -146,7 +154,7 @@ class Adapter:
     @torch.no_grad()
     def _fold(self) -> None:
         """Bring what was learned into the base."""
-        take_weights(self.module, self.merged(), own=base_places(self.module))
+        take_weights(self.module, self.merged(), own=self._base_places())
         self._begin_again()
 
     @torch.no_grad()

@@ -6,15 +6,14 @@ frozen weights lie in parts all the same.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine_core.engines.adapter import FACTORS, NAME, PREFIX, Adapter, file_name, merged_weight
-from engine_core.engines.weights import BASE, OF_ADAPTER, SAVED, base_name, identity, take_weights
+from engine_core.engines.adapter import FACTORS, NAME, Adapter, file_name, merged_weight
+from engine_core.engines.weights import BASE, OF_ADAPTER, SAVED, base_name, identity
 from engine_plugin_deepspeed.partitions import gathered
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ class AdapterInParts(Adapter):
         return {file_name(name): tensor for name, tensor in self.partitions.exact_weights(self.limit, names)}
 
     def places(self) -> dict[str, Place]:
-        """Where ``take_weights`` puts the adapter's own, by the names of an adapter file."""
         own = self.partitions.places()
         return {file_name(name): place for name, place in own.items() if OF_ADAPTER.search(name)}
 
@@ -69,17 +67,6 @@ class AdapterInParts(Adapter):
         with gathered([tensor]):
             return tensor.detach().clone()
 
-    def take(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        items = iter(stream)
-        first = list(itertools.islice(items, 1))
-        rest = itertools.chain(first, items)
-        if first and first[0][0].startswith(PREFIX):
-            take_weights(self.module, rest, mix, self.places())
-            return
-        self._fold()
-        take_weights(self.module, rest, mix, self._base_places())
-        self._begin_again()
-
     def base_identity(self) -> str:
         if self._base is None:
             self._base = identity(_Base(self))
@@ -88,11 +75,6 @@ class AdapterInParts(Adapter):
     def _base_places(self) -> dict[str, Place]:
         own = self.partitions.places()
         return {base_name(name): place for name, place in own.items() if not OF_ADAPTER.search(name)}
-
-    @torch.no_grad()
-    def _fold(self) -> None:
-        take_weights(self.module, self.merged(), own=self._base_places())
-        self._begin_again()
 
     @torch.no_grad()
     def _begin_again(self) -> None:

@@ -75,7 +75,7 @@ class Partitions:
         return ((name, tensor) for name, tensor in self.own.items() if only is None or name in only)
 
     def places(self) -> dict[str, Place]:
-        """Where ``take_weights`` puts whole weights; ``settle`` afterwards."""
+        """Where ``take_weights`` puts whole weights."""
         return {name: Place(self, tensor) for name, tensor in self.own.items()}
 
     @torch.no_grad()
