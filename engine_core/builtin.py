@@ -34,7 +34,7 @@ from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOp
 from engine_core.engines.torch_options import TorchOptions
 from engine_core.hookspecs import hookimpl
 from engine_core.runtime.options import LocalOptions, TorchrunOptions
-from engine_core.runtime.transports.options import BroadcastOptions, FolderOptions, TCPOptions
+from engine_core.runtime.transports.options import TRANSPORTS
 from engine_core.specs import (
     Advantage,
     Loss,
@@ -250,12 +250,4 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 
 @hookimpl
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
-    here = "engine_core.runtime.transports."
-    return {
-        "broadcast": TransportSpec(load=here + "broadcast:Broadcast", config=BroadcastOptions),
-        "folder": TransportSpec(load=here + "folder:Folder", config=FolderOptions),
-        "same_process": TransportSpec(
-            load="engine_core.weight_sync:same_process", serves=frozenset({"together"})
-        ),
-        "tcp": TransportSpec(load=here + "tcp:TCP", config=TCPOptions),
-    }
+    return TRANSPORTS

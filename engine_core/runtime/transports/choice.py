@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from engine_core import builtin
 from engine_core.config.choices import AUTO
 from engine_core.errors import ConfigError
+from engine_core.runtime.transports.options import TRANSPORTS
 from engine_core.weight_paths import misplaced
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Tran
     if name == config.rollout.transport:
         found = plugins.resolve(KIND, name)
         return found, config.rollout.transport_options
-    spec = builtin.engine_weight_transports()[name]
+    spec = TRANSPORTS[name]
     found = spec.resolve()
     return found, cast("Options", spec.config())
 

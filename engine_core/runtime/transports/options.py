@@ -1,12 +1,13 @@
-"""Option tables of the core's transports."""
+"""The core's transports by name, and their option tables."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from engine_core.specs import Options
+from engine_core.specs import Options, TransportSpec
 
 
 class TransportOptions(Options):
@@ -35,3 +36,14 @@ class FolderOptions(TransportOptions):
     def _absolute(cls, path: str, info: ValidationInfo) -> str:
         root = (info.context or {}).get("folder")
         return str((Path(root) / Path(path).expanduser()).resolve()) if path and root is not None else path
+
+
+HERE = "engine_core.runtime.transports."
+TRANSPORTS: Mapping[str, TransportSpec] = {
+    "broadcast": TransportSpec(load=HERE + "broadcast:Broadcast", config=BroadcastOptions),
+    "folder": TransportSpec(load=HERE + "folder:Folder", config=FolderOptions),
+    "same_process": TransportSpec(
+        load="engine_core.weight_sync:same_process", serves=frozenset({"together"})
+    ),
+    "tcp": TransportSpec(load=HERE + "tcp:TCP", config=TCPOptions),
+}
