@@ -110,6 +110,10 @@ class Runtime(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot refresh a reference model.")
 
+    def loss_metrics(self) -> dict[str, float]:
+        """Of samplers that were lost and replaced since it was last asked, ``sampling/...``; {} where none may be."""
+        return {}
+
     def memory_metrics(self) -> dict[str, float]:
         """Memory of the workers now, ``memory/ROLE/...`` in GiB, the most of a role's ranks; by default they are this process."""
         return {}

@@ -105,6 +105,15 @@ class Command:
         unwritten = any(isinstance(error, OSError) for error in self.errors.values())
         return WRITER_SECONDS if unwritten else STRAGGLER_SECONDS
 
+    def leave_out(self, rank: int, loss: WorkerLost) -> None:
+        """Go on without a rank that was lost; where it was the last one, the command fails with its loss."""
+        self.ranks = [other for other in self.ranks if other != rank]
+        self.leaders = [other for other in self.leaders if other != rank] or self.ranks[:1]
+        for answers in (self.values, self.errors):
+            answers.pop(rank, None)
+        if not self.ranks:
+            self.fail(loss)
+
     def finish(self) -> None:
         """Give the result, or the error that says the most."""
         if self.reply.done():
@@ -152,6 +161,8 @@ class Crew:
     ) -> None:
         self.workers, self.stall_seconds, self.stall_key = list(workers), stall_seconds, stall_key
         self.broken: WorkerLost | None = None
+        self.may_lose: Callable[[WorkerHandle, WorkerLost], bool] = lambda worker, loss: False
+        self.absent: dict[int, WorkerLost] = {}  # ranks that the run goes on without, and what became of them
         self.open: dict[int, Command] = {}
         self.stacks: dict[int, list[Stack]] = {}
         self._numbers = itertools.count(1)
@@ -205,6 +216,16 @@ class Crew:
         self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
         return command.reply
 
+    def admit(self, worker: WorkerHandle) -> None:
+        """Take in a new process in the place of one that was lost."""
+        with self._lock:
+            self.workers[worker.rank] = worker
+            self.absent.pop(worker.rank, None)
+            if self._closing.is_set():
+                worker.kill()
+                return
+        threading.Thread(target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True).start()
+
     def next_number(self) -> int:
         """For a command."""
         return next(self._numbers)
@@ -248,7 +269,8 @@ class Crew:
                     if command is not None:
                         command.fail(self.broken)
                     continue
-                if command is not None:
+                messages = {rank: text for rank, text in messages.items() if rank not in self.absent}
+                if command is not None and self._without_absent(command):
                     self.open[command.number] = command
                     for rank in messages:
                         self.workers[rank].begin(command.number)
@@ -328,12 +350,39 @@ class Crew:
         with self._lock:
             if self.broken is not None or self._closing.is_set():
                 return
+            if self.workers[worker.rank] is not worker or worker.rank in self.absent:
+                return  # it was lost before
             at = next((c.what[0] for c in self.open.values() if worker.rank in c.waiting), None)
             name = role or at or worker.roles[0]
-            self.broken = WorkerLost(name, worker.rank, worker.host, cause)
+            loss = WorkerLost(name, worker.rank, worker.host, cause)
+            if self.may_lose(worker, loss):
+                self.absent[worker.rank] = loss
+                self._go_on_without(worker.rank)
+                return
+            self.broken = loss
             for command in self.open.values():
                 command.fail(self.broken)
             self.open.clear()
+
+    def _go_on_without(self, rank: int) -> None:
+        """Commands in hand end without it."""
+        for command in list(self.open.values()):
+            if rank not in command.ranks:
+                continue
+            if rank not in command.waiting and not command.later:
+                continue  # it had answered
+            if not self._without_absent(command):
+                self.open.pop(command.number, None)
+            elif not command.waiting:
+                command.finish()
+                self.open.pop(command.number, None)
+
+    def _without_absent(self, command: Command) -> bool:
+        """Leave those out of a command that are not there; whether anybody is left."""
+        gone = [rank for rank in command.ranks if rank in self.absent]
+        for rank in gone:
+            command.leave_out(rank, self.absent[rank])
+        return bool(command.ranks)
 
     def _watch(self) -> None:
         while not self._closing.wait(TICK_SECONDS):
@@ -342,7 +391,8 @@ class Crew:
                 worker.notice_death()
             with self._lock:
                 failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
-                at = [(self.open.get(number), since) for number, since in (w.at() for w in self.workers)]
+                there = [worker for worker in self.workers if worker.rank not in self.absent]
+                at = [(self.open.get(number), since) for number, since in (w.at() for w in there)]
                 late = [command for command, since in at if command and now - since > command.deadline]
             for command in failed:
                 self._leave_stragglers(command)

@@ -28,7 +28,9 @@ from engine_core.runtime.crew_group import CrewGroup
 from engine_core.runtime.host import default_device
 from engine_core.runtime.lending import Loan
 from engine_core.runtime.links import Links
-from engine_core.runtime.placement import Pool, plan_pools, slices_of, wanted_processes
+from engine_core.runtime.placement import Pool, Slice, plan_pools, slices_of, wanted_processes
+from engine_core.runtime.replaceable import ReplaceableGroup
+from engine_core.runtime.replacing import Replacements
 from engine_core.runtime.transports.choice import Topology, by_topology, choose, make
 from engine_core.weight_sync import SyncResult
 
@@ -49,6 +51,7 @@ class CrewRuntime(Runtime):
         self.pools: list[Pool] = []
         self.hosts: dict[int, str] = {}  # the address on which each rank is reached
         self.links: Links
+        self.replacements: Replacements | None = None  # where samplers may be lost
         self._transport = ""  # of weights to the sampler
         self._loan: Loan | None = None  # of the actor's module, where samplers of its pool share it
         self._token = new_token()
@@ -80,6 +83,14 @@ class CrewRuntime(Runtime):
     def _meeting(self, name: str) -> dict[str, Any]:
         """A place where processes of the run meet, one for each name: ``file`` or ``tcp``, see ``starting.store_at``."""
 
+    def _can_replace(self) -> bool:
+        """Whether ``_begin_again`` can be asked; known once ``_processes`` was asked."""
+        return False
+
+    def _begin_again(self, rank: int) -> WorkerHandle:
+        """A new process in the place of one that was lost; called in a thread."""
+        raise NotImplementedError(f"{type(self).__name__} replaces no worker.")
+
     def _one_machine(self) -> bool:
         """Whether all processes are on this machine; known once ``_processes`` was asked."""
         return False
@@ -100,6 +111,7 @@ class CrewRuntime(Runtime):
         try:
             self.pools = plan_pools(self.config, roles, self._processes(roles))
             self._check_transport(roles)
+            self._may_replace()
             return self._start(roles, total_steps)
         except BaseException:
             self.close()
@@ -107,6 +119,8 @@ class CrewRuntime(Runtime):
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         self._take_back()
+        if self.replacements is not None and self.replacements.join():
+            self.links.drop(self._pool(source), self._pool(target))
         if self._pool(source) is not self._pool(target):
             return self._across(source, target, version, None)
         pool = self._pool(source)
@@ -123,9 +137,12 @@ class CrewRuntime(Runtime):
         what = target, "load_named_weights"
         self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
 
+    def loss_metrics(self) -> dict[str, float]:
+        return {} if self.replacements is None else self.replacements.metrics()
+
     def memory_metrics(self) -> dict[str, float]:
         told = [
-            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), list(pool.ranks), _most))
+            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), self._ranks(pool), _most))
             for pool in self.pools
         ]
         found: dict[str, float] = {}
@@ -156,13 +173,12 @@ class CrewRuntime(Runtime):
         number, orders = self.crew.next_number(), {}
         for pool in self.pools:
             served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
-            for place, rank in enumerate(pool.ranks):
+            for rank in pool.ranks:
                 workers[rank].roles = pool.roles
-                mine = {"rank": place, "world_size": len(pool.ranks), "roles": served}
-                seat = self._seat(pool, rank)
-                self.hosts[rank] = seat.pop("host")
-                where = {"store": self._meeting(pool.name), "kind": "start", "id": number}
-                orders[rank] = {**common, **mine, **seat, **where}
+                orders[rank] = {**common, **self._place(pool, rank), "roles": served, "id": number}
+        if self._may_replace():
+            self.replacements = self._replacing(common, roles["rollout"])
+            self.crew.may_lose = self.replacements.lost
         ready = self.crew.send(
             orders,
             ("worker", "start"),
@@ -172,7 +188,8 @@ class CrewRuntime(Runtime):
             deadline=self.options.start_minutes * 60,
         ).result()
         places = self._meeting, self._private_folder()
-        self.links = Links(self.crew, self._transport_to, self.hosts, *places, self._token)
+        self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, *places, self._token)
+        self.links.replaceable = self.replacements is not None
         self.shared = any(found["shared"] for found in ready.values())
         if self.shared:
             pool = self._pool("rollout")
@@ -209,6 +226,62 @@ class CrewRuntime(Runtime):
         found = self._transport
         return found if found and found != "same_process" else by_topology(self._topology(source, target))[0]
 
+    def _place(self, pool: Pool, rank: int, again: int = 0) -> dict[str, Any]:
+        """Of the first command of a rank: where it is, and the world that it is in.
+
+        Args:
+            pool: the rank's.
+            rank: of the run.
+            again: how many have been replaced before it; 0: it is of the first.
+        """
+        seat = self._seat(pool, rank)
+        self.hosts[rank] = seat.pop("host")
+        if self._may_replace() and "rollout" in pool.roles:
+            world = {"rank": 0, "world_size": 1, "store": self._meeting(f"{pool.name}-{rank}-{again}")}
+        else:
+            place = pool.ranks.index(rank)
+            world = {"rank": place, "world_size": len(pool.ranks), "store": self._meeting(pool.name)}
+        return {**seat, **world, "kind": "start"}
+
+    def _may_replace(self) -> bool:
+        """Whether samplers that are lost are replaced one by one.
+
+        Raises:
+            ConfigError: they are to be, and cannot.
+        """
+        if not self.options.max_replacements:
+            return False
+        key = f"runtime.{self.config.runtime.backend}.max_replacements"
+        roles = next((pool.roles for pool in self.pools if "rollout" in pool.roles), ())
+        if tuple(roles) != ("rollout",):
+            raise ConfigError(
+                f"{key}: only a sampler in a pool of its own can be replaced; here its processes serve "
+                f"{', '.join(roles) or 'no sampler'}. Give it a pool ([placement]), or set {key} = 0."
+            )
+        if not self._can_replace():
+            raise ConfigError(
+                f"{key}: processes that another has started cannot be replaced by the run. Set it to 0, and see max_restarts."
+            )
+        return True
+
+    def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
+        assert self.crew is not None
+        pool = self._pool("rollout")
+        served = {"rollout": dataclasses.asdict(role)}
+
+        def begin(rank: int, again: int) -> tuple[WorkerHandle, Mapping[str, Any]]:
+            worker = self._begin_again(rank)
+            return worker, {**common, **self._place(pool, rank, again), "roles": served}
+
+        key = f"runtime.{self.config.runtime.backend}.max_replacements"
+        budget, seconds = self.options.max_replacements, self.options.start_minutes * 60
+        return Replacements(self.crew, pool.ranks, budget, key, begin, seconds)
+
+    def _ranks(self, pool: Pool) -> list[int]:
+        """Those of a pool that are there."""
+        away = self.replacements.away if self.replacements is not None else ()
+        return [rank for rank in pool.ranks if rank not in away]
+
     def _here(self) -> int:
         """Processes on this machine.
 
@@ -244,6 +317,10 @@ class CrewRuntime(Runtime):
     def _group(self, name: str, role: Role, pool: Pool, ready: Mapping[int, Mapping[str, Any]]) -> CrewGroup:
         assert self.crew is not None
         found = [ready[rank]["roles"][name] for rank in pool.ranks]
+        if self.replacements is not None and name == "rollout":
+            own = [Slice((rank,), rank) for rank in pool.ranks]
+            group = CrewGroup(self.crew, name, own, 0.0, True, found[0]["capacity"])
+            return ReplaceableGroup(group, self.replacements)
         slices = slices_of(name, [each["layout"] for each in found], list(pool.ranks))
         alone = len(pool.ranks) == 1
         independent = alone or (role.kind == "rollout" and len(slices) == len(pool.ranks))
@@ -275,7 +352,7 @@ class CrewRuntime(Runtime):
         """One command to all ranks of a pool."""
         assert self.crew is not None
         number = self.crew.next_number()
-        messages = dict.fromkeys(pool.ranks, message_to(number, kind, **fields))
+        messages = dict.fromkeys(self._ranks(pool), message_to(number, kind, **fields))
         return self.crew.send(
             messages, what, number, leaders=leaders, merge=merge or (lambda results: results[0])
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import EngineError, WorkerLost
+from engine_core.errors import EngineError, TrainingFailed, WorkerLost
 from engine_core.runtime.crew import Crew, message_to
 from engine_core.weight_sync import SyncResult
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from engine_core.runtime.placement import Pool
 
 WORD_SECONDS = 10.0  # for the other side to say why it has failed, once one has
+LOSS_SECONDS = 10.0  # until the loss of a process that may be replaced is noticed, once an update has failed
+
+log = logging.getLogger("engine")
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Links:
     Args:
         crew: all workers.
         transport_of: name of the transport from one pool to another.
+        ranks_of: those of a pool that are there.
         hosts: the address on which each rank is reached.
         meeting: gives a place where the processes of a link meet.
         folder: private to the run, and seen by all its processes; "" where there is none.
@@ -49,12 +54,13 @@ class Links:
         self,
         crew: Crew,
         transport_of: Callable[[Pool, Pool], str],
+        ranks_of: Callable[[Pool], Sequence[int]],
         hosts: Mapping[int, str],
         meeting: Callable[[str], Mapping[str, Any]],
         folder: str,
         token: str,
     ) -> None:
-        self.crew, self.transport_of, self.hosts = crew, transport_of, hosts
+        self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
         self.meeting, self.folder = meeting, folder
         self._run = hashlib.sha256(token.encode()).hexdigest()[
             :12
@@ -62,6 +68,7 @@ class Links:
         self._open: dict[tuple[str, str], Link] = {}
         self._used: dict[tuple[str, str], list[int]] = {}  # numbers of links that have failed
         self._made = 0
+        self.replaceable = False  # processes that take may be lost one by one
 
     def push(
         self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
@@ -77,26 +84,50 @@ class Links:
             merge: makes one checksum of the ranks'.
         """
         start = time.perf_counter()
-        link = self._link(source, target)
+        while True:
+            link: Link | None = None
+            try:
+                link = self._link(source, target)
+                moved, checksum = self._update(link, source, roles, version, mix, merge)
+            except TrainingFailed as error:
+                self.drop(source, target)
+                if not self._goes_on(source, target, link, error):
+                    raise
+                log.warning("The update to policy version %d is given anew to those that are left.", version)
+            except BaseException:
+                self.drop(source, target)
+                raise
+            else:
+                takers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
+                return SyncResult(version, moved * len(takers), time.perf_counter() - start, checksum)
+
+    def _update(
+        self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+    ) -> tuple[int, str]:
+        """One update over a link: bytes, and the takers' checksum."""
         link.updates += 1
         fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
-        taken = self._tell(
-            link.ranks[1:], "receive", (roles[1], "update_weights"), merge, **fields, role=roles[1]
-        )
+        what = roles[1], "update_weights"
+        taken = self._tell(link.ranks[1:], "receive", what, merge, **fields, role=roles[1])
         number = self.crew.next_number()
-        messages = {
-            rank: message_to(
-                number, "send", **fields | {"link": link.number if rank == link.ranks[0] else None}, role=roles[0]
-            )
-            for rank in source.ranks
-        }  # fmt: skip
+        messages = {}
+        for rank in source.ranks:
+            own = fields if rank == link.ranks[0] else fields | {"link": None}
+            messages[rank] = message_to(number, "send", **own, role=roles[0])
         sent = self.crew.send(messages, (roles[0], "named_weights"), number, leaders=link.ranks[:1])
-        try:
-            moved, checksum = self._both(sent, taken)
-        except BaseException:
-            self.drop(source, target)
-            raise
-        return SyncResult(version, moved * (len(link.ranks) - 1), time.perf_counter() - start, checksum)
+        return self._both(sent, taken)
+
+    def _goes_on(self, source: Pool, target: Pool, link: Link | None, error: TrainingFailed) -> bool:
+        """Whether it failed because one that takes was lost, and the run goes on without that one."""
+        before = set(link.ranks[1:]) if link is not None else set(target.ranks)
+        deadline = time.monotonic() + LOSS_SECONDS
+        while self.crew.broken is None and time.monotonic() < deadline:
+            if not before <= set(self.ranks_of(target)):
+                return True
+            if not self.replaceable:
+                return False
+            time.sleep(0.05)
+        return False
 
     def drop(self, source: Pool, target: Pool) -> None:
         """The link between these is not used again: an update has failed, or who takes part has changed."""
@@ -107,10 +138,12 @@ class Links:
     def _link(self, source: Pool, target: Pool) -> Link:
         """The open link, or a new one: every end made, then joined."""
         key = source.name, target.name
+        if key in self._open and set(self._open[key].ranks[1:]) != set(self.ranks_of(target)):
+            self.drop(source, target)  # who takes part has changed
         if key in self._open:
             return self._open[key]
         self._made += 1
-        link = Link(self._made, (source.ranks[0], *target.ranks))
+        link = Link(self._made, (source.ranks[0], *self.ranks_of(target)))
         label = f"{self._run}-{link.number}"
         workers = [self.crew.workers[rank] for rank in link.ranks]
         role = {rank: source.roles[0] if rank == link.ranks[0] else target.roles[0] for rank in link.ranks}

@@ -31,6 +31,8 @@ class CrewOptions(Options):
     """A rank that takes longer for one command counts as hanging: where every rank is is told, and the run ends (exit code 6)."""
     max_restarts: int = Field(0, ge=0)
     """That many times a run that lost a worker goes on by itself, from its newest checkpoint and with new workers."""
+    max_replacements: int = Field(0, ge=0)
+    """That many processes of the sampler's own pool may be lost while the run goes on: the others take over what was not finished, and a new process takes part from the next update of weights on. 0: a loss ends the session. Above 0 each of the pool's processes is a world of its own for ``torch.distributed``."""
     trade_memory: bool = False
     """As in ``[runtime.local]``, in each process."""
 

@@ -76,11 +76,17 @@ class Running:
         self.left = [0] * slices  # tokens that each slice may still sample
         self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
 
-    def share(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """New requests by slice."""
+    def share(self, requests: Sequence[Request], among: Sequence[int] | None = None) -> list[list[Request]]:
+        """New requests by slice.
+
+        Args:
+            requests: in the order in which they are given out.
+            among: slices that may have them; default: all.
+        """
         shares: list[list[Request]] = [[] for _ in self.left]
+        slices = range(len(self.left)) if among is None else among
         for request in requests:
-            chosen = self.left.index(min(self.left))
+            chosen = min(slices, key=lambda at: self.left[at])
             shares[chosen].append(request)
             self.left[chosen] += _tokens(request)
             self._asked[request.id] = request, chosen
@@ -90,6 +96,12 @@ class Running:
         """Nobody waits for them any more."""
         for id in ids:
             self._settle(id)
+
+    def lose(self, slice: int) -> list[Request]:
+        """What a slice has not finished, in the order in which it was asked; it is asked nothing of this any more."""
+        lost = [request for request, chosen in self._asked.values() if chosen == slice]
+        self.forget(request.id for request in lost)
+        return lost
 
     def merge(self, results: Sequence[Any]) -> Any:
         """The slices' rollouts one after another, with the controller's own prompts; other results as ``merge_plain``."""

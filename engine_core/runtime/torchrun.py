@@ -62,11 +62,23 @@ class TorchrunRuntime(CrewRuntime):
     def _size(self) -> int:
         return sum(len(pool.ranks) for pool in self.pools)
 
-    def _spawn(self, processes: int) -> list[WorkerHandle]:
-        threads = self.options.threads or even_threads(processes)
+    def _environment(self) -> dict[str, str]:
+        """Variables of each worker, beside the controller's own."""
+        threads = self.options.threads or even_threads(self._size)
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         loopback = elastic.loopback_interface()
-        env |= {name: os.environ.get(name, loopback) for name in elastic.INTERFACE_VARIABLES if loopback}
+        return env | {
+            name: os.environ.get(name, loopback) for name in elastic.INTERFACE_VARIABLES if loopback
+        }
+
+    def _can_replace(self) -> bool:
+        return self._torchrun is None
+
+    def _begin_again(self, rank: int) -> WorkerHandle:
+        return WorkerHandle.start(rank, self._environment())
+
+    def _spawn(self, processes: int) -> list[WorkerHandle]:
+        env = self._environment()
         workers: list[WorkerHandle] = []
         try:
             for rank in range(processes):

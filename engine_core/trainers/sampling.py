@@ -73,6 +73,7 @@ class RolloutSource:
             "sync/seconds": result.seconds,
             "policy_version": float(result.version),
             "time/switch": traded + result.seconds,
+            **runtime.loss_metrics(),
         }
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:

@@ -327,6 +327,15 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
         settings, {**pools, "runtime.torchrun.processes": 2}
     )
     assert "pool 'b' serves no role" in refused(settings, {**pools, "placement.rollout": "a"})
+    spare = {"runtime.torchrun.max_replacements": 1}
+    assert (
+        "runtime.torchrun.max_replacements: only a sampler in a pool of its own can be replaced; here its processes serve"
+        in refused(settings, {**TORCHRUN, **spare})
+    )
+    monkeypatch.setattr(TorchrunRuntime, "_can_replace", lambda runtime: False)
+    assert "processes that another has started cannot be replaced" in refused(
+        settings, {**pools, **spare, "placement.ref": "a"}
+    )
     monkeypatch.setattr("engine_core.runtime.crew_runtime.default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert "placement.pools: 3 processes need an accelerator each, and this machine shows 2" in refused(

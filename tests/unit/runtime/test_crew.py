@@ -251,3 +251,48 @@ def test_a_command_that_is_given_while_the_run_ends_is_not_waited_for(make):
     crew.close()
     with pytest.raises(WorkerLost, match="the run has ended"):
         late[0].result(10)
+
+
+def gather(results):
+    return list(results)
+
+
+def test_a_worker_that_may_be_lost_is_left_out_and_the_others_go_on(make):
+    crew = make(echo, dies, echo)
+    lost = []
+    crew.may_lose = lambda worker, loss: lost.append(loss) is None
+    together = send(crew, leaders=[0, 1, 2], merge=gather)
+    assert together.result(10) == ["infer 1", "infer 1"]
+    with pytest.raises(WorkerLost, match=r"actor\[1\] on host1"):
+        send(crew, ranks=[1]).result(10)
+    assert send(crew, leaders=[1], merge=gather).result(10) == [
+        "infer 3"
+    ]  # the first that is there speaks for it
+    assert (crew.broken, [loss.rank for loss in lost]) == (None, [1])
+
+
+def test_a_command_in_hand_of_a_worker_that_is_lost_fails_alone(make):
+    release = threading.Event()
+
+    def later(message, channel):
+        release.wait(10)
+        echo(message, channel)
+
+    crew = make(later, dies)
+    crew.may_lose = lambda worker, loss: True
+    slow, gone = send(crew, ranks=[0]), send(crew, ranks=[1])
+    with pytest.raises(WorkerLost):
+        gone.result(10)
+    release.set()
+    assert slow.result(10) == "infer 1"
+
+
+def test_a_new_worker_comes_in_the_place_of_one_that_was_lost(make):
+    crew = make(echo, dies)
+    crew.may_lose = lambda worker, loss: True
+    with pytest.raises(WorkerLost):
+        send(crew, ranks=[1]).result(10)
+    new = Scripted(1, echo)
+    crew.admit(new.handle)
+    assert send(crew, ranks=[1]).result(10) == "infer 2"
+    assert crew.absent == {}

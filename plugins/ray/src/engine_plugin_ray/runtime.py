@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class RayRuntime(CrewRuntime):
     def _launch(self) -> list[WorkerHandle]:
         import ray
 
-        size = sum(len(pool.ranks) for pool in self.pools)
+        size = self._size
         joined = ray.is_initialized()
         # a cluster of our own counts as many CPUs as are asked for, as other launchers do
         gpus = torch.accelerator.device_count() if self._gpu else 0
@@ -93,11 +93,11 @@ class RayRuntime(CrewRuntime):
                 self.cluster.shown,
             )
         self._groups = reserve(self.pools, self.options, self._gpu)
-        self._seats = self._take_seats(size)
+        self._seats = self._take_seats(range(size))
         return list(self._seats)
 
-    def _take_seats(self, size: int) -> list[ActorHandle]:
-        """An actor for each rank.
+    def _take_seats(self, ranks: Sequence[int]) -> list[ActorHandle]:
+        """An actor for each of these ranks, in the bundle that is its own.
 
         Raises:
             EnvironmentProblem: one does not start.
@@ -109,11 +109,11 @@ class RayRuntime(CrewRuntime):
         from engine_plugin_ray.handle import ActorHandle
 
         made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
-        each, given = resources(self.options, self._gpu), self._given(size)
+        each, given = resources(self.options, self._gpu), self._given(self._size)
         actors = []
         for pool, group in zip(self.pools, self._groups, strict=True):
             python = self.options.python.get(pool.name)
-            for place in range(len(pool.ranks)):
+            for place in (place for place, rank in enumerate(pool.ranks) if rank in ranks):
                 chosen = made.options(
                     num_cpus=each["CPU"],
                     num_gpus=each.get("GPU", 0),
@@ -133,8 +133,20 @@ class RayRuntime(CrewRuntime):
             ActorHandle(
                 rank, actor, ControllerEnd(actor, self.store), found, logs if found["node"] == here else None
             )
-            for rank, (actor, found) in enumerate(zip(actors, about, strict=True))
+            for rank, actor, found in zip(ranks, actors, about, strict=True)
         ]
+
+    @property
+    def _size(self) -> int:
+        return sum(len(pool.ranks) for pool in self.pools)
+
+    def _can_replace(self) -> bool:
+        return True
+
+    def _begin_again(self, rank: int) -> ActorHandle:
+        """A new actor in the bundle of the one that was lost."""
+        (self._seats[rank],) = self._take_seats([rank])
+        return self._seats[rank]
 
     def _given(self, size: int) -> tuple[dict[str, str], list[str] | None, str]:
         """What an actor is told before it imports anything: environment, path, working folder."""

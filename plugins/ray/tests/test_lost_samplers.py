@@ -1,0 +1,74 @@
+"""One of two samplers is killed while a run goes on: it ends with the same samples, and another takes part in its place."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from engine_core.rollout_files import read_rollouts
+from engine_core.runtime.replaceable import ReplaceableGroup
+from engine_core.runtime.replacing import Replacements
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+TWO = {
+    "runtime.backend": "ray",
+    "runtime.ray.max_replacements": 1,
+    "placement.pools": {"train": 1, "serve": 2},
+    "placement.actor": "train",
+    "placement.rollout": "serve",
+    "rollout.hf.batch_size": 2,
+    "run.steps": 4,
+    "algorithm.kl_coef": 0.0,
+    "tracking.rollouts_every_steps": 1,
+}
+JOIN_SECONDS = 120.0
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """The second sampler is killed when it has been given its third piece of work; an update waits for its successor."""
+    to, join, given = ReplaceableGroup._to, Replacements.join, []
+
+    def counting(group, at, *arguments):
+        reply = to(group, at, *arguments)
+        if at == 1:
+            given.append(arguments)
+            if len(given) == 3:
+                os.kill(group.crew.workers[2].pid, signal.SIGKILL)
+        return reply
+
+    def waiting(replacements):
+        deadline = time.monotonic() + JOIN_SECONDS
+        while replacements.away and not replacements._ready and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return join(replacements)
+
+    monkeypatch.setattr(ReplaceableGroup, "_to", counting)
+    monkeypatch.setattr(Replacements, "join", waiting)
+    return given
+
+
+def samples(folder):
+    return {
+        file.name: sorted(each.request_id for each in read_rollouts(file))
+        for file in sorted(folder.rglob("*.parquet"))
+    }
+
+
+@pytest.mark.parametrize("trainer", ["rl", "async"])
+def test_a_killed_sampler_is_replaced_singly_and_the_samples_are_the_same(
+    cluster, train, tmp_path, killed, monkeypatch, trainer
+):
+    lines = train("lost", **TWO, trainer=trainer)["metrics"]
+    counts = {
+        name: sum(line[f"sampling/{name}"] for line in lines) for name in ("lost", "joined", "reissued")
+    }
+    assert (counts["lost"], counts["joined"]) == (1, 1)
+    assert counts["reissued"] >= 1
+    monkeypatch.undo()
+    train("straight", **TWO, trainer=trainer)
+    runs = tmp_path / "runs"
+    assert samples(runs / "lost" / "rollouts") == samples(runs / "straight" / "rollouts")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
