@@ -10,7 +10,7 @@ SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
 
-.PHONY: install demo demo-control test test-full lint docs scoreboard curves bench clean
+.PHONY: install demo demo-control test test-full lint docs scoreboard curves curves-backends bench clean
 
 install: .venv/.installed
 
@@ -67,6 +67,9 @@ scoreboard: install
 
 curves: install
 	$(BIN)/python benchmarks/curves/run.py
+
+curves-backends: install
+	$(BIN)/python benchmarks/curves/backends.py
 
 bench: install
 	$(BIN)/python benchmarks/run.py

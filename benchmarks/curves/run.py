@@ -42,11 +42,12 @@ def engine(folder: Path, *words: str) -> None:
         subprocess.run(command, cwd=folder, env=one_thread, stdout=log, stderr=log, check=True)
 
 
-def warm_start(folder: Path) -> None:
-    """Data, tokenizer, a random model, and the SFT that all variants start from."""
+def warm_start(folder: Path, steps: int | None = None) -> None:
+    """Data, tokenizer, a random model, and the SFT that all variants start from (``steps``: instead of the file's)."""
     prepare(folder)
     given = [f"model.path={folder / 'model'}", f"data.train={folder / 'data' / 'sft.jsonl'}"]
     given += [f"run.dir={folder / 'runs'}", "run.name=sft"]
+    given += [] if steps is None else [f"run.steps={steps}"]
     engine(folder, "train", str(EXAMPLE / "sft.toml"), *[w for g in given for w in ("--set", g)])
     engine(folder, "export", str(folder / "runs" / "sft"), str(folder / "sft"))
 

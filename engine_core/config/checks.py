@@ -51,14 +51,14 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
 
 def _placement(config: EngineConfig) -> Iterator[Problem]:
     placement = config.placement
-    for role in ("actor", "critic", "ref", "teacher", "rollout"):
+    for role in ("actor", "critic", "ref", "teacher", "rollout", "reward"):
         pool = getattr(placement, role)
         if pool is not None and pool not in placement.pools:
             yield Problem(
                 ("placement", role),
                 f"got '{pool}', which is no pool of placement.pools.{did_you_mean(pool, placement.pools)}",
             )
-        elif pool is None and len(placement.pools) > 1 and role not in OPTIONAL_ROLES:
+        elif pool is None and len(placement.pools) > 1 and role not in (*OPTIONAL_ROLES, "reward"):
             names = ", ".join(placement.pools)
             yield Problem(
                 ("placement", role), f"missing. With several pools ({names}) each role names its own."

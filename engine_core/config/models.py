@@ -247,10 +247,12 @@ class PlacementConfig(Table):
     """Pool of the teacher."""
     rollout: str | None = None
     """Pool of the sampler."""
+    reward: str | None = None
+    """Pool of the models of rewards."""
 
     def pool_of(self, role: str) -> str | None:
         """A role's own pool; without one, the actor's; without that, the first. None: there are no pools."""
-        own = getattr(self, role, None) or (None if role == "rollout" else self.actor)
+        own = getattr(self, role.partition(".")[0], None) or (None if role == "rollout" else self.actor)
         return own or next(iter(self.pools), None)
 
 

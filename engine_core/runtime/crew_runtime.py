@@ -192,8 +192,8 @@ class CrewRuntime(Runtime):
         self.links.replaceable = self.replacements is not None
         self.shared = any(found["shared"] for found in ready.values())
         if self.shared:
-            pool = self._pool("rollout")
-            self._loan = Loan(lambda kind: self._tell(pool, kind, ("rollout", kind)))
+            lent = self._pool("rollout")
+            self._loan = Loan(lambda kind: self._tell(lent, kind, ("rollout", kind)))
         shown = ", ".join(
             f"{pool.name}: {len(pool.ranks)} x ({', '.join(pool.roles)})" for pool in self.pools
         )

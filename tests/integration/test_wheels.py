@@ -127,6 +127,7 @@ name = "wheels"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_deepspeed_alone_beside_the_core_is_told_without_being_imported(tmp_path):
     """First with a DeepSpeed that fails when it is imported, then with none."""
     (tmp_path / "wheels").mkdir()

@@ -1,8 +1,11 @@
 import pytest
+from engine_plugin_deepspeed import checks
 from engine_plugin_deepspeed import health as told
 from engine_plugin_deepspeed.options import BARRED, OURS, DeepSpeedOptions
 from engine_plugin_deepspeed.settings import managed, settings, zero
 from pydantic import ValidationError
+
+from engine_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -94,3 +97,16 @@ def test_doctor_says_that_deepspeed_is_missing(monkeypatch):
     monkeypatch.setattr(told.importlib.metadata, "version", absent)
     with pytest.raises(told.EnvironmentProblem, match="pip install engine-plugin-deepspeed"):
         told.health()
+
+
+@pytest.mark.parametrize(
+    ("tools", "compatible", "words"),
+    [(False, True, "needs a C\\+\\+ compiler and ninja"), (True, False, "needs the headers of libaio")],
+)
+def test_a_disk_is_refused_where_its_operator_cannot_be_built(monkeypatch, tools, compatible, words):
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: compatible)
+    monkeypatch.setattr(checks, "found", lambda tool: tools)
+    with pytest.raises(ConfigError, match=f"actor.deepspeed: offload to 'nvme' {words}.*offload to 'cpu'"):
+        checks._check_disk_operator("actor.deepspeed")

@@ -69,6 +69,7 @@ STAGES = [
     slowly({**IN_PARTS, **OFFLOADED, "offload_param": {"device": "cpu"}}, id="3-offload-all"),
     slowly({**IN_PARTS, "activation_checkpointing": True, "log_prob_recompute": True}, id="3-recompute"),
     slowly({**IN_PARTS, "loading": "sharded"}, id="3-sharded"),
+    slowly({**IN_PARTS, "hpz_partition_size": 2}, id="3-hpz"),
     slowly({"stage": 2, "overlap_comm": True}, id="2-overlap"),
     slowly({"stage": 2, "zero": {"contiguous_gradients": False}}, id="2-passed-on"),
     slowly({"stage": 2, "zero": {"parameter_alignment": True}}, id="2-aligned"),

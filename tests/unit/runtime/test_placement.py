@@ -41,6 +41,12 @@ def test_a_role_that_placement_does_not_know_is_with_the_actor():
     ]
 
 
+def test_models_of_rewards_may_have_a_pool_of_their_own():
+    roles = ("actor", "rollout", "reward.helpful", "reward.right")
+    placed = config(pools={"train": 2, "judge": 1}, actor="train", rollout="train", reward="judge")
+    assert [pool.roles for pool in plan_pools(placed, roles, 3)] == [roles[:2], roles[2:]]
+
+
 def test_the_number_of_processes_is_what_the_file_says_or_left_open():
     assert wanted_processes(config()) is None
     assert wanted_processes(config(processes=3)) == 3
