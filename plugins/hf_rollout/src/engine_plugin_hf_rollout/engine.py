@@ -25,6 +25,7 @@ from engine_core.engines.requests import check_request
 from engine_core.engines.weights import near, own_weights, to_own_names
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
 from engine_core.types import SUPPORT, Rollout
+from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
 
@@ -55,6 +56,7 @@ class HFRolloutEngine(RolloutEngine):
         self._trainer: TrainEngine | None = None
         self._own: nn.Module | None = None
         self._given: nn.Module | None = live.get("model")
+        self._adapter: OwnAdapter | None = None  # over ``_own``, once an update has brought one
         if self._given is None:
             self._own = load_model(model_config, context.device, DTYPES[self.options.dtype]).eval()
         self._queue: dict[str, Request] = {}
@@ -265,9 +267,15 @@ class HFRolloutEngine(RolloutEngine):
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
         self._set_aside()
         module = self._module()
-        own, digest = own_weights(module), hashlib.blake2b(digest_size=16)
-        left = set(own)
+        digest = hashlib.blake2b(digest_size=16)
         self._incomplete = f"an update to version {version} did not come to its end"
+        if self.options.adapter:
+            self._adapter = self._adapter or OwnAdapter(module, self.model_config.path)
+            self._adapter.take(_digested(stream, digest), version)
+            self._incomplete, self.version = "", version
+            return digest.hexdigest()
+        own = own_weights(module)
+        left = set(own)
         for name, tensor in to_own_names(module, _digested(stream, digest)):
             if name not in own:
                 raise DataError(

@@ -20,6 +20,8 @@ class HFOptions(Options):
     """Tokens of each sequence between two looks at what is to be stopped, where the run stops responses before their end (`rollout.request_timeout_seconds`, `rollout.over_sampling`)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights, where the sampler has a model of its own."""
+    adapter: bool = False
+    """In a run with ``[actor.lora]``, where the sampler has a model of its own: it keeps the base and is given the adapter alone with each update, not merged weights. Needs the package peft."""
 
 
 @hookimpl

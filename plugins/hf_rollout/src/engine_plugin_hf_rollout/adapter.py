@@ -1,0 +1,67 @@
+"""An adapter over a base that the sampler keeps: ``[rollout.hf] adapter``.
+
+The base is that of the model's folder and is never written to. The first update puts the adapter into the module, as the
+train engine does it; later ones replace its tensors.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine_core.config.roles import LoRAConfig
+from engine_core.engines.state import save_tensors
+from engine_core.errors import DataError
+from engine_core.weight_sync import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engine_core.engines.adapter import Adapter
+
+
+class OwnAdapter:
+    """The adapter of a sampler's module.
+
+    Args:
+        module: the base, changed by the first update.
+        base: folder or name of it.
+    """
+
+    def __init__(self, module: nn.Module, base: str) -> None:
+        self._module, self._base = module, base
+        self._adapter: Adapter | None = None
+        self._config = b""
+
+    def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the adapter by that of ``weight_sync.stream_of``.
+
+        Raises:
+            DataError: it is no adapter, another one than the first, or lacks tensors; those before it were taken.
+        """
+        items = iter(stream)
+        name, told = next(items, ("", None))
+        if name != ADAPTER_CONFIG or told is None:
+            raise DataError(
+                f"The update to version {version} is no adapter: expected {ADAPTER_CONFIG} first, got '{name or 'nothing'}'. "
+                "rollout.hf.adapter is for runs with [actor.lora]: remove the key, or add the table."
+            )
+        config = bytes(told.cpu().numpy())
+        if self._adapter is None:
+            self._adapter, self._config = self._attached(config, items), config
+        elif config != self._config:
+            raise DataError(f"The update to version {version} is of another adapter than those before it.")
+        else:
+            self._adapter.take(items)
+
+    def _attached(self, config: bytes, items: Iterator[tuple[str, Tensor]]) -> Adapter:
+        from engine_core.engines.lora import attach  # peft is imported where an adapter is used
+
+        with tempfile.TemporaryDirectory(prefix="engine-adapter-") as folder:
+            (Path(folder) / ADAPTER_CONFIG).write_bytes(config)
+            save_tensors(Path(folder) / "adapter_model.safetensors", dict(items))
+            adapter = attach(self._module, LoRAConfig(path=folder), "rollout", 0, self._base)
+        self._module.eval()
+        return adapter
