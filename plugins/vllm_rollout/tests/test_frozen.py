@@ -90,6 +90,11 @@ def test_the_scores_of_a_classifier_are_those_of_the_torch_engine(engines):
     found, expected = (engine.infer(asked, ("scores",))["scores"] for engine in (ours, reference))
     assert expected[asked["loss_mask"]].std() > 0.01
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    ours.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        ours.infer(asked, ("scores",))
+    ours.wake()
+    assert torch.equal(ours.infer(asked, ("scores",))["scores"], found)
 
 
 @pytest.mark.slow

@@ -231,8 +231,6 @@ def read_given(rows: Sequence[Any], token_ids: Sequence[int], top_k: int) -> Giv
             raise TypeError(f"a row is {row!r:.40}")
         told = {int(id): float(entry["logprob"]) for id, entry in row.items()}
         own.append(told[token])
-        if len(told) > max(top_k, 1):
-            del told[token]  # it is told besides the likeliest
         best = sorted(told.items(), key=lambda entry: -entry[1])[:top_k]
         if len(best) < top_k:
             raise ValueError(f"{len(best)} likeliest tokens, {top_k} were asked for")
