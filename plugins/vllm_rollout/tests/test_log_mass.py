@@ -37,7 +37,7 @@ def test_each_request_is_noted_by_its_own_row_and_position():
         tokens["a"].append(5)
         tokens["b"].append(6)
     # a leaves, b takes its row, c comes; a swap with the row that is not noted
-    moved = [(2, 0, MoveDirectionality.UNIDIRECTIONAL), (0, 1, MoveDirectionality.SWAP)]
+    moved = [(2, 0, MoveDirectionality.UNIDIRECTIONAL), (1, 0, MoveDirectionality.SWAP)]
     noted.update_state(update(removed=[0], added=[added(2, "b", tokens["b"])], moved=moved))
     noted.update_state(update(added=[added(2, "c", tokens["c"])]))
     noted.apply(steps[2])  # a part of the prompt of c: nothing was sampled
