@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, create_model, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 import engine_core
@@ -92,6 +92,13 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
     about_it = json.loads(question)
 
     class Foreign(Options):
+        _other_policy: str = PrivateAttr("")
+
+        @property
+        def other_policy(self) -> str:
+            """See ``RolloutBackend``."""
+            return self._other_policy
+
         @model_validator(mode="wrap")
         @classmethod
         def _judged_there(cls, data: Any, handler: Any) -> Any:
@@ -100,7 +107,9 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
                 raise ValidationError.from_exception_data(
                     cls.__name__, [_detail(error) for error in told["errors"]]
                 )
-            return cls.model_construct(**told["options"])
+            made = cls.model_construct(**told["options"])
+            made._other_policy = told["other_policy"]
+            return made
 
     made: dict[str, Any] = {
         key: (Any, Field(default=about["default"], description=about["description"]))
@@ -204,6 +213,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             made = spec.config.model_validate_json(json.dumps(question["table"]), strict=True, context=given)
             told["options"] = made.model_dump(mode="json")
+            told["other_policy"] = getattr(made, "other_policy", "")
         except ValidationError as error:
             told["errors"] = [
                 {"type": one["type"], "loc": one["loc"], "msg": one["msg"], "input": one["input"]}

@@ -28,6 +28,10 @@ class FarOptions(Options):
     """Tokens of an answer."""
     mode: Literal["fast", "slow"] = "fast"
 
+    @property
+    def other_policy(self):
+        return "rollout.far.mode" if self.mode == "slow" else ""
+
     @field_validator("fail")
     @classmethod
     def _known(cls, value):
@@ -80,10 +84,15 @@ def run_file(tmp_path, elsewhere):
     return write
 
 
+def test_that_a_table_makes_another_policy_is_told_from_there(run_file):
+    assert load_config(run_file('mode = "slow"')).rollout.options.other_policy == "rollout.far.mode"
+
+
 def test_the_other_environment_judges_the_table_and_the_run_samples_there(run_file, elsewhere, tmp_path):
     config = load_config(run_file(f'length = 3\nstarts = "{tmp_path / "starts"}"'))
     assert config.rollout.options.length == 3
     assert config.rollout.options.mode == "fast"  # a default of the plugin
+    assert config.rollout.options.other_policy == ""
     assert plugins_for(config).versions()["engine-plugin-far"] == "3.1"
     again, plugins = rebuild(json.loads(json.dumps(portable(config))))  # as a worker of torchrun
     assert again == config
