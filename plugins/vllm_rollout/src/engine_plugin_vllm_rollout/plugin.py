@@ -132,7 +132,7 @@ class VLLMOptions(EngineOptions):
 
 
 class FrozenOptions(EngineOptions):
-    """``[teacher.vllm]``, ``[reward.model.vllm]``, ``[reward.verdict.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``)."""
+    """``[teacher.vllm]`` and its like: vLLM's engine of a model that is never trained. The keys below, and every option of it (``EngineArgs``) under vLLM's own name."""
 
     sleep_level: Literal[0, 1] = 1
     """What ``trade_memory`` gives back while others work. 0: nothing. 1: the KV cache, and the weights to the host."""

@@ -55,7 +55,7 @@ class StartOptions(Options):
 
 
 class VLLMServerOptions(ServerOptions):
-    """``[teacher.vllm_server]``, ``[reward.model.vllm_server]``, ``[reward.judge.vllm_server]``, ``[reward.verdict.vllm_server]``."""
+    """``[teacher.vllm_server]`` and its like: a vLLM server that holds a model that is never trained, one that runs (`url`) or one that the run starts (`start`)."""
 
     url: str = Field(default="", validate_default=False)
     """Address of a ``vllm serve`` that runs, such as ``http://127.0.0.1:8000``. Left out where `start` is there."""
