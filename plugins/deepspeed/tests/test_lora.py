@@ -1,4 +1,7 @@
-"""An adapter under ZeRO's stages: one launch of each number of ranks runs the cases of ``lora_cases``."""
+"""An adapter under ZeRO's stages: one launch of each number of ranks runs the cases of ``lora_cases``.
+
+A quick one is among those of ``test_zero``, whose ranks are there already.
+"""
 
 from pathlib import Path
 
@@ -29,21 +32,17 @@ def ranks():
         group.close()
 
 
-def slowly(*values, id=None):
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
-
-
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 STAGES = [
-    pytest.param(IN_PARTS, id="3"),
-    slowly({"stage": 0}, id="0"),
-    slowly({"stage": 1}, id="1"),
-    slowly({"stage": 2}, id="2"),
-    slowly({**IN_PARTS, **OFFLOADED, "offload_param": {"device": "cpu"}}, id="3-offload"),
-    slowly({**IN_PARTS, "activation_checkpointing": True}, id="3-recompute"),
+    pytest.param({"stage": 0}, id="0"),
+    pytest.param({"stage": 1}, id="1"),
+    pytest.param({"stage": 2}, id="2"),
+    pytest.param({**IN_PARTS, **OFFLOADED, "offload_param": {"device": "cpu"}}, id="3-offload"),
+    pytest.param({**IN_PARTS, "activation_checkpointing": True}, id="3-recompute"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", STAGES)
 def test_an_adapter_learns_as_in_one_process(ranks, options):
     ranks(2, "an_adapter_learns_as_alone", options)

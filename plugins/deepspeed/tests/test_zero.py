@@ -116,6 +116,10 @@ def test_each_rank_reads_its_part_of_a_folder(ranks):
     ranks(2, "each_rank_reads_its_part", {**IN_PARTS, "loading": "sharded"}, gradient_tolerance=1e-5)
 
 
+def test_an_adapter_learns_as_in_one_process(ranks):
+    ranks(2, "lora_cases.py:an_adapter_learns_as_alone", IN_PARTS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_value_head_learns_as_in_one_process(ranks, stage):
