@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
@@ -81,24 +82,37 @@ def partition(
     """
     if parts <= 0:
         raise ValueError(f"A batch cannot be split into {parts} parts; there must be at least 1.")
-    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (parts - 1)
-    # a partial solution: its parts, heaviest first. The heap gives the one of the widest spread.
-    solutions = [
-        (-size, number, [(size, members), *empty])
+    # a partial solution: its parts, heaviest first, without empty ones. The heap gives the one of the widest spread.
+    solutions: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
+        (-size, number, [(size, members)])
         for number, (size, members) in enumerate(_units_by_size(costs, keep_together))
     ]
     heapq.heapify(solutions)
     while len(solutions) > 1:
         _, number, heavy = heapq.heappop(solutions)
         _, _, light = heapq.heappop(solutions)
-        merged = sorted(
-            ((a + b, [*x, *y]) for (a, x), (b, y) in zip(heavy, reversed(light), strict=True)),
-            key=lambda part: -part[0],
-        )
-        heapq.heappush(solutions, (merged[-1][0] - merged[0][0], number, merged))
+        _merge(heavy, light, parts)
+        lightest = heavy[-1][0] if len(heavy) == parts else 0.0
+        heapq.heappush(solutions, (lightest - heavy[0][0], number, heavy))
     found = sorted(sorted(members) for _, members in solutions[0][2]) if solutions else []
     filled = [members for members in found if members]
     return filled + [[] for _ in range(parts - len(filled))]
+
+
+def _merge(
+    heavy: list[tuple[float, list[int]]], light: Sequence[tuple[float, list[int]]], parts: int
+) -> None:
+    """Put ``light`` into ``heavy``: the heaviest part of one to the lightest of the other, and so on.
+
+    Only parts that get something move, so that a single sequence costs a search and no pass over all parts.
+    """
+    untouched = parts - len(light)
+    meeting = heavy[untouched:]
+    del heavy[untouched:]
+    for place, (size, members) in enumerate(reversed(light)):
+        if place < len(meeting):
+            size, members = meeting[place][0] + size, [*meeting[place][1], *members]
+        bisect.insort_right(heavy, (size, members), key=lambda part: -part[0])
 
 
 def sequence_cost(length: int, attention: float = 0.0) -> float:

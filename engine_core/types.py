@@ -243,6 +243,27 @@ class Batch:
             keep_together=None if self.keep_together is None else self.keep_together[chosen],
         )
 
+    def split(self, parts: Sequence[Sequence[int]]) -> list[Batch]:
+        """``select`` of each part; together they are copied once."""
+        whole = self.select([index for part in parts for index in part])
+        counts = [len(part) for part in parts]
+        lengths = whole.lengths.split(counts)
+        sizes = [int(each.sum()) for each in lengths]
+        tokens = {name: column.split(sizes) for name, column in whole.tokens.items()}
+        sequences = {name: column.split(counts) for name, column in whole.sequences.items()}
+        together = None if whole.keep_together is None else whole.keep_together.split(counts)
+        return [
+            dataclasses.replace(
+                whole,
+                token_ids=ids,
+                lengths=lengths[number],
+                tokens={name: column[number] for name, column in tokens.items()},
+                sequences={name: column[number] for name, column in sequences.items()},
+                keep_together=None if together is None else together[number],
+            )
+            for number, ids in enumerate(whole.token_ids.split(sizes))
+        ]
+
     def with_columns(
         self, tokens: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None
     ) -> Batch:

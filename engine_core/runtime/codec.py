@@ -61,6 +61,8 @@ TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (decimal.Decimal, str, decimal.Decimal),
 }
 """Values that cross as text: rows of Parquet files have them."""
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Types that are themselves in the header; most values are lists of them, such as token ids."""
 ALIGNMENT = 16  # of a tensor's bytes in the payload
 
 
@@ -118,6 +120,8 @@ class _Writer:
         if isinstance(value, int | float):
             return int(value) if isinstance(value, int) else float(value)
         if isinstance(value, list):
+            if PLAIN.issuperset(map(type, value)):
+                return value
             return [self.tree(entry, f"{where}[{number}]") for number, entry in enumerate(value)]
         if isinstance(value, tuple):
             return {"$": "tuple", "items": self.tree(list(value), where)}
@@ -182,6 +186,8 @@ class _Reader:
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
+            if PLAIN.issuperset(map(type, tree)):
+                return tree
             return [self.value(entry) for entry in tree]
         if not isinstance(tree, dict):
             return tree

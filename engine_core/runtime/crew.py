@@ -100,6 +100,11 @@ class Command:
         return [rank for rank in self.ranks if rank not in self.values and rank not in self.errors]
 
     @property
+    def answered(self) -> bool:
+        """Whether nobody is waited for; asked at each answer, so it counts instead of looking at all ranks."""
+        return len(self.values) + len(self.errors) >= len(self.ranks)
+
+    @property
     def patience(self) -> float:
         """Seconds for the others once a rank has failed."""
         unwritten = any(isinstance(error, OSError) for error in self.errors.values())
@@ -323,9 +328,9 @@ class Crew:
                 command.values[rank] = message.get("value")
                 if message.get("pending"):
                     command.later[rank] = Future()
-            if not command.waiting:
+            if command.answered:
                 command.finish()
-        if not command.waiting and all(future.done() for future in command.later.values()):
+        if command.answered and all(future.done() for future in command.later.values()):
             self.open.pop(command.number, None)
 
     def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:

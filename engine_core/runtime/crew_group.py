@@ -61,7 +61,7 @@ class CrewGroup(WorkerGroup):
         if method == "generate":
             return self._generate(plain["requests"])
         self.before(self.role, method)
-        count = len(self.slices)
+        slices, count = self.slices, len(self.slices)
         merge: Merge = merge_plain
         batches: Sequence[Batch | None] = [batch] * count
         arguments = [plain] * count
@@ -71,11 +71,16 @@ class CrewGroup(WorkerGroup):
             self.running.forget(plain.get("dropped", ()))
             shares, merge = self.running.share(plain.get("requests", ())), self.running.merge
             if "requests" in plain:
-                arguments = [{**plain, "requests": share} for share in shares]
+                nothing = {**plain, "requests": []}
+                arguments = [{**plain, "requests": share} if share else nothing for share in shares]
+            if method == "advance" and not (plain.get("dropped") or plain.get("stopped")):
+                busy = [at for at, requests in enumerate(self.running.under_way) if requests] or [0]
+                slices, arguments = [slices[at] for at in busy], [arguments[at] for at in busy]
+                batches = batches[: len(busy)]
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
         encoded: dict[tuple[int, int], Encoded] = {}  # once for all ranks that are given the same
-        for at, rows, given in zip(self.slices, batches, arguments, strict=True):
+        for at, rows, given in zip(slices, batches, arguments, strict=True):
             same = id(rows), id(given)
             if same not in encoded:
                 encoded[same] = message_to(
@@ -86,7 +91,7 @@ class CrewGroup(WorkerGroup):
             messages,
             (self.role, method),
             number,
-            leaders=[at.leader for at in self.slices],
+            leaders=[at.leader for at in slices],
             merge=merge,
             interruptible=self.independent and method in LEFT_AT_ONCE,
         )

@@ -32,7 +32,7 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
     costs = [sequence_cost(length, attention) for length in batch.lengths.tolist()]
     together = None if batch.keep_together is None else batch.keep_together.tolist()
     parts = partition(costs, slices, together)
-    shares = [batch.select(part) for part in parts]
+    shares = batch.split(parts)
 
     def merge(results: Sequence[Any]) -> Any:
         if not isinstance(results[0], Mapping):
@@ -74,6 +74,7 @@ class Running:
 
     def __init__(self, slices: int) -> None:
         self.left = [0] * slices  # tokens that each slice may still sample
+        self.under_way = [0] * slices  # requests
         self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
 
     def share(self, requests: Sequence[Request], among: Sequence[int] | None = None) -> list[list[Request]]:
@@ -89,6 +90,7 @@ class Running:
             chosen = min(slices, key=lambda at: self.left[at])
             shares[chosen].append(request)
             self.left[chosen] += _tokens(request)
+            self.under_way[chosen] += 1
             self._asked[request.id] = request, chosen
         return shares
 
@@ -115,6 +117,7 @@ class Running:
         request, chosen = self._asked.pop(id, (None, 0))
         if request is not None:
             self.left[chosen] -= _tokens(request)
+            self.under_way[chosen] -= 1
         return request
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_core.rewards.signatures import Outcome
@@ -47,6 +47,7 @@ class Group:
     rollouts: dict[str, Rollout] = field(default_factory=dict)  # finished, by request
     outcomes: dict[str, list[Outcome]] | None = None  # of rewards that were worked out already, by reward
     ready: bool = False
+    as_json: dict[str, Any] | None = None  # number and prompt, for checkpoints; made once
 
     @property
     def complete(self) -> bool:

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine_core.errors import TrainingFailed
 from engine_core.rewards.early import Known
 from engine_core.rollout_files import read_rollouts, write_rollouts
@@ -27,8 +29,6 @@ from engine_core.trainers.scoring_thread import ScoringThread
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_core.async_trainer import AsyncTrainer
     from engine_core.rewards.early import EarlyScoring
     from engine_core.types import Batch, Rollout
@@ -236,6 +236,8 @@ class AheadSource(RolloutSource):
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
         """The rule of ``ahead``, held against what came."""
         most = self.run.options.max_staleness
+        if not len(ages := self._ages(rollouts)) or int(ages.max()) <= most:
+            return
         for rollout in rollouts:
             if (old := self.version - _oldest(rollout, self.version)) > most:
                 raise TrainingFailed(
@@ -243,13 +245,19 @@ class AheadSource(RolloutSource):
                     f"{most}). The weights were left alone. This is a bug of the sampler or of the engine."
                 )
 
+    def _ages(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        """How many versions ago each sampled token was sampled, of all rollouts one after another."""
+        if not rollouts:
+            return torch.zeros(0, dtype=torch.int32)
+        mask = torch.cat([rollout.loss_mask for rollout in rollouts])
+        return self.version - torch.cat([rollout.policy_versions for rollout in rollouts])[mask]
+
     def _told(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Metrics of what a step took and what is left."""
         assert self.thread is not None
-        ages = [
-            self.version - version for r in rollouts for version in r.policy_versions[r.loss_mask].tolist()
-        ]
-        mixed = sum(len(r.policy_versions[r.loss_mask].unique()) > 1 for r in rollouts)
+        ages, sampled = self._ages(rollouts), [int(r.loss_mask.sum()) for r in rollouts]
+        of = torch.repeat_interleave(torch.tensor(sampled, dtype=torch.int64))  # rollout of each age
+        mixed = len(of[1:][(ages.diff() != 0) & (of.diff() == 0)].unique())
         with self._changed:
             ready = sum(group.ready for group in self.queue.groups)
             waiting = len(self.queue.groups) - ready
@@ -266,8 +274,8 @@ class AheadSource(RolloutSource):
         speed = sampled / since["time/sampling"] if since["time/sampling"] else 0.0
         return since | {
             "throughput/generated_tokens_per_second": speed,
-            "async/staleness_mean": sum(ages) / max(len(ages), 1),
-            "async/staleness_max": float(max(ages, default=0)),
+            "async/staleness_mean": float(ages.double().mean()) if len(ages) else 0.0,
+            "async/staleness_max": float(ages.max()) if len(ages) else 0.0,
             "async/mixed_share": mixed / max(len(rollouts), 1),
             "async/ready_groups": float(ready),
             "async/groups_in_flight": float(waiting),
@@ -336,8 +344,10 @@ def _oldest(rollout: Rollout, newest: int) -> int:
 
 
 def _as_json(group: Group) -> dict[str, Any]:
-    prompt = json.loads(json.dumps(dataclasses.asdict(group.prompt), default=str))
-    return {"number": group.number, "prompt": prompt}
+    if group.as_json is None:
+        plain = {field.name: getattr(group.prompt, field.name) for field in dataclasses.fields(Prompt)}
+        group.as_json = {"number": group.number, "prompt": json.loads(json.dumps(plain, default=str))}
+    return group.as_json
 
 
 def _of_json(entry: Mapping[str, Any]) -> Group:

@@ -117,3 +117,26 @@ def test_the_cost_of_a_sequence_counts_its_attention():
     by_tokens = partition([sequence_cost(n) for n in lengths], 2)
     assert [len(members) for members in by_tokens] == [2, 11]
     assert partition([sequence_cost(n, share) for n in lengths], 2) == [[0], [*range(1, 13)]]
+
+
+def dense_partition(costs, parts):
+    """The same method with every part of every solution, empty ones too: slow and plain."""
+    units = sorted(((cost, [i]) for i, cost in enumerate(costs)), key=lambda unit: (-unit[0], unit[1][0]))
+    solutions = [
+        (-cost, number, [(cost, members), *[(0, [])] * (parts - 1)])
+        for number, (cost, members) in enumerate(units)
+    ]
+    while len(solutions) > 1:
+        solutions.sort(key=lambda solution: solution[:2])
+        (_, number, heavy), (_, _, light), *solutions = solutions
+        pairs = zip(heavy, reversed(light), strict=True)
+        merged = sorted(((a + b, [*x, *y]) for (a, x), (b, y) in pairs), key=lambda part: -part[0])
+        solutions.append((merged[-1][0] - merged[0][0], number, merged))
+    found = sorted(sorted(members) for _, members in solutions[0][2])
+    return [members for members in found if members] + [[] for members in found if not members]
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 12))
+def test_a_partition_is_that_of_the_plain_method(costs, parts):
+    assert partition(costs, parts) == dense_partition(costs, parts)

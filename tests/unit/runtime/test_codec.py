@@ -147,3 +147,18 @@ def test_only_the_vocabulary_crosses():
         *("Batch", "LossCall", "Prompt", "Request", "Rollout", "Sampling", "StepOutput", "TrainOutput"),
         *("Layout", "SyncResult"),
     }
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 2, 3], [], [1.5, None, "a", True], [1, [2, 3]], [[1], {"a": [1, (2,)]}]]
+)
+def test_lists_of_plain_values_come_as_they_went(value):
+    encoded = encode(value)
+    found = decode(encoded.header, bytearray())
+    assert found == value
+    assert [type(entry) for entry in found] == [type(entry) for entry in value]
+
+
+def test_a_list_of_plain_values_and_one_that_does_not_cross_is_refused_with_its_place():
+    with pytest.raises(TypeError, match=r"value\[2\]"):
+        encode([1, 2, object()])

@@ -1,0 +1,65 @@
+"""Step time, idle shares and the controller's cost over many workers: what ``results/growth.json`` holds.
+
+    python benchmarks/simulator/run.py --out benchmarks/simulator/results/growth.json
+
+Each result is written down as soon as it is there; those that the file has already are not worked out again. Virtual
+results do not depend on the machine; ``controller_s`` is CPU seconds of the one that runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from engine_core.bench.simulator.runs import MODES, Setting
+from engine_core.bench.simulator.speeds import Lengths, speeds_of
+from engine_core.bench.simulator.sweep import sweep
+
+BASE = Setting(prompts_per_worker=1.0)
+SETTINGS = {
+    "growth": BASE,
+    "star": dataclasses.replace(BASE, weights="star"),
+    "equal": dataclasses.replace(BASE, lengths=Lengths(300, 300, 8192)),
+    "training": dataclasses.replace(BASE, lengths=Lengths(300, 300, 8192), prompts_per_worker=16),
+}
+"""``growth``: long tails, weights handed on; ``star``: weights as they travel today; ``equal``: short and equal lengths;
+``training``: the same, with so many that a step is mostly training."""
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--setting", choices=SETTINGS, default="growth")
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 64, 256, 1024])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--speeds", default="qwen3-8b")
+    parser.add_argument("--steps", type=int, default=6, help="that count")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Simulate what the file lacks."""
+    given = arguments()
+    found: list[dict[str, Any]] = json.loads(given.out.read_text())["results"] if given.out.exists() else []
+    for workers in given.workers:
+        for mode in given.modes:
+            wanted = {"setting": given.setting, "workers": workers, "mode": mode}
+            if any(all(result[key] == value for key, value in wanted.items()) for result in found):
+                continue
+            setting = dataclasses.replace(
+                SETTINGS[given.setting], speeds=speeds_of(given.speeds), steps=given.steps
+            )
+            (result,) = sweep(setting, [workers], [mode])
+            found.append({**wanted, "speeds": given.speeds, "steps": given.steps, **result})
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            whole = {"load": os.getloadavg()[0], "results": found}
+            given.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
