@@ -1,6 +1,6 @@
-"""The pictures of ``results/``: step time, idle time and the controller's share over workers.
+"""The picture of ``docs/growth.md``: step time, idle time and the controller's share over workers.
 
-python benchmarks/simulator/plot.py benchmarks/simulator/results
+python benchmarks/simulator/plot.py benchmarks/simulator/results/growth.json docs/images/growth.png
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def panel(axes: Any, results: list[dict[str, Any]], name: str, title: str, perce
 
 def main() -> None:
     """Draw what the file holds."""
-    folder = Path(sys.argv[1])
-    results = json.loads((folder / "growth.json").read_text())["results"]
+    source, target = map(Path, sys.argv[1:])
+    results = json.loads(source.read_text())["results"]
     figure, places = plt.subplots(1, 3, figsize=(13, 4))
     panel(places[0], results, "step_s", "seconds a step")
     places[0].set_ylim(bottom=0)
@@ -67,7 +67,7 @@ def main() -> None:
         places[2].axhline(goal, color="red", linewidth=0.8, linestyle=":")
         places[2].text(8, goal * 1.05, text, color="red", fontsize=7)
     figure.tight_layout()
-    figure.savefig(folder / "growth.png", dpi=90)
+    figure.savefig(target, dpi=90)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ SETTINGS = {
     "equal": dataclasses.replace(BASE, lengths=Lengths(300, 300, 8192)),
     "training": dataclasses.replace(BASE, lengths=Lengths(300, 300, 8192), prompts_per_worker=16),
 }
-"""``growth``: long tails, weights handed on; ``star``: weights as they travel today; ``equal``: short and equal lengths;
+"""``growth``: long tails, weights handed on; ``star``: weights from one rank to each; ``equal``: short and equal lengths;
 ``training``: the same, with so many that a step is mostly training."""
 
 

@@ -69,7 +69,7 @@ class Speeds:
 
         Args:
             samplers: that take them.
-            way: ``star``: one trainer's rank sends to each of them, as ``CrewRuntime`` does; ``relay``: each sampler hands on
+            way: ``star``: one trainer's rank sends to each of them, as the transport ``tcp`` does; ``relay``: each sampler hands on
                 what it has while more comes, so that the bytes pass each link once.
         """
         once = self.weight_bytes / self.weight_bandwidth

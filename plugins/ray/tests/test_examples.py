@@ -42,3 +42,20 @@ def test_the_cluster_on_kubernetes_is_of_the_version_that_is_tried_and_its_nodes
         assert mounted == {volume["name"] for volume in spec["volumes"]}
         assert container["resources"]["limits"] == container["resources"]["requests"]
     assert groups[1]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_the_job_on_kubernetes_has_the_fields_that_kuberay_requires():
+    assert (JOB["apiVersion"], JOB["kind"]) == ("ray.io/v1", "RayJob")
+    assert JOB["metadata"]["name"]
+    assert JOB["spec"]["submissionMode"] in ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
+    workers = CLUSTER["workerGroupSpecs"]
+    for group in (CLUSTER["headGroupSpec"], *workers):
+        assert all(
+            isinstance(value, str) for value in group["rayStartParams"].values()
+        )  # KubeRay takes texts alone
+        for container in group["template"]["spec"]["containers"]:
+            assert container["name"]
+            assert container["image"]
+    assert len({group["groupName"] for group in workers}) == len(workers)
+    for group in workers:
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]

@@ -17,7 +17,7 @@ TAILED, EQUAL = Lengths(30, 300, 400), Lengths(50, 50, 50)
 REGIMES = {
     "long tails": (TAILED, 1000.0, "async-4"),
     "short and equal": (EQUAL, 1000.0, "sync"),
-    "mostly training": (EQUAL, 20.0, "sync"),
+    "mostly training": (Lengths(10, 10, 10), 40.0, "sync"),
 }
 """Lengths, rate of training, and the mode that is quicker on the same devices."""
 
