@@ -255,8 +255,8 @@ class AheadSource(RolloutSource):
     def _told(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Metrics of what a step took and what is left."""
         assert self.thread is not None
-        ages, sampled = self._ages(rollouts), [int(r.loss_mask.sum()) for r in rollouts]
-        of = torch.repeat_interleave(torch.tensor(sampled, dtype=torch.int64))  # rollout of each age
+        ages, counts = self._ages(rollouts), [int(r.loss_mask.sum()) for r in rollouts]
+        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))  # rollout of each age
         mixed = len(of[1:][(ages.diff() != 0) & (of.diff() == 0)].unique())
         with self._changed:
             ready = sum(group.ready for group in self.queue.groups)
