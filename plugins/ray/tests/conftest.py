@@ -5,8 +5,8 @@ import json
 import pytest
 
 from engine_core import load_config
-from engine_core.assemble import plugins_for
 from engine_core.testing import reference
+from engine_core.trainer import Trainer
 
 DIGITS = """
 from engine_core import hookimpl
@@ -70,9 +70,8 @@ def settings(world, tmp_path):
 def train(settings):
     """A whole run: its metrics without times, and the hashes of the files of its newest checkpoint."""
 
-    def run(name, **changes):
-        config = load_config({**settings, "run.name": name, **changes}, allow_code=True)
-        trainer = plugins_for(config).resolve("trainers", config.trainer)(config)
+    def run(name, kind=Trainer, **changes):
+        trainer = kind(load_config({**settings, "run.name": name, **changes}, allow_code=True))
         try:
             trainer.train()
         finally:

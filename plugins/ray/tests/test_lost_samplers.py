@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+from engine_core.async_trainer import AsyncTrainer
 from engine_core.rollout_files import read_rollouts
 from engine_core.runtime.replaceable import ReplaceableGroup
 from engine_core.runtime.replacing import Replacements
+from engine_core.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -57,18 +59,18 @@ def samples(folder):
     }
 
 
-@pytest.mark.parametrize("trainer", ["rl", "async"])
+@pytest.mark.parametrize(("trainer", "kind"), [("rl", Trainer), ("async", AsyncTrainer)])
 def test_a_killed_sampler_is_replaced_singly_and_the_samples_are_the_same(
-    cluster, train, tmp_path, killed, monkeypatch, trainer
+    cluster, train, tmp_path, killed, monkeypatch, trainer, kind
 ):
-    lines = train("lost", **TWO, trainer=trainer)["metrics"]
+    lines = train("lost", kind, **TWO, trainer=trainer)["metrics"]
     counts = {
         name: sum(line[f"sampling/{name}"] for line in lines) for name in ("lost", "joined", "reissued")
     }
     assert (counts["lost"], counts["joined"]) == (1, 1)
     assert counts["reissued"] >= 1
     monkeypatch.undo()
-    train("straight", **TWO, trainer=trainer)
+    train("straight", kind, **TWO, trainer=trainer)
     runs = tmp_path / "runs"
     assert samples(runs / "lost" / "rollouts") == samples(runs / "straight" / "rollouts")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
