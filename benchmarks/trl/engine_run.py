@@ -48,14 +48,14 @@ def even(completion_ids: list[list[int]]) -> list[float]:
 class TimedTrainer(Trainer):
     """Tells a clock when a step has ended, with everything that belongs to it."""
 
-    clock: measure.Clock
+    step_clock: measure.Clock  # `clock` is the trainer's own
 
     def emit(self, event: str, payload: dict[str, Any]) -> None:
         super().emit(event, payload)
         if event != "step_finished":
             return
         metrics = payload["metrics"]
-        self.clock.step(
+        self.step_clock.step(
             reward=metrics["reward/mean"],
             completion_tokens=metrics["tokens/generated"],
             train_tokens=metrics["tokens/total"],
@@ -96,7 +96,7 @@ def make_trainer(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: s
     """A trainer that has not begun."""
     config = load_config(FOLDER / "engine.toml", settings(arguments, inputs, run_dir))
     trainer = TimedTrainer(config, rewards=[even])
-    trainer.clock = measure.Clock(arguments.device)
+    trainer.step_clock = measure.Clock(arguments.device)
     return trainer
 
 
@@ -105,7 +105,7 @@ def timed(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
     trainer = make_trainer(arguments, inputs, run_dir)
     trainer.train()
     trainer.close()
-    return {"first_step_seconds": trainer.clock.first_step_seconds, "steps": trainer.clock.steps}
+    return {"first_step_seconds": trainer.step_clock.first_step_seconds, "steps": trainer.step_clock.steps}
 
 
 def learned(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
     actor.optimizer_step = stepped
     trainer.train()
     trainer.close()
-    return found | {"sampler": used, "trainer": after[: len(used)], "steps": trainer.clock.steps}
+    return found | {"sampler": used, "trainer": after[: len(used)], "steps": trainer.step_clock.steps}
 
 
 def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Replacements:
         self.crew, self.ranks, self.budget, self.key = crew, tuple(ranks), budget, key
         self.begin, self.start_seconds = begin, start_seconds
         self.away: set[int] = set()  # lost, or not there yet
-        self.counts = dict.fromkeys(("lost", "joined", "reissued"), 0)
+        self.counts = dict.fromkeys(("sampling/lost", "sampling/joined", "sampling/reissued"), 0)
         self._used = 0
         self._ready: list[int] = []
         self._lock = threading.RLock()
@@ -68,7 +68,7 @@ class Replacements:
                 return False
             self._used += 1
             self.away.add(rank)
-            self.counts["lost"] += 1
+            self.counts["sampling/lost"] += 1
             number = self._used
         log.warning(
             "%s The others go on with what it had not finished; it is replaced (%d of %d, %s).",
@@ -82,7 +82,7 @@ class Replacements:
         with self._lock:
             joined, self._ready = self._ready, []
             self.away -= set(joined)
-            self.counts["joined"] += len(joined)
+            self.counts["sampling/joined"] += len(joined)
         for rank in joined:
             log.info("Worker rollout[%d] takes part again, from this update of weights on.", rank)
         return bool(joined)
@@ -90,12 +90,12 @@ class Replacements:
     def reissue(self, count: int) -> None:
         """So many requests of a lost process were given to others."""
         with self._lock:
-            self.counts["reissued"] += count
+            self.counts["sampling/reissued"] += count
 
     def metrics(self) -> dict[str, float]:
         """Since it was last asked."""
         with self._lock:
-            told = {f"sampling/{name}": float(value) for name, value in self.counts.items()}
+            told = {name: float(value) for name, value in self.counts.items()}
             self.counts = dict.fromkeys(self.counts, 0)
         return told
 

@@ -140,9 +140,9 @@ def test_nobody_elses_package_is_ever_proposed():
 
 
 def test_a_name_of_another_kind_is_said_to_be_so(without_our_plugins):
-    (message,) = problems_of({"train_engines": {"vllm"}})
+    (message,) = problems_of({"train_engines": {"hf"}})
 
-    assert message.startswith("'vllm' is a rollout engine, not a train engine. Known: ")
+    assert message.startswith("'hf' is a rollout engine, not a train engine. Known: ")
 
 
 def test_a_backend_among_the_plugins_is_said_to_be_one():

@@ -8,7 +8,9 @@ from engine_core.weight_sync import SyncResult
 
 def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one():
     pushed = iter([SyncResult(1, 8, 0.25, ""), SyncResult(2, 8, 0.5, "")])
-    runtime = SimpleNamespace(traded_seconds=3.0, push_weights=lambda *_: next(pushed))
+    runtime = SimpleNamespace(
+        traded_seconds=3.0, push_weights=lambda *_: next(pushed), loss_metrics=lambda: {"sampling/lost": 0.0}
+    )
     source = RolloutSource.__new__(RolloutSource)
     source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None)
     source.version, source._traded = 0, 1.0
