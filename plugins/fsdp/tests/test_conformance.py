@@ -24,6 +24,32 @@ class TestFourRanks(TrainEngineSuite):
 
 
 @pytest.mark.slow
+class TestGradOpAndWeightsInHostMemory(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 2
+    resumes_on = (4,)
+    options = {"sharding": "grad_op", "cpu_offload": "params"}
+
+
+@pytest.mark.slow
+class TestRecomputationAndOptimizerInHostMemory(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 4
+    resumes_on = (1,)
+    options = {"activation_checkpointing": "full", "cpu_offload": "optimizer"}
+
+
+@pytest.mark.slow
+class TestBf16(TrainEngineSuite):
+    backend = "fsdp"
+    world_size = 2
+    options = {"mixed_precision": {"param_dtype": "bf16"}}
+    tolerance = 0.2  # nats: a logit of 16 is known to 0.06 in 8 bits, and every layer before it rounds as well
+    gradient_tolerance = 0.1
+    norm_tolerance = 0.02
+
+
+@pytest.mark.slow
 class TestSequenceParallel(TrainEngineSuite):
     backend = "fsdp"
     world_size = 2
