@@ -256,10 +256,16 @@ class Crew:
             for command in self.open.values():
                 command.fail(self._over(command))
             self.open.clear()
-        while not self._outgoing.empty():  # given while the end had begun, and never sent
-            unsent, _ = self._outgoing.get() or (None, {})
-            if unsent is not None:
-                unsent.fail(self._over(unsent))
+        self._fail_unsent()
+
+    def _fail_unsent(self) -> None:
+        """Commands that were given while the end had begun. The sender may still be there and take them first."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                unsent, _ = self._outgoing.get_nowait() or (None, {})
+                if unsent is not None:
+                    unsent.fail(self._over(unsent))
+        self._outgoing.put(None)  # for the sender, whose end this may have taken
 
     def _over(self, command: Command) -> WorkerLost:
         first = self.workers[command.ranks[0]]

@@ -253,6 +253,27 @@ def test_a_command_that_is_given_while_the_run_ends_is_not_waited_for(make):
         late[0].result(10)
 
 
+def test_a_sender_that_is_still_writing_while_the_run_ends_ends_as_well(make, monkeypatch):
+    monkeypatch.setattr("engine_core.runtime.crew.SENDER_SECONDS", 0.05)
+    crew, may_go_on, writes = make(echo), threading.Event(), threading.Event()
+    channel = crew.workers[0].channel
+
+    def slow(message, send=channel.send):
+        writes.set()
+        may_go_on.wait(10)
+        send(message)
+
+    monkeypatch.setattr(channel, "send", slow)
+    reply = send(crew)
+    assert writes.wait(10)
+    crew.close()
+    may_go_on.set()
+    crew._sender.join(10)
+    assert not crew._sender.is_alive()
+    with pytest.raises(WorkerLost, match="the run has ended"):
+        reply.result(10)
+
+
 def gather(results):
     return list(results)
 
