@@ -38,9 +38,9 @@ def test_ranks_that_are_killed_anywhere_in_a_save_or_a_step_lose_nothing(
 ):
     """One run that is killed again and again, and goes on by itself from its last whole checkpoint."""
     hurts = [["actor", 1, point, "kill"] for point in POINTS]
-    hurts += [
-        ["actor", 0, "half weights", "kill"],
+    hurts += [  # in turns: what rank 0 still writes when rank 1 has written is not hurt in the same attempt
         ["actor", 1, "forward", "kill"],
+        ["actor", 0, "half weights", "kill"],
         ["actor", 0, "step", "kill"],
     ]
     straight = straight_ranks(SHARDED)
