@@ -44,7 +44,8 @@ class TestBf16(TrainEngineSuite):
     backend = "fsdp"
     world_size = 2
     options = {"mixed_precision": {"param_dtype": "bf16"}}
-    tolerance = 0.2  # nats: a logit of 16 is known to 0.06 in 8 bits, and every layer before it rounds as well
+    # Nats: a logit of 16 is known to 0.06 in 8 bits, and every layer before it rounds as well.
+    tolerance = 0.2
     gradient_tolerance = 0.1
     norm_tolerance = 0.02
 
