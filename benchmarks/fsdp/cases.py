@@ -21,6 +21,11 @@ MIXED = {"param_dtype": "fp32", "mixed_precision": {"param_dtype": "bf16"}}
 PURE = {"param_dtype": "bf16", "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}
 DDP_MIXED = {"param_dtype": "fp32", "compute_dtype": "bf16"}
 DDP_PURE = {"param_dtype": "bf16"}
+SPREAD = {  # ways of one and the same sharding
+    "full": {},
+    "full, two ahead": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "full, two layers a unit": {"wrap": {"layers_per_unit": 2}},
+}
 EVERY = {"compile": True, "log_prob_chunk_tokens": 4096}
 
 
@@ -128,6 +133,34 @@ def memory():
     return found
 
 
+def four():
+    """Four GPUs: 1.7B copied and spread with the same kernels, what the saved memory buys, 8B, and offload of 7B."""
+    found = []
+    for types, ours, theirs in (("bf16", PURE, DDP_PURE), ("fp32+bf16", MIXED, DDP_MIXED)):
+        found.append(case(f"1.7B {types} DDP recomputed", "qwen3-1.7b", "ddp", theirs, **_recomputed("ddp")))
+        for name, extra in SPREAD.items():
+            options = {**ours, "sharding": "full", **extra}
+            found.append(case(f"1.7B {types} {name}", "qwen3-1.7b", "fsdp", options, **_recomputed("fsdp")))
+    for times in (2, 4, 8):
+        batch = {"sequences": 8 * times}
+        ddp = case(f"1.7B bf16 DDP x{times}", "qwen3-1.7b", "ddp", DDP_PURE, **batch, **_recomputed("ddp"))
+        options = {**PURE, "sharding": "full"}
+        full = case(f"1.7B bf16 full x{times}", "qwen3-1.7b", "fsdp", options, **batch, **_recomputed("fsdp"))
+        found += [ddp, full]
+    long = {"sequences": 2, "length": 8192, "prompt": 1}
+    shards = {**PURE, "sharding": "full"}
+    found += [
+        _large("kept, 8k", shards, **{**long, "sequences": 1}),
+        _large("kept, 16k", shards, **long),
+        _large("kept, 16k, two ahead", {**shards, "backward_prefetch": 2, "forward_prefetch": 2}, **long),
+    ]
+    batch = {"sequences": 4, "length": 1024}
+    for where in ("none", "optimizer", "params"):
+        options = {**MIXED, "sharding": "full", "cpu_offload": where}
+        found.append(case(f"7B offload {where}", "llama-7b", "fsdp", options, **batch, **_recomputed("fsdp")))
+    return found
+
+
 def tiny():
     """The same program on a CPU, to see that it runs."""
     batch = {"sequences": 2, "length": 32, "prompt": 8, "compile": False}
@@ -138,4 +171,4 @@ def tiny():
     ]
 
 
-CASES = {"speed": speed(), "large": large(), "memory": memory(), "tiny": tiny()}
+CASES = {"speed": speed(), "large": large(), "memory": memory(), "four": four(), "tiny": tiny()}

@@ -27,7 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine_core.assemble import load_config, plugins_for
-from engine_core.bench.shapes import Cost, peak_flops
+from engine_core.bench.devices import device_of
+from engine_core.bench.shapes import Cost
 from engine_core.bench.work import train_batch
 from engine_core.engines.base import Layout, WorkerContext
 from engine_core.engines.torch_engine import TorchEngine
@@ -118,7 +119,7 @@ def row_of(case, model, seconds, warmup, norms, micro, peak, world, device):
     operations = Cost.of(model).train(
         [case["length"]] * case["sequences"], case["sequences"] * (case["length"] - case["prompt"])
     )
-    known = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    known = device_of(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "case": case["name"],
         "world": world,
@@ -127,7 +128,7 @@ def row_of(case, model, seconds, warmup, norms, micro, peak, world, device):
         "step_s": step_s,
         "first_step_s": seconds[0],
         "tokens_per_s_and_gpu": tokens / step_s,
-        "mfu": operations / step_s / known if known else None,
+        "mfu": operations / step_s / known.flops if known else None,
         "peak_gib": peak,
         "grad_norm": norms[0],
     }

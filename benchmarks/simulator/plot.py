@@ -5,8 +5,8 @@ python benchmarks/simulator/plot.py benchmarks/simulator/results/growth.json doc
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,11 @@ def panel(axes: Any, results: list[dict[str, Any]], name: str, title: str, perce
 
 def main() -> None:
     """Draw what the file holds."""
-    source, target = map(Path, sys.argv[1:])
-    results = json.loads(source.read_text())["results"]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("source", type=Path, help="what run.py wrote")
+    parser.add_argument("target", type=Path, help="the picture, .png")
+    given = parser.parse_args()
+    results = json.loads(given.source.read_text())["results"]
     figure, places = plt.subplots(1, 3, figsize=(13, 4))
     panel(places[0], results, "step_s", "seconds a step")
     places[0].set_ylim(bottom=0)
@@ -67,7 +70,7 @@ def main() -> None:
         places[2].axhline(goal, color="red", linewidth=0.8, linestyle=":")
         places[2].text(8, goal * 1.05, text, color="red", fontsize=7)
     figure.tight_layout()
-    figure.savefig(target, dpi=90)
+    figure.savefig(given.target, dpi=90)
 
 
 if __name__ == "__main__":
