@@ -83,7 +83,11 @@ class EngineBench(Bench):
         from engine_core.runtime.host import default_device
 
         chosen = self.settings["device"]
-        return torch.device(chosen) if chosen else default_device()
+        if not chosen:
+            return default_device()
+        found = torch.device(chosen)
+        own = found.type != "cpu" and found.index is None and self.place.world_size > 1
+        return torch.device(found.type, self.place.rank) if own else found
 
     def model(self, seed: int = 0, tied: bool = True, **changes: Any) -> str:
         """The folder of a tiny model with its tokenizer; made once by the first rank."""

@@ -99,6 +99,7 @@ class Workers:
         process_group: backend of ``torch.distributed``.
         env: environment of the workers, besides this process's own.
         deadline: seconds of one case.
+        accelerator: kind of device of which each rank takes the one of its number (``devices``); empty: none is taken.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Workers:
         process_group: str = "gloo",
         env: Mapping[str, str] | None = None,
         deadline: float = 120.0,
+        accelerator: str = "",
     ) -> None:
         self.world_size, self.deadline, self.env = world_size, deadline, dict(env or {})
         self.order = {
@@ -117,6 +119,7 @@ class Workers:
             "root": str(root or Path.cwd()),
             "process_group": process_group,
             "deadline": deadline,
+            "accelerator": accelerator,
             "path": [entry or "." for entry in sys.path],
         }
         self.ranks: list[_Rank] = []

@@ -30,7 +30,8 @@ class RolloutEngineSuite(
         reference: as in ``TrainEngineSuite``.
         train_backend: the train engine whose weights, or module, the sampler follows in two contracts. With a
             model of your own: your own.
-        device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if there is one, else
+            the CPU.
         tolerance: largest difference of a log-prob, in nats.
         process: the engine runs in a process of its own, with these keys of ``[rollout.process]``; None: it does not.
     """

@@ -20,6 +20,7 @@ from engine_core.errors import EngineError, did_you_mean
 from engine_core.plugin_metadata import known_names, split
 from engine_core.plugins import PluginSet
 from engine_core.testing.contracts import Contract, contracts_of
+from engine_core.testing.devices import asked_accelerator, lacking
 from engine_core.testing.launcher import CaseFailed, Workers
 
 UNSUPPORTED = "unsupported: "
@@ -102,7 +103,7 @@ class Suite:
         try:
             plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
             spec = plugins.spec(cls.kind, cls.offered())
-            check_table(spec, cls.table(), plain(getattr(cls, "options", {})), {"folder": str(cls.root())})
+            check_table(spec, cls.table(), cls.settings().get("options", {}), {"folder": str(cls.root())})
         except EngineError as error:
             cls._problem = f"{error}{cls._hint()}"
             return
@@ -111,7 +112,14 @@ class Suite:
 
     @classmethod
     def _group(cls, size: int) -> Workers:
-        return Workers(size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline)
+        return Workers(
+            size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline, cls.accelerator()
+        )
+
+    @classmethod
+    def accelerator(cls) -> str:
+        """Kind of the devices that ``ENGINE_TEST_DEVICE`` gives the ranks; empty: the class decides."""
+        return asked_accelerator() if getattr(cls, "device", None) == "" else ""
 
     @classmethod
     def teardown_class(cls) -> None:
@@ -145,7 +153,12 @@ class Suite:
     @classmethod
     def settings(cls) -> dict[str, Any]:
         """What travels to the workers: plain values."""
-        return {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in cls.fields}}
+        made = {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in cls.fields}}
+        if kind := cls.accelerator():
+            made["device"] = kind
+            if further := plain(getattr(cls, "on_accelerator", {})):
+                made["options"] = {**further, **made["options"]}
+        return made
 
     def check(self, made: Contract) -> None:
         """Run one contract, or skip it with its reason."""
@@ -158,6 +171,9 @@ class Suite:
             pytest.skip(f"the spec of '{self.offered()}'{UNDECLARED}'{made.capability}'")
         if made.follow and not self.resumes_on:
             pytest.skip(NOWHERE_ELSE)
+        most = max(self.world_size, *(self.resumes_on if made.follow else ()), 0)
+        if (kind := self.accelerator()) and (reason := lacking(kind, most)):
+            pytest.skip(reason)
         if failure := self._failure(made):
             pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
 

@@ -15,6 +15,8 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     Attributes:
         backend: name of the engine.
         options: its table, as in ``[actor.NAME]``. Choose float32 here: lower precision hides mistakes.
+        on_accelerator: options besides, where ``ENGINE_TEST_DEVICE`` has the suite run on accelerators: float32, where the
+            engine would choose by the device.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
         write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it
             writes the folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
@@ -24,7 +26,8 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
             [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
         optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are read off the
             weights before and after a step. With another one, declare the contracts of gradients unsupported.
-        device: as in ``torch.device``; empty: the accelerator if there is one, else the CPU.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if there is one, else
+            the CPU.
         tolerance: largest difference of a log-prob, in nats.
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
         norm_tolerance: largest difference of a gradient's norm, as a share of it.
@@ -41,6 +44,7 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
 
     backend: str = "torch"
     options: Mapping[str, Any] = {}
+    on_accelerator: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
     write_model: str = ""
     reference: str = ""

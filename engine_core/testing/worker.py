@@ -76,12 +76,17 @@ def main() -> None:
 
 
 def _enter(stack: contextlib.ExitStack, order: dict[str, Any]) -> None:
-    """Join the ranks, then enter the plugin's own context."""
+    """Take a device, join the ranks, then enter the plugin's own context."""
+    process_group = order["process_group"]
+    if order["accelerator"]:
+        from engine_core.testing.devices import take_own
+
+        process_group = take_own(order["accelerator"], order["rank"], process_group)
     if order["world_size"] > 1:
         import torch.distributed as dist
 
         dist.init_process_group(
-            order["process_group"],
+            process_group,
             init_method=f"file://{order['cache']}/store",
             rank=order["rank"],
             world_size=order["world_size"],

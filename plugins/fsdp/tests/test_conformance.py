@@ -3,45 +3,44 @@ import pytest
 from engine_core.testing import TrainEngineSuite
 
 
-class TestTwoRanks(TrainEngineSuite):
+class FSDP(TrainEngineSuite):
     backend = "fsdp"
+    on_accelerator = {"mixed_precision": {"param_dtype": "fp32"}}
+
+
+class TestTwoRanks(FSDP):
     world_size = 2
     resumes_on = (1,)
 
 
 @pytest.mark.slow
-class TestOneRank(TrainEngineSuite):
-    backend = "fsdp"
+class TestOneRank(FSDP):
     resumes_on = (2, 4)
 
 
 @pytest.mark.slow
-class TestFourRanks(TrainEngineSuite):
-    backend = "fsdp"
+class TestFourRanks(FSDP):
     world_size = 4
     resumes_on = (2,)
     options = {"sharding": "hybrid", "shard_group_size": 2}
 
 
 @pytest.mark.slow
-class TestGradOpAndWeightsInHostMemory(TrainEngineSuite):
-    backend = "fsdp"
+class TestGradOpAndWeightsInHostMemory(FSDP):
     world_size = 2
     resumes_on = (4,)
     options = {"sharding": "grad_op", "cpu_offload": "params"}
 
 
 @pytest.mark.slow
-class TestRecomputationAndOptimizerInHostMemory(TrainEngineSuite):
-    backend = "fsdp"
+class TestRecomputationAndOptimizerInHostMemory(FSDP):
     world_size = 4
     resumes_on = (1,)
     options = {"activation_checkpointing": "full", "cpu_offload": "optimizer"}
 
 
 @pytest.mark.slow
-class TestBf16(TrainEngineSuite):
-    backend = "fsdp"
+class TestBf16(FSDP):
     world_size = 2
     options = {"mixed_precision": {"param_dtype": "bf16"}}
     # Nats: a logit of 16 is known to 0.06 in 8 bits, and every layer before it rounds as well.
@@ -51,31 +50,27 @@ class TestBf16(TrainEngineSuite):
 
 
 @pytest.mark.slow
-class TestSequenceParallel(TrainEngineSuite):
-    backend = "fsdp"
+class TestSequenceParallel(FSDP):
     world_size = 2
     options = {"sp": 2}
 
 
 @pytest.mark.slow
-class TestTensorParallel(TrainEngineSuite):
-    backend = "fsdp"
+class TestTensorParallel(FSDP):
     world_size = 2
     resumes_on = (4,)
     options = {"tp": 2}
 
 
 @pytest.mark.slow
-class TestTensorAndDataParallel(TrainEngineSuite):
-    backend = "fsdp"
+class TestTensorAndDataParallel(FSDP):
     world_size = 4
     resumes_on = (2,)
     options = {"tp": 2}
 
 
 @pytest.mark.slow
-class TestTensorAndSequenceParallel(TrainEngineSuite):
-    backend = "fsdp"
+class TestTensorAndSequenceParallel(FSDP):
     world_size = 4
     options = {"tp": 2, "sp": 2}
     model = {"num_key_value_heads": 4}

@@ -1,6 +1,7 @@
 import pytest
 
 from engine_core.testing import TrainEngineSuite
+from engine_core.testing.devices import asked_accelerator
 
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -12,10 +13,11 @@ EXPERTS = {
 
 
 class Megatron(TrainEngineSuite):
-    """megatron-core asks CUDA for a device: in these workers a CPU answers."""
+    """megatron-core asks CUDA for a device: in these workers a CPU answers, but with ``ENGINE_TEST_DEVICE=cuda``."""
 
     backend = "megatron"
-    worker_context = "cpu_shim.py:megatron_on_cpu"
+    worker_context = "" if asked_accelerator() else "cpu_shim.py:megatron_on_cpu"
+    on_accelerator = {"compute_dtype": "fp32"}
 
 
 @pytest.mark.slow
