@@ -157,7 +157,7 @@ class TorchState(TorchBuild):
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Weights and optimizer state go to the CPU; gradients are dropped (step before)."""
         check_parts(keep)
-        parts = set(PARTS) - set(keep)
+        parts = set(PARTS) - set(keep) - self._asleep
         if "gradients" in parts:
             self.module.zero_grad(set_to_none=True)
         self._move(parts, torch.device("cpu"))

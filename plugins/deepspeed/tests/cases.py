@@ -233,3 +233,28 @@ def another_optimizer_is_refused(bench):
     values = {name: {"step": torch.tensor(float(number))} for number, name in enumerate(names)}
     with refused("different numbers of steps", "'step'", names[1]):
         engine.partitions.set_state(values)
+
+
+def asleep_it_holds_no_memory(bench):
+    """Asleep, neither weights nor state of the optimizer lie on the device; kept weights are given away; then it goes on."""
+    engine, other, batch = bench.engine(), bench.engine(), bench.batch()
+    for one in (engine, other):
+        bench.step(one, batch)
+    engine.sleep(keep=("weights",))
+    identical(bench.weights(engine), bench.weights(other), "weights kept in sleep", bench.exact)
+    assert held(engine, "optimizer") == held(engine, "gradients") == 0 < held(engine, "weights")
+    engine.sleep()
+    assert held(engine, "weights") == 0
+    engine.wake(only=("weights",))
+    identical(bench.weights(engine), bench.weights(other), "weights awake alone", bench.exact)
+    assert held(engine, "optimizer") == 0
+    engine.wake()
+    for one in (engine, other):
+        bench.step(one, batch)
+    identical(bench.weights(engine), bench.weights(other), "weights a step after sleep", bench.exact)
+    engine.save(bench.folder / "state").result()
+
+
+def held(engine, part):
+    """Bytes below the tensors of a part."""
+    return sum(t.untyped_storage().nbytes() for t in engine.partitions.memory(part, engine.device))

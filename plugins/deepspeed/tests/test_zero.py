@@ -178,3 +178,17 @@ def test_what_does_not_fit_is_refused_before_a_model_is_read(ranks):
         ),
     ]
     ranks(2, "refused_options", refused=refused)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        IN_PARTS,
+        slowly({}, id="3-small-weights-whole"),
+        slowly({"stage": 1, "compute_dtype": "bf16"}, id="1-bf16"),
+        slowly({"stage": 2}, id="2"),
+        slowly({**IN_PARTS, "compute_dtype": "bf16"}, id="3-bf16"),
+    ],
+)
+def test_an_engine_asleep_holds_no_memory_and_goes_on(ranks, options):
+    ranks(2, "asleep_it_holds_no_memory", options)

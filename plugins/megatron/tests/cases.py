@@ -6,13 +6,13 @@ import pytest
 import torch
 from engine_plugin_megatron.distribution import ShardedDistribution
 from engine_plugin_megatron.layout import layout_of
-from engine_plugin_megatron.memory import Shelf
 from safetensors.torch import load_file
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.log_probs import OUTPUTS, Distribution, gather_outputs
 from engine_core.engines.shards import Shards
+from engine_core.engines.shelf import Shelf
 from engine_core.engines.torch_engine import TorchEngine
 from engine_core.errors import ConfigError
 from engine_core.plugins import PluginSet

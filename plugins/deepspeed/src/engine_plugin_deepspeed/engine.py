@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine_core.engines.base import WorkerContext
     from engine_core.engines.memory import Held
     from engine_core.engines.packed_forward import PackedForward
+    from engine_core.engines.shelf import Shelf
     from engine_core.types import Batch
 
 log = logging.getLogger("engine")
@@ -84,6 +85,7 @@ class DeepSpeedEngine(Keeping):
             )
         self.ranks = RankGroup(self.context.rank, self.context.world_size, self.device)
         self._members: list[list[str]] = []
+        self._shelves: dict[str, Shelf] = {}
         library.join(library.load(self.device, self._table))
 
     @property

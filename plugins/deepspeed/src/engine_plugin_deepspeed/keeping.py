@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine_core.engines import state
 from engine_core.engines.data_parallel_state import DataParallelState
+from engine_core.engines.shelf import Shelf
 from engine_core.engines.weights import published_weights, take_weights, to_own_names
 from engine_core.errors import DataError
 
@@ -30,6 +31,7 @@ class Keeping(DataParallelState):
     adapter: AdapterInParts | None
     zero: Any
     _members: list[list[str]]
+    _shelves: dict[str, Shelf]
 
     # -- weights ------------------------------------------------------------
 
@@ -162,27 +164,20 @@ class Keeping(DataParallelState):
     # -- device memory ------------------------------------------------------
 
     def _move(self, parts: set[str], device: torch.device) -> None:
-        """DeepSpeed moves what it keeps, all of it back at once: parts that wake wait for the last of them."""
-        if self.device.type == "cpu" or self.options.offload_param.device != "none":
-            return  # where weights wait in host memory, DeepSpeed moves nothing else
+        """DeepSpeed's own way to put its state away takes no optimizer of torch at stage 3, and all parts come back at once."""
+        if self.options.offload_param.device != "none":
+            return  # weights wait in host memory already
         if self.partitions.zero is None:
             super()._move(parts, device)
             if "weights" in parts:
                 self.partitions.move(device)
             return
-        if device.type == "cpu":
-            kinds = [kind for part in sorted(parts) for kind in MOVED[part]]
-            self.zero.offload_states(include=kinds, pin_memory=False)
-        else:
-            self.zero.reload_states()
-
-
-MOVED = {
-    "weights": ("lp_params", "hp_params"),
-    "gradients": ("lp_grads", "contiguous_grad_buffer"),
-    "optimizer": ("optim_states",),
-}
-"""What DeepSpeed calls the parts of an engine."""
+        for part in parts:
+            if part in self._asleep:
+                self._shelves.pop(part).back()
+            else:
+                shelf = self._shelves[part] = Shelf()
+                shelf.put(self.partitions.memory(part, self.device), keep=part != "gradients")
 
 
 class _OnDemand(Mapping[str, Tensor]):

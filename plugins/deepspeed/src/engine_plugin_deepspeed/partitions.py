@@ -18,6 +18,14 @@ from engine_core.engines.weights import own_parameters
 from engine_core.errors import DataError
 from engine_core.weight_sync import buckets
 
+WEIGHTS = (
+    "lp_param_buffer",
+    "bit16_groups_flat",
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+)
+"""Attributes of DeepSpeed's optimizers that hold weights, and the float32 copies that are stepped."""
+
 
 class Partitions:
     """What one role's model is kept in.
@@ -170,6 +178,28 @@ class Partitions:
             if (part := getattr(tensor, "ds_tensor", None)) is not None:
                 part.data = part.data.to(device)
 
+    def memory(self, part: str, device: torch.device) -> list[Tensor]:
+        """What lies on a device of the weights and their float32 copies, of gradients, or of the optimizer's state."""
+        if part == "weights":
+            own = [*self.module.parameters()]
+            parts = [getattr(p, name, None) for p in own for name in ("ds_tensor", "ds_secondary_tensor")]
+            found = [*own, *parts, *self._zeros(*WEIGHTS)]
+        elif part == "gradients":
+            buckets_ = getattr(self.zero, "ipg_buckets", {}).values()
+            found = [
+                *self._zeros("grad_partitions_flat_buffer"),
+                *_flat(bucket.buffer for bucket in buckets_),
+            ]
+        else:
+            assert self.plain is not None
+            found = [value for state in self.plain.state.values() for value in state.values()]
+        tensors = (one.detach() for one in found if isinstance(one, Tensor) and one.ndim)
+        return [tensor for tensor in tensors if tensor.device.type == device.type]
+
+    def _zeros(self, *names: str) -> list[Any]:
+        """DeepSpeed's own buffers: some are of one stage."""
+        return _flat(getattr(self.zero, name, None) for name in names)
+
     def _allocate(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
         """An optimizer that has not stepped has no state yet."""
         assert self.plain is not None
@@ -215,6 +245,11 @@ class Place:
 
     def store(self, new: Tensor, mix: float = 1.0) -> None:
         self.partitions.store(self.tensor, new, mix)
+
+
+def _flat(found: Iterable[Any]) -> list[Any]:
+    """Tensors, and those of lists of tensors."""
+    return [one for some in found for one in (some if isinstance(some, list | tuple) else [some])]
 
 
 def shape_of(tensor: Tensor) -> torch.Size:

@@ -14,6 +14,7 @@ from engine_core.engines import state
 from engine_core.engines.data_parallel_state import DataParallelState
 from engine_core.engines.export import write_model
 from engine_core.engines.shards import Shards
+from engine_core.engines.shelf import Shelf
 from engine_core.engines.torch_state import PARTS, check_parts
 from engine_core.errors import DataError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from engine_core.engines.part_saver import Parts
-    from engine_plugin_megatron.memory import Shelf
     from engine_plugin_megatron.optimizer import Steps
     from engine_plugin_megatron.ranks import Ranks
 
@@ -216,8 +216,6 @@ class Keeping(DataParallelState):
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Weights and optimizer state go to host memory; gradients are dropped (step before)."""
-        from engine_plugin_megatron.memory import Shelf
-
         check_parts(keep)
         self._settle()
         for part in PARTS:

@@ -1,7 +1,7 @@
 """Device memory given back and taken again, whole blocks at a time.
 
-Weights and gradients of megatron-core are views of large buffers. What is moved is the memory below them, so that every
-view stays what it was.
+What a library keeps of a model are views of large buffers, in several lists of its own. What is moved is the memory below them, so
+that every view stays what it was, and the library need not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Shelf:
         self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     def put(self, tensors: Iterable[Tensor], keep: bool = True) -> None:
-        """Free the memory of these tensors.
+        """Free the memory of these tensors. Some cannot be freed, as that of a file which is mapped: it stays.
 
         Args:
             keep: a copy is kept in host memory; without it they come back as zeros.
@@ -28,7 +28,7 @@ class Shelf:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-            if not size or storage.data_ptr() in seen:
+            if not size or not storage.resizable() or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
             copy = None
