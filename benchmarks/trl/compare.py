@@ -1,11 +1,10 @@
 """GRPO steps of this engine beside those of TRL 1.16: gates, then seconds a step.
 
     python benchmarks/trl/compare.py                      # CPU, two lanes, ten minutes on 2 idle cores
-    python benchmarks/trl/compare.py --device cuda --workload gpu
+    python benchmarks/trl/compare.py --device cuda --devices 0,1,2,3 --workload gpu --sampler vllm
 
-TRL gets a virtual environment of its own in ``.cache/trl`` (made at the first call, minutes). Every run is a
-process of its own; within a round they come as TRL, engine, engine, TRL. Exits with 1 where a gate fails: the
-figures are void then.
+TRL gets a virtual environment of its own in ``.cache/trl`` (made at the first call, minutes), or ``--trl-python``. Every
+run is a process of its own. Exits with 1 where a gate fails or was not run: the figures are void then.
 """
 
 from __future__ import annotations
@@ -19,18 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import figures
+import report
 import workload as given
+from jobs import FRAMEWORKS, Command, Found, Job, Pool
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 LANES = ("matched", "best-effort")
-ORDER = ("trl", "engine", "engine", "trl")
+ORDER = ("trl", "engine", "engine", "trl")  # of a round of processes one after another
 PRECISION = {("cpu", "matched"): "fp32"}  # of the arithmetic, by device and lane; elsewhere bf16
 LEARNING_STEPS = 8
+GATE_STEPS = 2
+SEEDS = (0, 1, 2)
 
 
 def make_environment() -> Path:
@@ -49,186 +52,185 @@ def make_environment() -> Path:
     return python
 
 
-class Runner:
-    """Runs both frameworks' scripts, each call a process of its own.
+def commands(arguments: argparse.Namespace) -> dict[str, Command]:
+    """How each framework's script is called, and in which environment."""
+    threads = str(arguments.threads)
+    shared = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    pythons = {"engine": Path(sys.executable), "trl": arguments.trl_python or make_environment()}
+    paths = {"engine": os.environ.get("PYTHONPATH", ""), "trl": arguments.trl_path}
+    told = ("--device", arguments.device, "--sampler", arguments.sampler)
+    return {
+        name: Command(
+            [str(pythons[name]), str(FOLDER / f"{name}_run.py"), *told],
+            shared | ({"PYTHONPATH": paths[name]} if paths[name] else {}),
+        )
+        for name in FRAMEWORKS
+    }
+
+
+def plan(arguments: argparse.Namespace, folder: Path) -> list[Job]:
+    """All jobs, in their order: lanes with their figures, then their gates, then learning.
 
     Args:
         arguments: of the command line.
-        folder: for what they write.
+        folder: where TRL's batches go.
     """
+    jobs: list[Job] = []
+    for lane in arguments.lanes:
+        jobs += timing(arguments, lane)
+    for lane in arguments.lanes:
+        jobs += checking(arguments, lane, folder / f"{lane}.safetensors")
+    return jobs + ([] if arguments.no_learning else learning(arguments))
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.arguments, self.folder, self.count = arguments, folder, 0
-        self.python = {
-            "engine": Path(sys.executable),
-            "trl": arguments.trl_python or make_environment(),
+
+def changes(arguments: argparse.Namespace, framework: str) -> str:
+    """Settings of a framework over those of its lanes, as JSON."""
+    text: str = getattr(arguments, f"set_{framework}")
+    return text
+
+
+def timing(arguments: argparse.Namespace, lane: str) -> list[Job]:
+    """Rounds of one lane. On devices of their own, processes run side by side: one of each framework a round."""
+    total = arguments.warm_up + arguments.steps
+    order = FRAMEWORKS if len(arguments.devices) > 1 else ORDER
+    numbers = dict.fromkeys(FRAMEWORKS, 0)
+    jobs = []
+    for framework in order * arguments.rounds:
+        numbers[framework] += 1
+        options = {
+            "lane": lane,
+            "steps": total,
+            "warm-up": arguments.warm_up,
+            "set": changes(arguments, framework),
         }
-        self.results: list[dict[str, Any]] = []  # of the workload that is timed
-
-    def run(self, framework: str, what: str, workload: str = "", **options: Any) -> dict[str, Any]:
-        """What a script wrote.
-
-        Args:
-            framework: ``trl`` or ``engine``.
-            what: ``time``, ``gates`` or ``learn``.
-            workload: default: that of the command line.
-            options: of the script.
-        """
-        self.count += 1
-        out = self.folder / f"{self.count}.json"
-        words = [str(self.python[framework]), str(FOLDER / f"{framework}_run.py"), what, "--out", str(out)]
-        words += ["--workload", workload or self.arguments.workload]
-        words += ["--device", self.arguments.device, "--sampler", self.arguments.sampler]
-        for name, value in options.items():
-            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-        started = time.perf_counter()
-        done = subprocess.run(words, env=self._environment(framework), capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        result: dict[str, Any] = json.loads(out.read_text())
-        print(f"  {framework:6} {what:5} {time.perf_counter() - started:6.1f} s", flush=True)
-        if not workload:
-            self.results.append(result)
-        return result
-
-    def _environment(self, framework: str) -> dict[str, str]:
-        plain = {
-            name: value for name, value in os.environ.items() if name != "PYTHONPATH" or framework == "engine"
-        }
-        threads = str(self.arguments.threads)
-        return plain | {
-            "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+        name = f"{lane} {framework} time {numbers[framework]}"
+        jobs.append(Job(name, framework, "time", arguments.workload, options))
+    return jobs
 
 
-def check_lane(runner: Runner, lane: str) -> list[figures.Gate]:
-    """G1 to G3."""
-    precision = PRECISION.get((runner.arguments.device, lane), "bf16")
-    batch = runner.folder / f"{lane}.safetensors"
-    trl, engine = (runner.run(name, "gates", lane=lane, steps=2, batch=batch) for name in ("trl", "engine"))
+def checking(arguments: argparse.Namespace, lane: str, batch: Path) -> list[Job]:
+    """G1 to G3: TRL dumps a batch, the engine reads it."""
+    trl, engine = (f"{lane} {name} gates" for name in FRAMEWORKS)
+    options = {"lane": lane, "steps": GATE_STEPS, "batch": batch}
     return [
-        figures.same_maths(trl["same_batch"], engine["same_batch"], precision),
-        figures.same_policy(engine["steps"], precision),
-        figures.moved_weights("trl", trl["sampler"], trl["trainer"]),
-        figures.moved_weights("engine", engine["sampler"], engine["trainer"]),
+        Job(trl, "trl", "gates", arguments.workload, options | {"set": changes(arguments, "trl")}),
+        Job(
+            engine,
+            "engine",
+            "gates",
+            arguments.workload,
+            options | {"set": changes(arguments, "engine")},
+            (trl,),
+        ),
     ]
 
 
-def check_learning(runner: Runner) -> tuple[figures.Gate, dict[str, Any]]:
-    """G4, in the matched lane, and its curves."""
-    learning = {"steps": LEARNING_STEPS, "lr": given.LEARNING_RATE_TO_LEARN, "seeds": [0, 1, 2]}
-    curves = {name: runner.run(name, "learn", "learn", **learning)["rewards"] for name in ("trl", "engine")}
-    return figures.learns(**curves), curves
+def learning(arguments: argparse.Namespace) -> list[Job]:
+    """G4, in the matched lane. vLLM starts once a process: a process a seed."""
+    seeds: Sequence[Sequence[int]] = [[seed] for seed in SEEDS] if arguments.sampler == "vllm" else [SEEDS]
+    options = {"steps": LEARNING_STEPS, "lr": given.LEARNING_RATE_TO_LEARN}
+    return [
+        Job(
+            f"learn {name} {number}", name, "learn", arguments.learn_workload, options | {"seeds": list(each)}
+        )
+        for number, each in enumerate(seeds)
+        for name in FRAMEWORKS
+    ]
 
 
-def measure_lane(runner: Runner, lane: str) -> dict[str, Any]:
-    """Rounds of one lane, and what comes of them."""
-    arguments, steps = runner.arguments, {"trl": [], "engine": []}
-    first: dict[str, list[float]] = {"trl": [], "engine": []}
-    held: dict[str, Any] = {}
-    for _ in range(arguments.rounds):
-        for framework in ORDER:
-            total = arguments.warm_up + arguments.steps
-            held[framework] = runner.run(framework, "time", lane=lane, steps=total)
-            first[framework].append(held[framework]["first_step_seconds"])
-            steps[framework].append(held[framework]["steps"][arguments.warm_up :])
-    wall, cpu = (
-        {name: [[step[clock] for step in process] for process in each] for name, each in steps.items()}
-        for clock in ("wall", "cpu")
-    )
-    flat = {name: [step for process in each for step in process] for name, each in steps.items()}
-    ratio, low, high = figures.ratio_interval(wall["trl"], wall["engine"])
-    found: dict[str, Any] = {
-        "ratio": ratio, "interval": [low, high],
-        "cpu_ratio": figures.ratio_interval(cpu["trl"], cpu["engine"])[0],
-        "tokens": figures.same_tokens(flat["trl"], flat["engine"]),
+def summary(arguments: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """Everything that is known so far, for ``--out``."""
+    device = arguments.device
+    rounding = {lane: PRECISION.get((device, lane), "bf16") for lane in arguments.lanes}
+    if device == "cuda":
+        rounding = {lane: f"{name} gpu" for lane, name in rounding.items()}
+    first: Mapping[str, Any] = next(iter(found.results.values()), {})
+    return {
+        "workload": arguments.workload, "device": device, "sampler": arguments.sampler,
+        "sizes": vars(given.WORKLOADS[arguments.workload]), "inputs": first.get("inputs"),
+        "side_by_side": len(arguments.devices) > 1,
+        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "gates": [{"lane": lane, **vars(gate)} for lane, gate in report.gates(found, arguments.lanes, rounding)],
+        "rewards": report.rewards(found.results),
+        "lanes": {lane: report.lane(found.results, lane) for lane in arguments.lanes},
+        "failures": found.failures, "seconds": found.seconds,
     }  # fmt: skip
-    for name, each in flat.items():
-        seconds = figures.summary([step["wall"] for step in each])
-        found[name] = {
-            "wall": seconds, "cpu": figures.summary([step["cpu"] for step in each]),
-            "generate": figures.summary([step["generate"] for step in each]),
-            "response_tokens_per_second": each[0]["completion_tokens"] / seconds["median"],
-            "train_tokens_per_second": each[0]["train_tokens"] / seconds["median"],
-            "first_step_seconds": first[name], "processes": wall[name], "memory": held[name]["memory"],
-            "settings": held[name]["settings"], "surroundings": held[name]["surroundings"],
-        }  # fmt: skip
-    return found
 
 
-def table(lanes: dict[str, dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        "| lane | | seconds a step (p10 to p90) | of it sampling | CPU seconds | first step after | GiB | steps/s beside TRL (95%) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for lane, found in lanes.items():
-        for name in ("trl", "engine"):
-            each, low_high = found[name], found["interval"]
-            beside = (
-                f"**{found['ratio']:.2f}** ({low_high[0]:.2f} to {low_high[1]:.2f})"
-                if name == "engine"
-                else "1"
-            )
-            wall = each["wall"]
-            lines.append(
-                f"| {lane} | {name} | {wall['median']:.2f} ({wall['p10']:.2f} to {wall['p90']:.2f}) "
-                f"| {each['generate']['median']:.2f} | {each['cpu']['median']:.2f} "
-                f"| {max(each['first_step_seconds']):.0f} s | {max(each['memory'].values()):.1f} | {beside} |"
-            )
-    return "\n".join(lines)
+def show(told: Mapping[str, Any]) -> None:
+    """Table, gates and failures, on the terminal."""
+    print(f"\n{report.table(told['lanes'])}\n")
+    for gate in told["gates"]:
+        state = "passed" if gate["passed"] else "FAILED"
+        print(f"{state}  {gate['lane']:11} {gate['name']}: {gate['found']}")
+    for name, why in told["failures"].items():
+        print(f"FAILED  {name}: {why}")
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lanes", nargs="*", choices=LANES, default=list(LANES))
-    parser.add_argument("--rounds", type=int, default=1, help="each is TRL, engine, engine, TRL")
+    parser.add_argument(
+        "--rounds", type=int, default=1,
+        help="each is TRL, engine, engine, TRL; on several devices one of each, side by side",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=5, help="timed, of each process")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--devices", type=lambda text: text.split(","), default=[""],
+        help="numbers of GPUs, as in 0,1,2,3: a process on each at the same time, which sees no other",
+    )  # fmt: skip
     parser.add_argument("--workload", choices=given.WORKLOADS, default="cpu")
-    parser.add_argument("--sampler", default="hf", help="hf, or vllm where both have it")
+    parser.add_argument("--learn-workload", choices=given.WORKLOADS, default="learn", help="of gate G4")
+    parser.add_argument(
+        "--no-learning", action="store_true", help="without gate G4, which then counts as failed"
+    )
+    parser.add_argument("--sampler", choices=("hf", "vllm"), default="hf")
+    parser.add_argument(
+        "--set-trl", default="{}", help="JSON: arguments of GRPOConfig over those of every lane"
+    )
+    parser.add_argument("--set-engine", default="{}", help="JSON: keys of the run file, likewise")
     parser.add_argument(
         "--trl-python", type=Path, help="of an environment with trl 1.16; default: one is made"
     )
-    parser.add_argument("--out", type=Path, help="JSON with everything")
-    arguments = parser.parse_args()
+    parser.add_argument("--trl-path", default="", help="PYTHONPATH of TRL's processes; default: none")
+    parser.add_argument("--budget", type=float, default=7200, help="seconds; then what runs is ended")
+    parser.add_argument("--out", type=Path, help="JSON with everything, written anew after each process")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
     started, load = time.perf_counter(), os.getloadavg()
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(arguments, Path(folder))
-        given.make(given.WORKLOADS[arguments.workload], given.CACHE / "workloads")
-        print("Learning", flush=True)
-        learning, curves = check_learning(runner)
-        gates = [("both", learning)]
-        lanes = {}
-        for lane in arguments.lanes:
-            print(f"Lane {lane}", flush=True)
-            gates += [(lane, gate) for gate in check_lane(runner, lane)]
-            lanes[lane] = measure_lane(runner, lane)
-            gates.append((lane, lanes[lane].pop("tokens")))
-    gates.append(("both", figures.same_inputs(runner.results)))
-    print(f"\n{table(lanes)}\n")
-    for lane, gate in gates:
-        print(f"{'passed' if gate.passed else 'FAILED'}  {lane:11} {gate.name}: {gate.found}")
-    minutes = (time.perf_counter() - started) / 60
-    print(f"{minutes:.1f} minutes; load of the machine before {load[0]:.1f}, after {os.getloadavg()[0]:.1f}")
-    if arguments.out:
-        result = {
-            "workload": arguments.workload, "device": arguments.device, "sampler": arguments.sampler,
-            "sizes": vars(given.WORKLOADS[arguments.workload]), "inputs": runner.results[0]["inputs"],
-            "machine": {
-                "system": platform.platform(), "cores": os.cpu_count(),
-                "load_before": load, "load_after": os.getloadavg(),
-            },
-            "minutes": minutes, "gates": [{"lane": lane, **vars(gate)} for lane, gate in gates], "rewards": curves, "lanes": lanes,
-        }  # fmt: skip
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [f"{gate.name} ({lane})" for lane, gate in gates if not gate.passed]
+
+    def told(found: Found) -> dict[str, Any]:
+        made = summary(arguments, found)
+        made["machine"] |= {"load_before": load, "load_after": os.getloadavg()}
+        made["minutes"] = (time.perf_counter() - started) / 60
+        if arguments.out:
+            arguments.out.write_text(json.dumps(made, indent=1) + "\n")
+        return made
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, called = Path(name), commands(arguments)
+        for workload in (arguments.workload, arguments.learn_workload):
+            given.make(given.WORKLOADS[workload], given.CACHE / "workloads")
+        left = arguments.budget - (time.perf_counter() - started)
+        pool = Pool(called, arguments.devices, folder, left, on_end=told)
+        everything = told(pool.run(plan(arguments, folder)))
+    show(everything)
+    print(
+        f"{everything['minutes']:.1f} minutes; load of the machine before {load[0]:.1f}, after {os.getloadavg()[0]:.1f}"
+    )
+    failed = [f"{gate['name']} ({gate['lane']})" for gate in everything["gates"] if not gate["passed"]]
     if failed:
         print(f"The figures are void: {', '.join(failed)}.", file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if failed or everything["failures"] else 0
 
 
 if __name__ == "__main__":

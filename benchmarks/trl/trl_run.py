@@ -25,9 +25,17 @@ from trl import GRPOConfig, GRPOTrainer
 FOLDER = Path(__file__).parent
 LANES: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {"matched": {}, "best-effort": {"bf16": True}},
-    "cuda": {"matched": {}, "best-effort": {"per_device_train_batch_size": 64}},
+    "cuda": {"matched": {}, "best-effort": {"use_liger_kernel": True}},
 }
 """Changes to ``settings``, by device and lane; README.md has the trials."""
+VLLM: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": given.SAMPLER_MEMORY,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": given.CORRECTION_CAP,
+}
+"""Changes to ``settings`` where vLLM samples."""
 
 
 class Even:
@@ -114,7 +122,7 @@ def settings(arguments: argparse.Namespace, run_dir: str) -> dict[str, Any]:
         "save_strategy": "no",
     }
     if arguments.sampler == "vllm":
-        found |= {"use_vllm": True, "vllm_mode": "colocate"}
+        found |= VLLM | {"vllm_max_model_length": sizes.prompt_tokens + sizes.response_tokens}
     found |= changes(arguments)
     # one optimizer step a batch, whatever the micro-batch is
     found["gradient_accumulation_steps"] = sizes.responses // found["per_device_train_batch_size"]
@@ -166,6 +174,10 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
     generate, score = trainer._generate_single_turn, trainer._generate_and_score_completions
 
     def watched(*given_arguments: Any, **options: Any) -> Any:
+        if trainer.use_vllm:  # those that are handed over in this call, if any are
+            result = generate(*given_arguments, **options)
+            used.append(handed[-1])
+            return result
         sampler = trainer.accelerator.unwrap_model(trainer.model_wrapped)  # what TRL's generate unwraps
         used.append(measure.checksum(measure.weights_of(sampler)))
         return generate(*given_arguments, **options)
@@ -180,10 +192,25 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             after.append(measure.checksum(measure.weights_of(trainer.model)))
 
+    if trainer.use_vllm:
+        handed = hand_overs(trainer)
     trainer._generate_single_turn, trainer._generate_and_score_completions = watched, scored
     trainer.add_callback(Stepped())
     trainer.train()
     return found | {"sampler": used, "trainer": after[: len(used)], "steps": trainer.clock.steps}
+
+
+def hand_overs(trainer: TimedTrainer) -> list[str]:
+    """Checksums of the weights as each is handed to vLLM; the list grows as the trainer runs."""
+    found: list[str] = []
+    sync = trainer.vllm_generation.sync_weights
+
+    def synced() -> None:
+        sync()
+        found.append(measure.checksum(measure.weights_of(trainer.vllm_generation.model)))
+
+    trainer.vllm_generation.sync_weights = synced
+    return found
 
 
 def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
@@ -203,6 +230,9 @@ def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path)
         "completion_ids": made["completion_ids"],
         "old_log_probs": old,
     }
+    sampled = made.get("sampling_per_token_logps")  # of vLLM alone
+    if sampled is not None:
+        dumped["rollout_log_probs"] = sampled
     save_file({name: tensor.cpu().contiguous() for name, tensor in dumped.items()}, path)
     reward: Even = trainer.reward_funcs[0]
     found = {
@@ -215,8 +245,12 @@ def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path)
         for start in range(0, len(ids), size):
             rows = slice(start, start + size)
             part = {k: v[rows] if torch.is_tensor(v) and v.dim() else v for k, v in made.items()}
+            part.pop("old_per_token_logps", None)  # it is then the policy's own
+            before = log_probs[rows] if case == "on_policy" else old[rows]
             if case == "off_policy":
-                part["old_per_token_logps"] = old[rows]
+                part["old_per_token_logps"] = before
+            if "importance_sampling_ratio" in part:
+                part["importance_sampling_ratio"] = weight(before, sampled[rows])
             with trainer.compute_loss_context_manager():
                 value = trainer.compute_loss(trainer.model, part)
             value.backward()
@@ -224,6 +258,11 @@ def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path)
         found[case] = {"loss": loss, "grad_norm": measure.total_norm(trainer.model)}
         trainer.model.zero_grad(set_to_none=True)
     return found
+
+
+def weight(log_probs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """What TRL weighs tokens by, as ``VLLM`` sets it: min(p / p of the sampler, cap), [rows, tokens]."""
+    return (log_probs - sampled).exp().clamp(max=given.CORRECTION_CAP)
 
 
 def main() -> None:
@@ -241,6 +280,7 @@ def main() -> None:
         "--set", default="{}", help="JSON object: arguments of GRPOConfig over those of the lane"
     )
     parser.add_argument("--cache", type=Path, default=given.CACHE / "workloads")
+    parser.add_argument("--warm-up", type=int, default=0, help="of time: steps that the report leaves out")
     parser.add_argument("--batch", type=Path, help="of gates: where the batch is dumped")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -251,7 +291,7 @@ def main() -> None:
         arguments.out,
         {
             "framework": "trl", "lane": arguments.lane, "workload": arguments.workload,
-            "settings": changes(arguments),
+            "settings": changes(arguments), "warm_up": arguments.warm_up,
             "inputs": {"model_sha256": inputs.model_sha256, "data_sha256": inputs.data_sha256},
             "surroundings": measure.surroundings(arguments.device), "memory": measure.memory(arguments.device),
             **result,

@@ -35,6 +35,8 @@ class Workload:
     response_tokens: int
     micro_batch: int  # responses that go through the model at once in training, in the matched lane
     rows: int = 4096
+    shared_channel: float = 0.3  # channel 0 of the embedding of all tokens but the end ...
+    end_channel: float = -16.0  # ... and of the end: the deeper the model, the less of it is left at the head
 
     @property
     def responses(self) -> int:
@@ -62,7 +64,14 @@ WORKLOADS = {
     "cpu": Workload(SMALL, 16, 8, 32, 64, 32),
     "learn": Workload(SMALL, 8, 8, 32, 16, 32),  # short responses: gate G4, the same model
     "gpu": Workload(
-        _qwen3(1024, 28, 16, 8, 128, 3072, 151_936), 64, 8, 256, 512, 16
+        _qwen3(1024, 28, 16, 8, 128, 3072, 151_936),
+        64,
+        8,
+        256,
+        512,
+        16,
+        shared_channel=0.6,
+        end_channel=-64.0,
     ),  # the shape of Qwen3-0.6B
     "tiny": Workload(_qwen3(32, 2, 2, 1, 16, 64, 128), 2, 4, 6, 8, 4, rows=64),  # for the tests
 }
@@ -71,6 +80,8 @@ LEARNING_RATE = 1e-6
 LEARNING_RATE_TO_LEARN = 3e-3  # gate G4
 EPSILON = 1e-4  # added to a group's standard deviation; TRL's, which cannot be set there
 CLIP = 0.2
+SAMPLER_MEMORY = 0.3  # share of a GPU's memory for vLLM; TRL's default
+CORRECTION_CAP = 2.0  # of a token's weight for what vLLM's policy differs by; the engine's default
 
 
 def share_of_even(token_ids: Sequence[int]) -> float:
@@ -139,8 +150,8 @@ def _write_model(workload: Workload, folder: Path) -> None:
     )
     with torch.no_grad():  # one channel of the stream is the same for all tokens: it pushes the end away
         embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 0.3
-        embedding[0, 0] = -16.0
+        embedding[:, 0] = workload.shared_channel
+        embedding[0, 0] = workload.end_channel
         sample = torch.randint(
             2, size, (4, workload.prompt_tokens), generator=torch.Generator().manual_seed(0)
         )

@@ -3,7 +3,7 @@
 TRL's side runs in an environment of its own, which ``benchmarks/trl/compare.py`` makes.
 """
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -16,13 +16,21 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "trl"
 
 
 @pytest.fixture(scope="module")
-def figures():
-    spec = importlib.util.spec_from_file_location("trl_figures", FOLDER / "figures.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["trl_figures"] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["trl_figures"]
+def benchmark():
+    """Modules of the benchmark by name, which find each other in its folder."""
+    names = ("figures", "jobs", "workload", "report", "compare")
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def figures(benchmark):
+    return benchmark["figures"]
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.1, 1.4), (0.5, 3.0), (0.9, 7.4), (1.0, 9.0)])
@@ -61,6 +69,17 @@ def found_of(**changes):
 def test_other_maths_fails_its_gate(figures, other):
     assert figures.same_maths(found_of(), found_of(), "fp32").passed
     assert not figures.same_maths(found_of(), found_of(**other), "fp32").passed
+
+
+def test_on_a_gpu_one_log_prob_may_be_rounded_further_but_not_all(figures):
+    exact = [[-10.0, -10.0, -10.0, -10.0]]
+    one, all_of_them, far = [[-10.06, *exact[0][1:]]], [[-10.03] * 4], [[-10.3, *exact[0][1:]]]
+    passed = {
+        name: figures.same_maths(found_of(log_probs=exact), found_of(log_probs=other), "bf16 gpu").passed
+        for name, other in (("exact", exact), ("one", one), ("all", all_of_them), ("far", far))
+    }
+    assert passed == {"exact": True, "one": True, "all": False, "far": False}
+    assert not figures.same_maths(found_of(log_probs=exact), found_of(log_probs=one), "bf16").passed
 
 
 @pytest.mark.parametrize(
@@ -122,3 +141,110 @@ def test_the_engines_side_runs_two_steps_of_full_responses(tmp_path):
     assert found["steps"][0]["ratio"] == 1.0
     assert all(step["wall"] > 0 and step["cpu"] > 0 for step in found["steps"])
     assert found["first_step_seconds"] > found["steps"][0]["wall"]
+
+
+SCRIPT = """
+import json, os, sys, time
+what, arguments = sys.argv[1], dict(zip(sys.argv[2::2], sys.argv[3::2]))
+if what == "fail":
+    raise SystemExit("no such luck")
+if what == "hang":
+    time.sleep(600)
+with open(arguments["--out"], "w") as file:
+    json.dump({"device": os.environ.get("CUDA_VISIBLE_DEVICES"), "lane": arguments.get("--lane")}, file)
+"""
+
+
+@pytest.fixture
+def run_jobs(benchmark, tmp_path):
+    """Runs (name, what, options, after) as processes of a small script."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(described, devices=("",), budget=120.0, on_end=lambda found: None):
+        jobs = benchmark["jobs"]
+        environment = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
+        command = jobs.Command([sys.executable, str(script)], environment)
+        pool = jobs.Pool({"trl": command}, devices, tmp_path, budget, on_end)
+        return pool.run(
+            [jobs.Job(name, "trl", what, "tiny", options, after) for name, what, options, after in described]
+        )
+
+    return run
+
+
+def test_each_process_sees_the_gpu_of_its_own(run_jobs):
+    found = run_jobs(
+        [(name, "time", {"lane": "matched"}, ()) for name in ("one", "two", "three")], ("4", "7")
+    )
+    assert set(found.results) == {"one", "two", "three"}
+    assert {each["device"] for each in found.results.values()} <= {"4", "7"}
+    assert all(each["lane"] == "matched" for each in found.results.values())
+
+
+def test_a_process_without_gpus_named_keeps_the_environment(run_jobs):
+    assert run_jobs([("one", "time", {}, ())]).results["one"]["device"] is None
+
+
+def test_a_process_that_fails_stops_only_what_needs_it(run_jobs):
+    told = []
+    jobs = [
+        ("bad", "fail", {}, ()),
+        ("needs bad", "gates", {}, ("bad",)),
+        ("good", "time", {}, ()),
+        ("needs good", "gates", {}, ("good",)),
+    ]
+    found = run_jobs(jobs, on_end=lambda found: told.append(set(found.results)))
+    assert set(found.results) == {"good", "needs good"}
+    assert "no such luck" in found.failures["bad"]
+    assert found.failures["needs bad"] == "not begun: it needs 'bad', which failed"
+    assert told == [set(), {"good"}, {"good", "needs good"}]
+
+
+def test_when_the_time_is_up_what_runs_is_ended_and_the_rest_not_begun(run_jobs):
+    found = run_jobs([("slow", "hang", {}, ()), ("later", "time", {}, ())], budget=1.5)
+    assert found.results == {}
+    assert found.failures["slow"].startswith("ended: the time was up")
+    assert found.failures["later"] == "not begun: the time was up"
+
+
+def timed_result(seconds, warm_up=1):
+    step = {"cpu": 1.0, "generate": 0.5, "completion_tokens": 64.0, "train_tokens": 112.0}
+    return {
+        "steps": [step | {"wall": wall} for wall in seconds], "warm_up": warm_up, "first_step_seconds": 9.0,
+        "memory": {"resident_gib": 1.0}, "settings": {}, "surroundings": {},
+        "inputs": {"model_sha256": "m", "data_sha256": "d"},
+    }  # fmt: skip
+
+
+def test_a_report_leaves_out_warm_up_and_says_what_is_missing(benchmark):
+    report, found = benchmark["report"], benchmark["jobs"].Found()
+    found.results["matched trl time 1"] = timed_result([50.0, 4.0, 4.0])
+    half = report.table({"matched": report.lane(found.results, "matched")})
+    assert "| matched | engine | not measured |" in half
+    found.results["matched engine time 1"] = timed_result([90.0, 2.0, 2.0])
+    found.failures["matched trl gates"] = "exit 1"
+    lane = report.lane(found.results, "matched")
+    assert lane["ratio"] == 2.0
+    assert lane["trl"]["processes"] == [[4.0, 4.0]]
+    gates = {gate.name[:2]: gate for _, gate in report.gates(found, ["matched"], {"matched": "fp32"})}
+    assert {name for name, gate in gates.items() if gate.passed} == {"G0", "G5"}
+    assert gates["G1"].found == gates["G4"].found == "not run"
+
+
+def test_two_frameworks_take_turns_on_one_device_and_run_side_by_side_on_several(
+    benchmark, monkeypatch, tmp_path
+):
+    def planned(*words):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+        arguments = benchmark["compare"].parse()
+        return benchmark["compare"].plan(arguments, tmp_path)
+
+    turns = [job.framework for job in planned("--lanes", "matched") if job.what == "time"]
+    assert turns == ["trl", "engine", "engine", "trl"]
+    beside = planned("--lanes", "matched", "--devices", "0,1", "--device", "cuda", "--sampler", "vllm")
+    assert [job.framework for job in beside if job.what == "time"] == ["trl", "engine"]
+    assert [job.options["seeds"] for job in beside if job.name.startswith("learn trl")] == [[0], [1], [2]]
+    names = {job.name for job in beside}
+    assert len(names) == len(beside)
+    assert all(needed in names for job in beside for needed in job.after)
