@@ -65,16 +65,39 @@ def checksum(data: Tensor) -> str:
     Args:
         data: [n] uint8, n a multiple of 8.
     """
-    words = data.view(torch.int64)
-    factors = _factors(data.device)
-    plain = torch.zeros((), dtype=torch.int64, device=data.device)
-    weighed = torch.zeros_like(plain)
-    for start in range(0, len(words), CHUNK_WORDS):
-        chunk = words[start : start + CHUNK_WORDS]
-        total = chunk.sum()
-        plain += total
-        weighed += (chunk * factors[: len(chunk)]).sum() + 2 * start * total
-    return f"{int(plain) & MASK:016x}{int(weighed) & MASK:016x}"
+    words, factors = data.view(torch.int64), _factors(data.device)
+    sums = (_by_chunks if data.device.type == "cpu" else _at_once)(words, factors)
+    plain, weighed = sums.tolist()  # the device is waited for once, here
+    return f"{plain & MASK:016x}{weighed & MASK:016x}"
+
+
+def _by_chunks(words: Tensor, factors: Tensor) -> Tensor:
+    """[2] int64, both sums; what is worked on stays in a CPU's cache."""
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for first in range(0, len(words), CHUNK_WORDS):
+        sums += _sums(words[first : first + CHUNK_WORDS][None], factors, first)
+    return sums
+
+
+def _at_once(words: Tensor, factors: Tensor) -> Tensor:
+    """As ``_by_chunks``, with few kernels: on a GPU to start one takes longer than a chunk does."""
+    whole = len(words) // CHUNK_WORDS * CHUNK_WORDS
+    rows = words[:whole].view(whole // CHUNK_WORDS, CHUNK_WORDS)
+    return _sums(rows, factors, 0) + _sums(words[whole:][None], factors, whole)
+
+
+def _sums(rows: Tensor, factors: Tensor, first: int) -> Tensor:
+    """[2] int64, both sums of these words.
+
+    Args:
+        rows: [n, w] int64, w words each, n = 1 or w = ``CHUNK_WORDS``.
+        factors: ``_factors``.
+        first: number of the first word.
+    """
+    totals = rows.sum(1)
+    at = torch.arange(first, first + CHUNK_WORDS * len(rows), CHUNK_WORDS, device=rows.device)
+    weighed = (rows * factors[: rows.shape[1]]).sum() + 2 * (at * totals).sum()
+    return torch.stack((totals.sum(), weighed))
 
 
 @functools.lru_cache(maxsize=4)
@@ -106,10 +129,14 @@ def planned(tensors: Sequence[tuple[str, Tensor]], offset: int) -> Bucket:
 def fill(arena: Arena, bucket: Bucket, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Copy tensors, wherever they are, to their places, and work the checksum out."""
     data = arena.view(bucket.offset, bucket.size)
+    targets, sources = [], []
     for (_, tensor), (_, dtype, shape, at) in zip(tensors, bucket.entries, strict=True):
-        size = tensor.numel() * tensor.element_size()
-        data[at + size : at + _aligned(size)] = 0
-        data[at : at + size].view(DTYPES[dtype]).view(shape).copy_(tensor.detach())
+        end = at + tensor.numel() * tensor.element_size()
+        if (gap := at + _aligned(end - at)) > end:
+            data[end:gap] = 0
+        targets.append(data[at:end].view(DTYPES[dtype]).view(shape))
+        sources.append(tensor.detach())
+    torch._foreach_copy_(targets, sources)  # on a GPU one kernel for many tensors
     bucket.sum = checksum(data)
 
 

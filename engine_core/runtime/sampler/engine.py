@@ -89,6 +89,7 @@ class SamplerEngine(RolloutEngine):
             HostMemory(HostMemory.new_file()),
             context.device if shares_device(context.device) else None,
             source,
+            again=self.settings.max_restarts > 0,
         )
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
         self._folder = tempfile.mkdtemp(prefix="engine-sampler-")

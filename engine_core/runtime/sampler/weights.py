@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Stream = Iterable[tuple[str, "Tensor"]]
-Filling = Iterable[tuple[Bucket, "list[tuple[str, Tensor]] | None"]]
+Filling = Iterator[tuple[Bucket, "list[tuple[str, Tensor]] | None"]]
 
 log = logging.getLogger("engine")
 
@@ -30,13 +30,20 @@ class Weights:
     Args:
         host: memory that the process sees.
         device: of a GPU whose memory the process can open; None: weights go through host memory.
-        source: streams the present weights anew. Without it every bucket keeps a place of its own in host memory.
+        source: streams the present weights anew. Without it every bucket keeps a place of its own in host memory,
+            where they go through the device's beside.
+        again: a new process may have to be given the present weights; False: nothing is kept for one.
     """
 
     def __init__(
-        self, host: HostMemory, device: torch.device | None, source: Callable[[], Stream] | None
+        self,
+        host: HostMemory,
+        device: torch.device | None,
+        source: Callable[[], Stream] | None,
+        again: bool = True,
     ) -> None:
         self.host, self.source = host, source
+        self._keeps = source is None and again
         self.device_memory = DeviceMemory(device) if device is not None else None
         self.version: int | None = None  # of the last whole update; None: the weights of the model folder
         self._broken = ""  # why no whole update can be given
@@ -59,9 +66,11 @@ class Weights:
         """
         self._broken = f"an update to version {version} did not come to its end"
         kept: list[Bucket] = []
-        buckets = self._filling(stream, kept)
-        found = self._deliver(processes, buckets, version)
-        if self.source is None:
+        arena: Arena = self.device_memory or self.host
+        in_turn = self.device_memory is not None or not self._keeps
+        buckets = self._beside(stream, kept) if in_turn else self._filling(stream, kept)
+        found = self._deliver(processes, buckets, version, arena, in_turn)
+        if self._keeps:
             for _ in buckets:  # the rest, where all are gone
                 pass
         self.version, self._broken, self._kept = version, "", kept
@@ -75,10 +84,12 @@ class Weights:
         """
         if self.version is None or self._broken:
             return ""
-        buckets: Filling = ((bucket, None) for bucket in self._kept)
         if self.source is not None:
-            buckets = self._filling(self.source(), [])
-        (found,) = self._deliver([process], buckets, self.version)
+            arena: Arena = self.device_memory or self.host
+            (found,) = self._deliver([process], self._beside(self.source(), []), self.version, arena, True)
+        else:
+            buckets: Filling = ((bucket, None) for bucket in self._kept)
+            (found,) = self._deliver([process], buckets, self.version, self.host, False)
         if isinstance(found, Lost):
             raise found
         return found
@@ -97,10 +108,23 @@ class Weights:
             self.device_memory.close()
 
     def _deliver(
-        self, processes: Sequence[SamplerProcess], buckets: Filling, version: int
+        self,
+        processes: Sequence[SamplerProcess],
+        buckets: Filling,
+        version: int,
+        arena: Arena,
+        in_turn: bool,
     ) -> list[str | Lost]:
-        """A bucket to all, then the next: they take it at one time."""
-        under_way = {at: self._begin(process, version) for at, process in enumerate(processes)}
+        """A bucket to all, then the next: they take it at one time.
+
+        Args:
+            processes: that take.
+            buckets: what they take.
+            version: of these weights.
+            arena: where buckets lie.
+            in_turn: each is filled into one of two places of the arena; else it lies in its own already.
+        """
+        under_way = {at: self._begin(process, version, arena) for at, process in enumerate(processes)}
         found: list[Any] = [None] * len(processes)
 
         def of_each(do: Callable[[Delivery], Any]) -> None:
@@ -113,7 +137,7 @@ class Weights:
 
         try:
             for bucket, tensors in buckets:
-                if self.source is not None:
+                if in_turn:
                     of_each(functools.partial(self._place, bucket=bucket))
                 of_each(functools.partial(Delivery.put, bucket=bucket, tensors=tensors))
                 if not under_way:
@@ -130,24 +154,39 @@ class Weights:
             found[at] = found[at]["value"]
         return found
 
-    def _begin(self, process: SamplerProcess, version: int) -> Delivery:
+    def _begin(self, process: SamplerProcess, version: int, arena: Arena) -> Delivery:
         number = process.next_number()
         process.post({"kind": "update", "id": number, "version": version})
-        arena: Arena = self.device_memory if self.device_memory and self.source else self.host
         return Delivery(process.post, lambda: process.answer_to(number), number, arena)
 
-    def _filling(
-        self, stream: Stream, kept: list[Bucket]
-    ) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]] | None]]:
-        """The stream's buckets; where they are kept, filled, one behind another in host memory."""
+    def _filling(self, stream: Stream, kept: list[Bucket]) -> Filling:
+        """The stream's buckets, filled, one behind another in host memory."""
         for tensors in grouped(stream):
-            offset = kept[-1].offset + kept[-1].size if kept else 0
-            bucket = planned(tensors, offset)
-            if self.source is None:
-                kept.append(bucket)
-                self.host.reserve(bucket.offset + bucket.size)
-                fill(self.host, bucket, tensors)
+            yield self._kept_bucket(planned(tensors, 0), tensors, kept), tensors
+
+    def _beside(self, stream: Stream, kept: list[Bucket]) -> Filling:
+        """The stream's buckets, which who asks for them fills; where they are kept, a copy of each in host memory.
+
+        It is made while the process takes the bucket.
+        """
+        for tensors in grouped(stream):
+            bucket = planned(tensors, 0)
             yield bucket, tensors
+            if self._keeps:
+                self._kept_bucket(bucket, tensors, kept)
+
+    def _kept_bucket(self, bucket: Bucket, tensors: list[tuple[str, Tensor]], kept: list[Bucket]) -> Bucket:
+        """A copy of it behind those that are kept, from the device's memory where it was filled there."""
+        offset = kept[-1].offset + kept[-1].size if kept else 0
+        made = Bucket(offset, bucket.size, bucket.entries, bucket.sum)
+        kept.append(made)
+        self.host.reserve(offset + made.size)
+        if made.sum and self.device_memory is not None:
+            data = self.device_memory.view(bucket.offset, bucket.size)
+            self.host.view(offset, made.size).copy_(data)
+        else:
+            fill(self.host, made, tensors)
+        return made
 
     def _place(self, delivery: Delivery, bucket: Bucket) -> None:
         """One of two places in turn: the one before the last is free once it is answered."""

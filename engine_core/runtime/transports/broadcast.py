@@ -2,13 +2,18 @@
 
 The group is none of ``torch.distributed``'s default ones, in which every pool is a world of its own. Each bucket is
 three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.
+Words go through host memory by gloo in any case, bytes by NCCL from device to device where that can be: who waits for
+a word is told when nobody will send it, and a kernel of NCCL is begun when the bytes are there.
 On a GPU this is experimental: it has not run on one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import logging
+import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -22,29 +27,41 @@ from engine_core.runtime.starting import store_at
 from engine_core.runtime.transports.base import Flat, Stream, Transport, Update, check, flattened, size_of
 
 MAX_HEADER_BYTES = 1 << 31
+SPIN_SECONDS = 0.05  # a bucket takes a millisecond; who waits longer waits for somebody
+NAP_SECONDS = 0.001
+
+log = logging.getLogger("engine")
 
 
 class Broadcast(Transport):
     """See the module and ``Transport``."""
 
-    group: Any = None
+    group: Any = None  # of words, and of bytes where these go through host memory
+    bytes_group: Any = None  # of NCCL
     device = torch.device("cpu")
 
     def open(self) -> Any:
-        """The kind of device that weights are to come to."""
-        return self.end.device.type
+        """Which GPU weights are to come to; "" where it is none that NCCL reaches."""
+        return _gpu(self.end.device) if dist.is_nccl_available() else ""
 
     def join(self, told: Sequence[Any]) -> None:
         seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
-        store = dist.PrefixStore(self.end.label, store_at(self.end.meeting, len(told), seconds))
+        store = store_at(self.end.meeting, len(told), seconds)
         place, size = self.end.place, len(told)
-        if set(told) == {"cuda"} and dist.is_nccl_available():
-            self.device = self.end.device
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = seconds
-            self.group = dist.ProcessGroupNCCL(store, place, size, options)
-        else:
-            self.group = dist.ProcessGroupGloo(store, place, size, seconds)
+        words = dist.PrefixStore(f"{self.end.label}/words", store)
+        self.group = dist.ProcessGroupGloo(words, place, size, seconds)
+        if not all(told):
+            return
+        if len(set(told)) < size:
+            log.warning(
+                "rollout.transport = 'broadcast': processes share a GPU, so weights go through host memory."
+            )
+            return
+        self.device = self.end.device
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 2 * seconds  # past it NCCL ends the process: this module says before what is late
+        data = dist.PrefixStore(f"{self.end.label}/bytes", store)
+        self.bytes_group = dist.ProcessGroupNCCL(data, place, size, options)
 
     def send(self, stream: Stream, update: Update) -> int:
         sent = 0
@@ -83,24 +100,24 @@ class Broadcast(Transport):
                 self._drain(update)
 
     def close(self) -> None:
-        self.group = None
+        self._leave()
 
     # -- one broadcast ------------------------------------------------------
 
     def _post(self, told: Mapping[str, Any], flat: Flat | None, update: Update) -> list[Any]:
         """Send a header, and the bytes of a bucket; what is under way, with the tensors that it reads."""
-        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8).to(self.device)
-        lengths = torch.tensor([len(header), flat.bucket.size if flat else 0], device=self.device)
+        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        lengths = torch.tensor([len(header), flat.bucket.size if flat else 0])
         tensors = [lengths, header, *([flat.data] if flat and flat.bucket.size else [])]
         return [(self._broadcast(tensor, update), tensor) for tensor in tensors]
 
     def _header(self, update: Update) -> dict[str, Any]:
-        lengths = self._taken(torch.zeros(2, dtype=torch.int64, device=self.device), update)
+        lengths = self._taken(torch.zeros(2, dtype=torch.int64), update)
         header_bytes, size = lengths.tolist()
         if not 0 < header_bytes < MAX_HEADER_BYTES:
             raise self._unusable(update, f"a header of {header_bytes} bytes came, which is none of ours.")
-        header = self._taken(torch.empty(header_bytes, dtype=torch.uint8, device=self.device), update)
-        told: dict[str, Any] = json.loads(bytes(header.cpu().numpy()))
+        header = self._taken(torch.empty(header_bytes, dtype=torch.uint8), update)
+        told: dict[str, Any] = json.loads(bytes(header.numpy()))
         return told | {"size": size}
 
     def _payload(self, told: Mapping[str, Any], update: Update) -> Tensor:
@@ -115,20 +132,30 @@ class Broadcast(Transport):
         if self.group is None:
             raise self.end.failed(update, "the group has failed before. This is a bug of the runtime.")
         try:
-            return self.group.broadcast(tensor, 0)
+            group = self.group if tensor.device.type == "cpu" else self.bytes_group
+            return group.broadcast(tensor, 0)
         except RuntimeError as error:
             raise self._unusable(update, _first_line(error)) from error
 
     def _wait(self, under_way: Sequence[Any], update: Update) -> None:
-        for work, _ in under_way:
+        for work, tensor in under_way:
             try:
-                work.wait()
+                if tensor.device.type != "cpu" and not _done(work, self.options.timeout_seconds):
+                    raise self._unusable(update, "the bytes of a bucket timed out")
+                work.wait()  # on a GPU its stream waits, not this process
             except RuntimeError as error:
                 raise self._unusable(update, _first_line(error)) from error
 
+    def _leave(self) -> None:
+        """Free the groups. One of NCCL is ended at once: what it still waits for does not come."""
+        group, self.group, self.bytes_group = self.bytes_group, None, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
     def _unusable(self, update: Update, what: str) -> TrainingFailed:
         """The group cannot be used any more; said by whoever sees it first."""
-        self.group = None
+        self._leave()
         if "imed out" in what:
             return self.end.late(update, f"nothing went on ({what})", self.options.timeout_seconds)
         return self.end.failed(update, what)
@@ -143,6 +170,22 @@ class Broadcast(Transport):
                 self._payload(told, update)
             except TrainingFailed:
                 return  # who sends is gone, too
+
+
+def _gpu(device: torch.device) -> str:
+    """Its identity, the same in every process whatever number it has there; "" of another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _done(work: Any, seconds: float) -> bool:
+    """Whether what a GPU was given is done in that time. ``Work.wait`` with a time looks once in a millisecond."""
+    start = time.monotonic()
+    while not work.is_completed():
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        time.sleep(0.0 if waited < SPIN_SECONDS else NAP_SECONDS)
+    return True
 
 
 def _first_line(error: Exception) -> str:

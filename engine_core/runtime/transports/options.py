@@ -22,7 +22,7 @@ class TCPOptions(TransportOptions):
 
 
 class BroadcastOptions(TransportOptions):
-    """``[rollout.broadcast]``: a process group over the trainer's first rank and the sampler's processes; gloo, or NCCL where all are on CUDA."""
+    """``[rollout.broadcast]``: a process group over the trainer's first rank and the sampler's processes; gloo, or NCCL where each has a GPU of its own."""
 
 
 class FolderOptions(TransportOptions):

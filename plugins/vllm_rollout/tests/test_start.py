@@ -1,8 +1,10 @@
 """Start-up errors of vLLM, as its source writes them, in the words of a run file."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from engine_plugin_vllm_rollout.start import architecture, check_heads, meaning
+from engine_plugin_vllm_rollout.start import architecture, check_heads, meaning, take_device
 from transformers import LlamaConfig, Qwen3Config, ViTConfig
 
 from engine_core.errors import ConfigError, EnvironmentProblem
@@ -84,3 +86,12 @@ def test_heads_that_a_cpu_has_no_kernel_for_are_refused_before_vllm_starts():
             check_heads(small, cpu)
         check_heads(small, torch.device("cuda"))
     check_heads(Qwen3Config(head_dim=32), cpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"), [("cuda:3", "cuda:3"), ("cuda:0", "cuda:0"), ("cuda", "cuda"), ("cpu", "cuda")]
+)
+def test_vllm_takes_the_gpu_of_its_worker_and_not_the_first_that_the_process_sees(device, taken):
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda")))
+    take_device(config, torch.device(device))
+    assert str(config.device_config.device) == taken

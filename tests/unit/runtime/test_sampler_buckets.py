@@ -31,10 +31,13 @@ def slow_checksum(data):
     return f"{plain:016x}{weighed:016x}"
 
 
-def test_the_checksum_is_that_of_whole_numbers_also_over_several_chunks(monkeypatch):
+@pytest.mark.parametrize("words", [0, 1, 50, 333, 350])
+@pytest.mark.parametrize("way", ["_by_chunks", "_at_once"])  # of a CPU, of a GPU
+def test_the_checksum_is_that_of_whole_numbers_also_over_several_chunks(monkeypatch, way, words):
     monkeypatch.setattr(buckets, "CHUNK_WORDS", 50)
+    monkeypatch.setattr(buckets, "_by_chunks", getattr(buckets, way))
     buckets._factors.cache_clear()
-    data = torch.randint(0, 256, (8 * 333,), dtype=torch.uint8)
+    data = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
     assert checksum(data) == slow_checksum(data.numpy().tobytes())
     buckets._factors.cache_clear()
 

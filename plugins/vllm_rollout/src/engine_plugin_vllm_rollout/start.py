@@ -174,12 +174,24 @@ def start(
             **(more or {}),
         }
         config = EngineArgs(**(arguments | options.passed_on())).create_engine_config()
+        take_device(config, place.device)
         return LLMEngine(
             config,
             executor_class=Executor.get_class(config),
             log_stats=False,
             multiprocess_mode=False,
         )
+
+
+def take_device(config: Any, device: torch.device) -> None:
+    """Have vLLM's engine of one process use this GPU: by itself it takes number 0 of those that the process sees.
+
+    Args:
+        config: of vLLM.
+        device: of the worker.
+    """
+    if device.type == "cuda" and device.index is not None:
+        config.device_config.device = device  # vLLM's executor reads the number of it
 
 
 def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str, Any]:
