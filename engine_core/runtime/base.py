@@ -118,6 +118,9 @@ class Runtime(abc.ABC):
         """Memory of the workers now, ``memory/ROLE/...`` in GiB, the most of a role's ranks; by default they are this process."""
         return {}
 
+    def give_up(self) -> None:
+        """A stop has interrupted this thread: what it has asked workers for is left, where it may be. By default nothing is in hand."""
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Hand device memory over for ``generate``, ``reward``, ``train`` or ``sync``; by default nobody sleeps."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine_core.errors import EngineError, WorkerLost
 from engine_core.logs import FILE_ONLY
@@ -93,6 +93,7 @@ class Command:
         self.errors: dict[int, Exception] = {}
         self.later: dict[int, Future[Any]] = {}  # results that come after the answer: of saves
         self.failed_at: float | None = None  # of the first error, while others have not answered
+        self.thread = threading.get_ident()  # that asks
 
     @property
     def waiting(self) -> list[int]:
@@ -149,6 +150,12 @@ class Command:
             self.reply.set_exception(error)
 
 
+class Leave(NamedTuple):
+    """In the queue of commands: nobody waits for those before it that this thread has given."""
+
+    thread: int
+
+
 class Crew:
     """All workers of a run.
 
@@ -174,9 +181,8 @@ class Crew:
         self._warned: dict[str, int] = {}  # warnings, and the rank that gave each first
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | Leave | None]
+        self._outgoing = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="send", daemon=True)
         self._sender.start()
         for worker in self.workers:
@@ -221,6 +227,13 @@ class Crew:
         self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
         return command.reply
 
+    def give_up(self) -> None:
+        """Nobody waits for what the calling thread has asked for; what may be left of it is left.
+
+        For whoever was interrupted: a signal's exception may come between a command and the wait for its reply.
+        """
+        self._outgoing.put(Leave(threading.get_ident()))
+
     def admit(self, worker: WorkerHandle) -> None:
         """Take in a new process in the place of one that was lost."""
         with self._lock:
@@ -262,9 +275,9 @@ class Crew:
         """Commands that were given while the end had begun. The sender may still be there and take them first."""
         with contextlib.suppress(queue.Empty):
             while True:
-                unsent, _ = self._outgoing.get_nowait() or (None, {})
-                if unsent is not None:
-                    unsent.fail(self._over(unsent))
+                unsent = self._outgoing.get_nowait()
+                if unsent is not None and isinstance(unsent[0], Command):
+                    unsent[0].fail(self._over(unsent[0]))
         self._outgoing.put(None)  # for the sender, whose end this may have taken
 
     def _over(self, command: Command) -> WorkerLost:
@@ -274,6 +287,9 @@ class Crew:
     def _send(self) -> None:
         """Put commands into mailboxes, in the order in which they were given."""
         while (item := self._outgoing.get()) is not None:
+            if isinstance(item, Leave):
+                self._leave(item.thread)
+                continue
             command, messages = item
             with self._lock:
                 if self.broken is not None:
@@ -288,6 +304,12 @@ class Crew:
             for rank, message in messages.items():
                 with contextlib.suppress(Closed):  # its reader tells how it ended
                     self.workers[rank].channel.send(message)
+
+    def _leave(self, thread: int) -> None:
+        with self._lock:
+            left = [command for command in self.open.values() if command.thread == thread]
+        for command in left:
+            command.reply.give_up()
 
     # -- answers ------------------------------------------------------------
 

@@ -151,6 +151,10 @@ class CrewRuntime(Runtime):
                 found |= {name.replace("/", f"/{role}/", 1): value for role in pool.roles}
         return found
 
+    def give_up(self) -> None:
+        if self.crew is not None:
+            self.crew.give_up()
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if name != "generate":

@@ -412,6 +412,8 @@ class TrainingRun(abc.ABC):
     def _stopped(self, stop: Stop, loop: StepLoop | None) -> BaseException:
         """Save what the stop interrupted; what leaves ``train``."""
         try:
+            if loop is not None:
+                self.runtime.give_up()  # the stop may have come between a call and the wait for its result
             saved = loop is not None and loop.stop(stop)
             if not saved:
                 log.warning("Stopped by %s; nothing new was saved.", stop.name)

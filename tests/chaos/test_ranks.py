@@ -30,6 +30,39 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_ends_as_the_straight_one(
     assert result() == straight_ranks()
 
 
+STOPPED_BEFORE_IT_WAITS = """
+import os, signal, time
+from pathlib import Path
+from engine_core.runtime.crew import Crew
+
+send = Crew.send
+
+def send_and_be_stopped(crew, messages, what, *given, **named):
+    reply = send(crew, messages, what, *given, **named)
+    if what == ("rollout", "generate") and Path("happened").exists():  # after the optimizer's step
+        while not Path("done").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return reply
+
+Crew.send = send_and_be_stopped
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_between_a_call_and_the_wait_for_it_saves_the_step_while_a_rank_is_at_work(
+    engine, hurting, ranks
+):
+    """Rank 1 samples for the evaluation of step 1 for ten minutes; the step is to be saved by it too."""
+    path = ranks(
+        {"eval.every_steps": 1}, hurt=[["actor", 1, "step", "nothing"], ["rollout", 1, "sample", "sleep"]]
+    )
+    hurting.ended(run := engine.start("train", path, prelude=STOPPED_BEFORE_IT_WAITS))
+    assert run.code == 75, run.err
+    assert "Stopped by SIGTERM after step 1" in run.err
+    assert [file.name for file in hurting.folder.glob("runs/r/checkpoints/step_*")] == ["step_00000001"]
+
+
 EACH = [
     (["rollout", 1, "sample", "kill"], "killed by SIGKILL"),
     (["actor", 0, "save", "kill"], "killed by SIGKILL"),

@@ -1,5 +1,6 @@
-"""One run file, one word changed: the first step of every train backend has the same loss and gradient norm."""
+"""One run file, one word changed: every train backend takes the same first step, and goes on with what another exported."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -63,13 +64,22 @@ def folder(tmp_path_factory):
     return made
 
 
-def first_step(folder, run, backend):
-    settings = [f"run.name={run}-{backend}", f"actor.backend={backend}", *BACKENDS[backend]]
-    command = [sys.executable, "-m", "engine_core.cli.main", "train", f"{run}.toml"]
-    command += [word for setting in settings for word in ("--set", setting)]
+def engine(folder, *arguments):
+    command = [sys.executable, "-m", "engine_core.cli.main", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "runs" / f"{run}-{backend}" / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def train(folder, run, name, backend, *more):
+    """The metrics of each step."""
+    settings = [f"run.name={name}", f"actor.backend={backend}", *BACKENDS[backend], *more]
+    engine(folder, "train", f"{run}.toml", *(word for setting in settings for word in ("--set", setting)))
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def first_step(folder, run, backend):
+    return train(folder, run, f"{run}-{backend}", backend)[0]
 
 
 @pytest.mark.slow
@@ -81,3 +91,25 @@ def test_the_first_step_is_the_same_under_every_backend(folder, run):
         found = first_step(folder, run, backend)
         for name in ("actor/loss", "actor/grad_norm"):
             assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), (backend, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_weights_that_one_backend_exports_go_on_under_the_next_with_the_loss_that_it_would_have_had(folder):
+    """All steps see one batch. The fourth step of a run is on live weights, the first of the next on the exported third."""
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "batch.jsonl").write_text("".join(rows[:4]))
+    words = ["data.train=batch.jsonl", "run.steps=4", "checkpoint.every_steps=3"]
+    model, expected, began = "model", None, []
+    for number, backend in enumerate([*BACKENDS, "torch"]):
+        name = f"leg-{number}-{backend}"
+        losses = [
+            line["actor/loss"] for line in train(folder, "sft", name, backend, *words, f"model.path={model}")
+        ]
+        assert expected is None or losses[0] == pytest.approx(expected, abs=1e-5), name
+        began.append(losses[0])
+        if number == len(BACKENDS):
+            break
+        expected, model = losses[3], f"after-{name}"
+        engine(folder, "export", f"runs/{name}", model, "--step", "3")
+    assert all(later < earlier - 1e-3 for earlier, later in itertools.pairwise(began)), began

@@ -211,6 +211,22 @@ def test_who_is_interrupted_while_waiting_gives_the_command_up_where_that_is_saf
     assert [m["id"] for m in asked] == [1]
 
 
+def test_what_a_thread_asked_for_and_does_not_wait_for_is_given_up_where_that_is_safe(make):
+    """A signal's exception comes before the wait begins: the reply itself is lost."""
+    crew = make(silent)
+    other = threading.Thread(target=send, args=(crew,), kwargs={"interruptible": True})
+    other.start()
+    other.join()
+    send(crew, interruptible=False)
+    send(crew, interruptible=True)
+    crew.give_up()
+    send(crew, interruptible=True)  # afterwards
+    deadline = time.monotonic() + 10
+    while len(crew.scripted[0].heard) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [m["id"] for m in crew.scripted[0].heard if m["kind"] == "interrupt"] == [3]
+
+
 def test_what_does_not_cross_is_told_to_the_caller(make):
     crew = make(echo)
     with pytest.raises(TypeError, match="does not cross"):
