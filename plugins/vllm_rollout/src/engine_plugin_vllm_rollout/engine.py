@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import RolloutEngine
+from engine_core.engines.base import Layout, RolloutEngine
 from engine_core.engines.model_loading import has_no_weights, load_hf_config
 from engine_core.engines.requests import check_request
 from engine_core.engines.weights import published_weights
 from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
+from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
 from engine_plugin_vllm_rollout.start import (
     Place,
     architecture,
@@ -68,11 +69,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 "reward.judge.vllm.sleep_level = 2 gives weights up until an update brings them, and a judge gets none. Set "
                 "it to 1, which keeps them on the host."
             )
-        if context.world_size > 1:
-            raise ConfigError(
-                f"rollout.backend = 'vllm' samples in one process, and the pool has {context.world_size}. Give it a "
-                "process of its own in each of them with a table [rollout.process], or set runtime.torchrun.processes = 1."
-            )
+        check_ranks(config, self.options.tensor_parallel_size, context)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")  # tokenizer and config
         try:
             self._start()
@@ -112,7 +109,14 @@ class VLLMRolloutEngine(RolloutEngine):
             self._folder.name if module is not None else self.model_config.path,
             Path(self._folder.name),
             self.options,
-            Place(device, self.context.seed, device.type == "cuda", positions, self._full),
+            Place(
+                device,
+                self.context.seed,
+                device.type == "cuda",
+                positions,
+                self._full,
+                self.context.world_size,
+            ),
             load_weights=module is None and not has_no_weights(self.model_config.path),
             override=architecture(hf_config) | head(self.options.fp32_head) | self.model_config.override,
             trust_remote_code=self.model_config.trust_remote_code,
@@ -146,6 +150,10 @@ class VLLMRolloutEngine(RolloutEngine):
         return int(wanted or held or FALLBACK_POSITIONS)
 
     # -- requests -----------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.options.tensor_parallel_size, self.context.rank, self.context.world_size)
 
     @property
     def num_unfinished(self) -> int:

@@ -29,7 +29,7 @@ FIXED = {
     "return_sampling_mask": "what top_p and top_k left comes with the log-probs",
     "pipeline_parallel_size": "one engine samples in one process",
     "data_parallel_size": "each process of a pool has an engine of its own",
-    "distributed_executor_backend": "tensor_parallel_size decides it",
+    "distributed_executor_backend": "tensor_parallel_size and the sampler's pool decide it",
     "worker_extension_cls": "weights reach the parts of a model through it",
     "weight_transfer_config": "weights come from the trainer's stream",
     "runner": "this engine generates",
@@ -58,7 +58,7 @@ class EngineOptions(Options):
     enable_prefix_caching: bool = True
     """A prompt that several requests share (a group) is read once."""
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Processes over which the model is cut, in which vLLM's own executor runs it; must divide the number of heads. Experimental on GPUs."""
+    """Parts that every layer is cut into: over the processes of the sampler's pool, or over processes that vLLM starts where the pool is one; must divide the number of heads. Experimental on GPUs."""
 
     @model_validator(mode="after")
     def _known_to_vllm(self) -> Self:

@@ -101,6 +101,7 @@ class Place:
     sleeps: bool  # the device can give memory back
     positions: int  # tokens of prompt and response that the engine can hold
     tells_mass: bool = False  # log-probs of the whole distribution are wanted
+    ranks: int = 1  # processes of the pool; several share a model among themselves
 
 
 def prepare_environment(tells_mass: bool = False) -> None:
@@ -262,7 +263,9 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
             made[name] = value
     if getattr(options, "adapter", False):
         made |= {"enable_lora": True, "max_loras": 1}
-    if options.tensor_parallel_size > 1:
+    if place.ranks > 1:
+        made["distributed_executor_backend"] = _launcher(place.device)
+    elif options.tensor_parallel_size > 1:
         made |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
     if place.tells_mass:
         made |= {"logits_processors": [LOG_MASS], "worker_extension_cls": EXTENSION}
@@ -274,6 +277,15 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
             "max_num_batched_tokens": max(CPU_TOKENS, place.positions),
         }
     return made
+
+
+def _launcher(device: torch.device) -> Any:
+    """What runs one part of a model in each process of the pool."""
+    if device.type != "cpu":
+        return "external_launcher"
+    from engine_plugin_vllm_rollout.cpu_executor import LauncherOnCPU
+
+    return LauncherOnCPU
 
 
 @contextlib.contextmanager

@@ -31,6 +31,11 @@ def on_cpu(engine: LLMEngine) -> bool:
     return bool(current_platform.is_cpu())
 
 
+def parts_elsewhere(engine: LLMEngine) -> bool:
+    """Whether the model runs in processes that vLLM has started, a part in each."""
+    return bool(engine.vllm_config.parallel_config.distributed_executor_backend == "mp")
+
+
 def tokens_sampled(engine: LLMEngine, internal_id: str) -> int:
     """Of a request that is not finished."""
     return int(engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens())

@@ -83,8 +83,7 @@ class Updater:
 
     def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size], how: str) -> None:
         self._shapes, self.how = shapes, how
-        sharded = engine.vllm_config.parallel_config.tensor_parallel_size > 1
-        self._into = Sharded(engine) if sharded else versions.Whole(engine)
+        self._into = Sharded(engine) if versions.parts_elsewhere(engine) else versions.Whole(engine)
         self.touched = False
 
     def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:

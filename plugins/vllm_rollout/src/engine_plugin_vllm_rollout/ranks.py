@@ -1,0 +1,64 @@
+"""A model cut over the processes of a pool, where the trainer is too.
+
+vLLM calls it the external launcher: every process has an engine of its own with one part of the model, all of a group are
+given the same requests in the same order, and each comes to the same schedule and the same tokens. Nothing is sent between
+engines but what the layers exchange. Weights need no way of their own: each process has the trainer's whole tensors
+and copies its part of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_core.engines.base import Layout
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.config import RolloutConfig
+    from engine_core.engines.base import WorkerContext
+
+
+def layout_of(parts: int, rank: int, world_size: int) -> Layout:
+    """Where a process stands: ranks beside each other are the parts of one model, as vLLM numbers them.
+
+    Args:
+        parts: ``tensor_parallel_size``.
+        rank: of the process in its pool.
+        world_size: processes of the pool; 1: vLLM starts those of the other parts itself.
+    """
+    if world_size == 1:
+        return Layout()
+    return Layout(rank // parts, world_size // parts, rank % parts == 0)
+
+
+def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext) -> None:
+    """Look at the pool before vLLM takes a minute to start.
+
+    Raises:
+        ConfigError: so many processes cannot have engines of so many parts.
+    """
+    size, first = context.world_size, context.device.index or 0
+    if size == 1:
+        if parts > 1 and first:
+            raise ConfigError(
+                f"rollout.vllm.tensor_parallel_size = {parts}: the sampler's pool is one process with GPU {first}, and vLLM would "
+                f"take GPUs 0 to {parts - 1}, which are others'. Give the pool {parts} processes ([placement] pools)."
+            )
+        return
+    if parts == 1:
+        raise ConfigError(
+            f"rollout.backend = 'vllm' samples in one process, and the pool has {size}. Give it a process of its own in each of "
+            f"them with a table [rollout.process], cut the model over them with rollout.vllm.tensor_parallel_size = {size}, or "
+            "set runtime.torchrun.processes = 1."
+        )
+    if size % parts:
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel_size = {parts} does not divide the {size} processes of the sampler's pool. Set it to "
+            f"a divisor, such as {max(n for n in range(1, size + 1) if size % n == 0 and n <= max(parts, 1))}, or change the pool."
+        )
+    if config.request_timeout_seconds:
+        raise ConfigError(
+            f"rollout.request_timeout_seconds = {config.request_timeout_seconds:g}: the {parts} processes that share a model would each "
+            "stop a response by a clock of their own, and wait for each other for ever. Remove it; rollout.over_sampling "
+            "ends a step without the slowest."
+        )

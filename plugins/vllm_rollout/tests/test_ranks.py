@@ -1,0 +1,96 @@
+"""A model cut over the processes of a pool, beside the trainer's own parts: what is refused, and that a run is the same."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
+
+from engine_core.config import RolloutConfig
+from engine_core.errors import ConfigError
+from engine_core.testing.reference import write_model
+
+RUN = """
+[model]
+path = "model"
+[actor]
+backend = "fsdp"
+[actor.optim]
+lr = 1e-3
+[rollout]
+backend = "vllm"
+group_size = 4
+max_response_tokens = 16
+[rollout.vllm]
+dtype = "float32"
+enforce_eager = true
+max_num_seqs = 16
+kv_cache_memory_bytes = 67108864
+[[reward]]
+name = "numeric"
+[data]
+train = "train.jsonl"
+prompts_per_step = 4
+[runtime]
+backend = "torchrun"
+[runtime.torchrun]
+processes = 2
+[run]
+steps = 3
+"""
+APART = ["rollout.process={}"]  # an engine for each rank, which has the whole model
+CUT = ["rollout.vllm.tensor_parallel_size=2"]
+
+
+def pool(rank, size, gpu=None):
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    return SimpleNamespace(rank=rank, world_size=size, device=device)
+
+
+def test_neighbouring_ranks_are_parts_of_one_model_and_the_first_leads():
+    layouts = [layout_of(2, rank, 4) for rank in range(4)]
+    assert [(at.dp_rank, at.dp_size, at.is_leader) for at in layouts] == [
+        (0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False),
+    ]  # fmt: skip
+    assert layout_of(2, 0, 1).is_leader
+
+
+@pytest.mark.parametrize(
+    ("parts", "context", "keys", "told"),
+    [
+        (1, pool(0, 2), {}, r"\[rollout\.process\].*tensor_parallel_size = 2"),
+        (3, pool(0, 4), {}, "does not divide the 4 processes.*such as 2"),
+        (2, pool(0, 2), {"request_timeout_seconds": 5.0}, "a clock of their own"),
+        (2, pool(0, 1, gpu=2), {}, "Give the pool 2 processes"),
+    ],
+)
+def test_a_pool_that_cannot_hold_the_parts_is_refused_with_the_key(parts, context, keys, told):
+    with pytest.raises(ConfigError, match=told):
+        check_ranks(RolloutConfig(backend="vllm", **keys), parts, context)
+
+
+def metrics(folder, name, settings):
+    words = [word for each in (f"run.name={name}", *settings) for word in ("--set", each)]
+    command = [sys.executable, "-m", "engine_core.cli.main", "train", "run.toml", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_cut_over_the_trainers_processes_samples_as_whole_ones_do(tmp_path):
+    write_model(tmp_path / "model", {"head_dim": 32}, 0, tied=True)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(RUN)
+    whole, cut = (metrics(tmp_path, name, how) for name, how in (("whole", APART), ("cut", CUT)))
+    assert len(cut) == 3
+    for one, two in zip(whole, cut, strict=True):
+        assert two["mismatch/max_abs"] < 1e-4  # every update reached every part
+        for name in ("rollouts", "reward/mean", "tokens/generated"):
+            assert two[name] == one[name]
+        assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
