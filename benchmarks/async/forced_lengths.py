@@ -19,7 +19,7 @@ from engine_plugin_hf_rollout.engine import HFRolloutEngine
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from engine_core import hookimpl
 from engine_core.specs import Options, Reward, RolloutBackend
@@ -80,6 +80,8 @@ class ForcedHF(_Forced, HFRolloutEngine):
 
 class ForcedVLLMOptions(VLLMOptions, LengthOptions):
     """``[rollout.forced_vllm]``"""
+
+    model_config = ConfigDict(extra="allow")  # vLLM's own options, as ``[rollout.vllm]``
 
 
 class ForcedHFOptions(HFOptions, LengthOptions):

@@ -34,22 +34,23 @@ VARIANTS = {
 QUIET = ["tracking.trackers=[]", "tracking.rollouts_every_steps=0", "checkpoint.at_end=false"]
 
 
-def engine(folder: Path, *words: str) -> None:
-    """Run one command in a process of its own, with one thread; its output goes to ``log.txt``."""
+def engine(folder: Path, *words: str, **variables: str) -> None:
+    """Run one command in a process of its own, with one thread where no variable says otherwise; its output goes to ``log.txt``."""
     with (folder / "log.txt").open("a") as log:
         command = [sys.executable, "-m", "engine_core.cli.main", *words]
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=folder, env=one_thread, stdout=log, stderr=log, check=True)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log, check=True)
 
 
-def warm_start(folder: Path, steps: int | None = None) -> None:
+def warm_start(folder: Path, steps: int | None = None, **variables: str) -> None:
     """Data, tokenizer, a random model, and the SFT that all variants start from (``steps``: instead of the file's)."""
     prepare(folder)
     given = [f"model.path={folder / 'model'}", f"data.train={folder / 'data' / 'sft.jsonl'}"]
     given += [f"run.dir={folder / 'runs'}", "run.name=sft"]
     given += [] if steps is None else [f"run.steps={steps}"]
-    engine(folder, "train", str(EXAMPLE / "sft.toml"), *[w for g in given for w in ("--set", g)])
-    engine(folder, "export", str(folder / "runs" / "sft"), str(folder / "sft"))
+    words = [w for g in given for w in ("--set", g)]
+    engine(folder, "train", str(EXAMPLE / "sft.toml"), *words, **variables)
+    engine(folder, "export", str(folder / "runs" / "sft"), str(folder / "sft"), **variables)
 
 
 def accuracies(folder: Path, name: str, seed: int, steps: int | None) -> tuple[float, float]:

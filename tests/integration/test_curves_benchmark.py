@@ -12,14 +12,23 @@ from engine_core import load_config
 CURVES = Path(__file__).parents[2] / "benchmarks" / "curves"
 
 
-@pytest.fixture(scope="module")
-def backends():
+def _script(name):
     before = list(sys.path)
     sys.path.insert(0, str(CURVES))
     try:
-        yield SimpleNamespace(**runpy.run_path(str(CURVES / "backends.py")))
+        return SimpleNamespace(**runpy.run_path(str(CURVES / f"{name}.py")))
     finally:
         sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def backends():
+    return _script("backends")
+
+
+@pytest.fixture(scope="module")
+def ahead():
+    return _script("ahead")
 
 
 def test_ends_overlap_or_not_and_gaps_are_means_over_evaluations(backends):
@@ -46,3 +55,29 @@ def test_each_backend_runs_the_same_file_in_its_own_processes(backends):
 def test_a_picture_is_drawn(backends, tmp_path):
     backends.plot({"torch": {0: [(0, 0.1), (5, 0.3)]}}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_is_in_the_band_where_it_lies_between_the_others_or_within_their_error(ahead):
+    band = [[(0, 0.1), (5, 0.30), (10, 0.50), (15, 0.6)], [(0, 0.1), (5, 0.40), (10, 0.55), (15, 0.6)]]
+    one = [(0, 0.1), (5, 0.35), (10, 0.59), (15, 0.9)]  # within, just above, far above
+    # of 400 rows 0.55 is uncertain by 1.96 * sqrt(0.55 * 0.45 / 400) = 0.049
+    assert ahead.inside(band, one, 400) == (1, 2, 3)
+    assert ahead.inside(band, one, 40_000) == (1, 1, 3)  # by 0.005
+
+
+def test_a_run_in_turn_is_held_against_the_others_in_turn_alone(ahead):
+    low, high, far = ([(0, 0.1), (5, value)] for value in (0.3, 0.4, 0.9))
+    told = "\n".join(ahead.verdict({"in turn": {0: low, 1: high}, "ahead by 1": {0: low, 1: far}}, 10**9))
+    assert "| in turn | 0 | 0.300 | 0 of 1 | 0 of 1 |" in told
+    assert "| ahead by 1 | 0 | 0.300 | 1 of 1 | 1 of 1 |" in told
+    assert "| ahead by 1 | 1 | 0.900 | 0 of 1 | 0 of 1 |" in told
+    assert "ahead by 1: ends from 0.300 to 0.900." in told
+
+
+def test_those_that_run_ahead_differ_from_those_in_turn_by_that_alone(ahead):
+    file = CURVES.parents[1] / "examples" / "word_problems" / "grpo.toml"
+    for name, words in ahead.VARIANTS.items():
+        config = load_config(file, overrides=[*words, f"actor.optim.lr={ahead.LR}"])
+        assert config.trainer == ("rl" if name == "in turn" else "async")
+        assert name == "in turn" or config.options.max_staleness == int(name[-1])
+        assert config.actor.optim.lr == 1.2e-4
