@@ -254,7 +254,7 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
 
 
 def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Stages that bring in older rollouts where groups are still to be replaced: they would fill the gaps."""
+    """Stages that bring in older rollouts where groups are still to be replaced, or which have no log-probs."""
     refills = [isinstance(stage.options, RefillOptions) for stage in config.stage]
     for number, stage in enumerate(config.stage):
         spec: Any = plugins.spec("stages", stage.name)
@@ -263,6 +263,11 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
             yield (
                 f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
                 f"steps would count as replacements. Put it after '{last}'."
+            )
+        if spec.off_policy and config.rollout.log_probs_every_steps > 1:
+            yield (
+                f"rollout.log_probs_every_steps: got {config.rollout.log_probs_every_steps}, expected 1: stage "
+                f"'{stage.name}' brings in rollouts of other steps, of which some would have no log-probs."
             )
 
 

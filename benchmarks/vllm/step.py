@@ -33,6 +33,7 @@ log_prob_chunk_tokens = 8192
 log_prob_recompute = false
 [rollout]
 backend = "vllm"
+log_probs_every_steps = {every}
 group_size = 8
 max_response_tokens = {response}
 [rollout.vllm]
@@ -45,6 +46,7 @@ dtype = "{dtype}"
 name = "coin"
 [algorithm]
 mini_batch_prompts = {prompts}
+correction.level = "{correction}"
 [data]
 train = "data.jsonl"
 max_prompt_tokens = {prompt}
@@ -80,6 +82,9 @@ def main() -> None:
     parser.add_argument(
         "--trade", type=int, choices=(0, 1, 2), default=0, help="sleep level; 0: both stay resident"
     )
+    parser.add_argument(
+        "--log-probs-every", type=int, default=1, help="steps; over 1: without correction of the gap"
+    )
     parser.add_argument("--budget", type=float, default=240, help="seconds after which the run is ended")
     arguments = parser.parse_args()
     gpu = device().type == "cuda"
@@ -106,6 +111,8 @@ def main() -> None:
                 level=arguments.trade,
                 prompt=arguments.prompt,
                 prompts=arguments.prompts,
+                every=arguments.log_probs_every,
+                correction="auto" if arguments.log_probs_every == 1 else "off",
                 trade="true" if arguments.trade else "false",
             )
         )
@@ -118,7 +125,8 @@ def main() -> None:
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] or done.returncode)
     found = json.loads(done.stdout[done.stdout.index("{") :])
-    write(f"step_level{arguments.trade}", found)
+    every = f"_every{arguments.log_probs_every}" if arguments.log_probs_every > 1 else ""
+    write(f"step_level{arguments.trade}{every}", found)
 
 
 if __name__ == "__main__":

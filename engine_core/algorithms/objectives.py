@@ -75,8 +75,8 @@ def policy(
 
     Args:
         outputs: ``log_probs`` [T]; ``entropy`` [T] where it is weighed or watched.
-        batch: ``weights``, ``token_share``, ``loss_mask``, ``rollout_log_probs``, and what the loss
-            needs; ``ref_log_probs`` [T] for a KL; ``learned`` [T] bool where the loss is of some
+        batch: ``weights``, ``token_share``, ``loss_mask``, ``rollout_log_probs`` (without it the gap is neither
+            measured nor corrected), and what the loss needs; ``ref_log_probs`` [T] for a KL; ``learned`` [T] bool where the loss is of some
             tokens only; ``fresh`` [T] bool where some tokens are of older policies.
         token_loss: the policy loss with its options bound.
         kl_coef: weight of the KL to the reference; 0 where it is in the reward.
@@ -149,7 +149,9 @@ OBJECTIVES: dict[str, Callable[..., Any]] = {
 def _corrected(
     outputs: Mapping[str, Tensor], batch: Batch, trained: Tensor, correction: Correction
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The factor of each token's loss (None: 1), and the metrics of the gap."""
+    """The factor of each token's loss (None: 1), and the metrics of the gap; neither where the sampler told no log-probs."""
+    if "rollout_log_probs" not in batch:
+        return None, {}
     log_ratio = gap.rollout_log_ratio(batch, trained)
     watched = gap.mismatch_metrics(log_ratio)
     if "fresh" in batch:

@@ -30,6 +30,7 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         problems += _adaptive(config)
     if "rollout" in sections:
         problems += _stopping(config, sections)
+        problems += _sparse_log_probs(config, sections)
     if {"eval", "rollout"} <= set(sections):
         problems += evaluation_problems(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
@@ -146,6 +147,37 @@ def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Probl
             ("algorithm", "correction", "level"),
             "got 'off', but rollout.carry_partial brings responses whose tokens are of several policies. Use 'token' (or "
             "'auto'), or set algorithm.correction.bypass = true.",
+        )
+
+
+def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
+    """Log-probs of the sampler may be missing only in steps that would measure the gap with them and do nothing else."""
+    every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
+    if every == 1:
+        return
+    where = ("rollout", "log_probs_every_steps")
+    if "algorithm" not in sections or config.trainer != "rl":
+        yield Problem(where, f"got {every}, expected 1: trainer '{config.trainer}' reads them in every step.")
+    elif correction.bypass:
+        yield Problem(
+            where,
+            f"got {every}, expected 1: with algorithm.correction.bypass they are the old log-probs of every update.",
+        )
+    elif wanted := [key for key in ("level", "mask", "reject") if getattr(correction, key) != "off"]:
+        key = wanted[0]
+        yield Problem(
+            where,
+            f"got {every}, but algorithm.correction.{key} = '{getattr(correction, key)}' weighs tokens by them in every "
+            f"step. Set algorithm.correction.{key} = 'off' (the gap is then measured and not corrected), or leave this at 1.",
+        )
+    elif correction.off_policy_threshold is not None:
+        yield Problem(
+            where, f"got {every}, but algorithm.correction.off_policy_threshold reads them in every step."
+        )
+    elif config.rollout.over_sampling > 1 or config.environment is not None:
+        table = "[environment]" if config.environment is not None else "rollout.over_sampling"
+        yield Problem(
+            where, f"got {every}, expected 1: responses of {table} go on from one step into the next."
         )
 
 

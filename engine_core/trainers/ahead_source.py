@@ -186,7 +186,7 @@ class AheadSource(RolloutSource):
         """Have what is missing of a group sampled."""
         assert self.thread is not None
         size, label = self.run.config.rollout.group_size, divmod(group.number, self.per_step)
-        requests = self._requests([group.prompt], label[0] + 1, size, self._as_told(), label[1])
+        requests = self._requests([group.prompt], label[0] + 1, size, self._as_told(label[0] + 1), label[1])
         with self._changed:
             group.requests = requests
             asked = {request.id for request in requests}  # of another group size, perhaps, after a resume

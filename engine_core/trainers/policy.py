@@ -150,6 +150,8 @@ class PolicyUpdate:
                 `max_masked_share`, or its weights are worth less than `min_effective_sample_share`. The
                 model's weights were left alone.
         """
+        if "mismatch/mean_abs" not in metrics:
+            return  # a step without the sampler's log-probs: nothing is weighed or masked by them either
         gap = fresh_gap(metrics)
         check_gap(gap, self.run.config.rollout.max_log_prob_gap)
         masked, most = metrics.get("correction/masked_share", 0.0), self._now.correction.max_masked_share

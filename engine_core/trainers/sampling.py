@@ -60,6 +60,7 @@ class RolloutSource:
         self.stragglers = Stragglers(self)
         self._traded = 0.0  # of the runtime's seconds, those before the last update
         self.timeouts = 0  # responses of the step that were stopped at their time limit
+        self.tells_log_probs = True  # the step asks the sampler for log-probs
 
     def sync(self, updated: bool = True) -> dict[str, float]:
         """Bring the sampler to the actor's weights, a version on where they were updated."""
@@ -107,7 +108,7 @@ class RolloutSource:
                 seen(rollouts)
 
         told = settled if seen is not None or config.request_timeout_seconds else None
-        return self.sample_as(prompts, step, config.group_size, self._as_told(), first_group, told)
+        return self.sample_as(prompts, step, config.group_size, self._as_told(step), first_group, told)
 
     def _settle_late(self, rollouts: Sequence[Rollout]) -> None:
         """What `rollout.on_timeout` says of responses that ran out of time.
@@ -132,14 +133,16 @@ class RolloutSource:
             if policy == "keep":
                 rollout.failure = ""
 
-    def _as_told(self) -> Sampling:
+    def _as_told(self, step: int) -> Sampling:
         """How the step samples."""
         config = self.run.config_now.rollout
+        self.tells_log_probs = (step - 1) % config.log_probs_every_steps == 0
         return Sampling(
             config.temperature,
             config.top_p,
             config.top_k,
             config.max_response_tokens,
+            log_probs=self.tells_log_probs,
             max_support=config.max_support if self.run.replays_support else 0,
         )
 
@@ -153,7 +156,7 @@ class RolloutSource:
         """
         config = self.run.config_now.rollout
         if self.stragglers.used:
-            request_of = partial(self._request, sampling=self._as_told())
+            request_of = partial(self._request, sampling=self._as_told(step))
             rollouts = self.stragglers.sample(prompts, step, first_group, request_of)
             self._settle_late(rollouts)
             return rollouts, None
@@ -161,7 +164,7 @@ class RolloutSource:
         if (
             config.score_early and config.group_size > 1
         ):  # fewer at a time would hide a wrong number of rewards
-            requests = self._requests(prompts, step, config.group_size, self._as_told(), first_group)
+            requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
             early = self.rewards.early(requests, step)
         if early is None:
             return self.sample(prompts, step, first_group), None
@@ -200,7 +203,8 @@ class RolloutSource:
         Besides ``Batch.from_rollouts``: ``reward_term/NAME`` [B], the clipped value of each reward with
         a weight (NaN where it did not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] where
         they are sampled (NaN where the greedy response has none). With `algorithm.mask_truncated` the
-        ``loss_mask`` of truncated rollouts is False; their rewards still count in their group.
+        ``loss_mask`` of truncated rollouts is False; their rewards still count in their group. Without
+        ``rollout_log_probs`` where the step did not ask for them (`rollout.log_probs_every_steps`).
         """
         config = self.run.config_now
         replay = self.run.replays_support
@@ -218,6 +222,8 @@ class RolloutSource:
         if config.algorithm.mask_truncated:
             mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
             batch = batch.with_columns(tokens={"loss_mask": mask})
+        if not self.tells_log_probs:
+            del batch.tokens["rollout_log_probs"]  # zeros, which somebody might take for log-probs
         return batch
 
     def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:

@@ -169,6 +169,45 @@ def test_a_sampler_with_other_weights_ends_the_run_before_the_update(grpo, keep_
     fresh.close()
 
 
+SPARSE = {"rollout.log_probs_every_steps": 2, "algorithm.correction.level": "off", "rollout.weights": "own"}
+
+
+def test_log_probs_of_every_second_step_measure_the_gap_there_and_change_no_weight(grpo, keep_engines):
+    common = {**SPARSE, "run.steps": 3}
+    sparse = trainer(grpo, {**common, "run.name": "sparse"})
+    sparse.train()
+    every = trainer(grpo, {**common, "run.name": "every", "rollout.log_probs_every_steps": 1})
+    every.train()
+    measured = [line.get("mismatch/mean_abs") for line in metrics_of(sparse)]
+    assert [value is not None for value in measured] == [True, False, True]
+    assert max(value for value in measured if value is not None) < 1e-4
+    assert all(
+        torch.equal(tensor, keep_engines["every"][name]) for name, tensor in keep_engines["sparse"].items()
+    )
+
+
+def test_a_sampler_with_other_weights_ends_the_run_in_a_step_that_has_log_probs(grpo):
+    run = trainer(grpo, {**SPARSE, "rollout.max_log_prob_gap": 1e-12})
+    with pytest.raises(TrainingFailed, match=r"rollout.max_log_prob_gap = 1e-12"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm.correction.level": "auto"}, r"algorithm.correction.level = 'auto' weighs tokens"),
+        ({"algorithm.correction.mask": "token"}, r"algorithm.correction.mask = 'token' weighs tokens"),
+        ({"algorithm.correction.bypass": True}, r"they are the old log-probs of every update"),
+        ({"rollout.over_sampling": 1.5}, r"rollout.over_sampling go on from one step into the next"),
+        ({"trainer": "async"}, r"trainer 'async' reads them in every step"),
+        ({"stage": [{"name": "replay_cache"}]}, r"stage 'replay_cache' brings in rollouts of other steps"),
+    ],
+)
+def test_log_probs_that_something_reads_in_every_step_are_asked_for_in_every_step(grpo, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(grpo, {**SPARSE, **changes})
+
+
 def test_gradients_that_stay_non_finite_end_the_run_with_the_weights_untouched(
     grpo, keep_engines, monkeypatch
 ):

@@ -1,10 +1,17 @@
 """Start-up errors of vLLM, as its source writes them, in the words of a run file."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.start import architecture, check_heads, meaning, take_device
+from engine_plugin_vllm_rollout.start import (
+    architecture,
+    check_heads,
+    meaning,
+    prepare_environment,
+    take_device,
+)
 from transformers import LlamaConfig, Qwen3Config, ViTConfig
 
 from engine_core.errors import ConfigError, EnvironmentProblem
@@ -95,3 +102,15 @@ def test_vllm_takes_the_gpu_of_its_worker_and_not_the_first_that_the_process_see
     config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda")))
     take_device(config, torch.device(device))
     assert str(config.device_config.device) == taken
+
+
+def test_float32_is_float32_in_tritons_kernels_too_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    prepare_environment()
+    assert "TRITON_F32_DEFAULT" not in os.environ
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    prepare_environment(exact=True)
+    assert os.environ["TRITON_F32_DEFAULT"] == "tf32"
+    monkeypatch.delenv("TRITON_F32_DEFAULT")
+    prepare_environment(exact=True)
+    assert os.environ.pop("TRITON_F32_DEFAULT") == "ieee"

@@ -104,11 +104,13 @@ class Place:
     ranks: int = 1  # processes of the pool; several share a model among themselves
 
 
-def prepare_environment(tells_mass: bool = False) -> None:
+def prepare_environment(tells_mass: bool = False, exact: bool = False) -> None:
     """What vLLM reads from the environment of this process; the user's own values stand.
 
     Args:
         tells_mass: the model runner must know ``LogMass``, which the second of vLLM 0.32 does not.
+        exact: the computation is in float32, also in the products of Triton's kernels: their default on a GPU keeps 10
+            bits of a factor (TF32), and vLLM's attention in float32 is such a kernel.
 
     Raises:
         ConfigError: the user's own values exclude what the run asks for.
@@ -119,6 +121,8 @@ def prepare_environment(tells_mass: bool = False) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are the trainer's too
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads, which a fork would break
     }
+    if exact:
+        wanted["TRITON_F32_DEFAULT"] = "ieee"
     if tells_mass:
         wanted[RUNNER] = "0"
         if os.environ.get(RUNNER, "0") != "0":
@@ -160,7 +164,7 @@ def start(
         ConfigError, EnvironmentProblem: vLLM does not start; the key to change is named. What it says that
             this plugin does not know is raised as it is.
     """
-    prepare_environment(place.tells_mass)
+    prepare_environment(place.tells_mass, exact=options.dtype == "float32")
     with _translated(model, key), _undisturbed():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
