@@ -14,13 +14,25 @@ import torch
 
 from engine_core.bench.shapes import SHAPES
 
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+
 
 def device() -> torch.device:
     """The GPU where there is one."""
     return torch.device("cuda:0") if torch.cuda.is_available() else torch.device("cpu")
 
 
-def write_model(shape: str, folder: Path) -> Path:
+def keep_multicast_off() -> None:
+    """Of NVLink, for this process and those that it starts: a machine that is shared may not survive it."""
+    for name, value in MULTICAST_OFF.items():
+        os.environ.setdefault(name, value)
+
+
+def write_model(shape: str, folder: Path, seed: int = 0) -> Path:
     """A folder with config, random bf16 weights made on the device, and a tokenizer of ``t2 t3 t4 ...``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -30,10 +42,13 @@ def write_model(shape: str, folder: Path) -> Path:
     )
     if shape == "tiny":
         config.head_dim = 32  # what vLLM's attention knows
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of this process, which may only start others
     words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, config.vocab_size)}
     made = Tokenizer(models.WordLevel(vocab=words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,11 +82,13 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def write(name: str, found: dict[str, Any]) -> None:
-    """As JSON into ``$OUT`` (default: the working directory), and as lines."""
+def write(name: str, found: dict[str, Any], quiet: bool = False) -> None:
+    """As JSON into ``$OUT`` (default: the working directory), and as lines unless ``quiet``."""
     folder = Path(os.environ.get("OUT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"vllm_{name}.json").write_text(json.dumps(found, indent=1))
+    if quiet:
+        return
     for key, value in found.items():
         print(
             f"{name:9} {key:34} {value:,.4g}" if isinstance(value, float) else f"{name:9} {key:34} {value}",

@@ -1,10 +1,15 @@
 """Rollouts of what vLLM sampled, put together with what was sampled before."""
 
+import math
+
 import pytest
 import torch
-from engine_plugin_vllm_rollout.results import end_at_border
+from engine_plugin_vllm_rollout.results import Running, end_at_border, rollout_of
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
 
-from engine_core.types import Prompt, Rollout
+from engine_core.errors import TrainingFailed
+from engine_core.types import Prompt, Request, Rollout, Sampling
 
 PROMPT = [ord(c) for c in "Q:"]
 
@@ -45,3 +50,40 @@ def test_a_stop_string_on_the_border_ends_the_response(before, now, stop, kept):
         rollout.extras["x"],
     ):
         assert len(column) == length
+
+
+def finished(values, beside=0, log_probs=True):
+    """What vLLM says of as many tokens: log-probs of each, and of some others at each position."""
+    flat = FlatLogprobs()
+    for token, value in enumerate(values):
+        others = [value - 1 - n for n in range(beside)]
+        flat.append_fast(
+            [token, *range(50, 50 + beside)], [value, *others], iter(range(1 + beside)), [None] * (1 + beside)
+        )
+    asked = Request("r", Prompt("p", PROMPT, "Q:"), Sampling(log_probs=log_probs))
+    output = CompletionOutput(
+        0, "", list(range(len(values))), None, flat if log_probs else None, finish_reason="length"
+    )
+    return rollout_of(Running(asked, "r-0"), output, 3, decode)
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+def test_each_token_has_its_own_log_prob_whatever_is_told_beside_it(beside):
+    rollout = finished([-0.5, -1.25, -2.0], beside)
+    assert rollout.token_ids.tolist() == [*PROMPT, 0, 1, 2]
+    assert rollout.token_ids.dtype == torch.int64
+    assert rollout.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -1.25, -2.0]
+    assert rollout.rollout_log_probs.dtype == torch.float32
+    assert rollout.loss_mask.tolist() == [False, False, True, True, True]
+    assert rollout.policy_versions.tolist()[2:] == [3, 3, 3]
+
+
+def test_without_log_probs_there_are_zeros_and_nothing_sampled_is_an_empty_response():
+    assert finished([-1.0, -2.0], log_probs=False).rollout_log_probs.tolist() == [0.0] * 4
+    assert finished([]).rollout_log_probs.tolist() == [0.0] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_prob_that_is_no_number_ends_the_run(value):
+    with pytest.raises(TrainingFailed, match=r"'r', policy version 3.*diverged"):
+        finished([-1.0, value])
