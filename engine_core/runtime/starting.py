@@ -15,6 +15,7 @@ import torch.distributed as dist
 from engine_core.assemble import rebuild
 from engine_core.data import load_tokenizer, tokenizer_hash
 from engine_core.engines.base import Layout, RolloutEngine, TrainEngine
+from engine_core.engines.frozen import FrozenEngine
 from engine_core.errors import ConfigError
 from engine_core.packing import attention_share
 from engine_core.runtime.base import Role
@@ -101,7 +102,9 @@ def describe(engine: Engine, place: Place) -> dict[str, Any]:
 
 
 def _attention(engine: TrainEngine) -> float:
-    """From the shape of the engine's model; 0 where it has no config that tells."""
+    """From the shape of the engine's model; 0 where it has no config that tells, or its library keeps the model to itself."""
+    if isinstance(engine, FrozenEngine):
+        return 0.0
     config: Any = getattr(engine.module, "config", None)
     if not hasattr(config, "get_text_config"):
         return 0.0

@@ -4,10 +4,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine_core.config import ModelConfig, RoleConfig
+from engine_core.engines.base import Layout
 from engine_core.engines.frozen import FrozenEngine
 from engine_core.errors import ConfigError
+from engine_core.runtime.host import Place
+from engine_core.runtime.starting import describe
 
 
 class Scores(FrozenEngine):
@@ -39,6 +43,11 @@ def test_it_scores_and_refuses_to_be_trained_saved_and_exported():
             RuntimeError, match=r"teacher\.backend = 'scores' scores a frozen model, which cannot"
         ):
             call()
+
+
+def test_a_worker_of_many_describes_it_though_it_holds_no_module():
+    told = describe(made(), Place(torch.device("cpu")))
+    assert (told["attention"], told["layout"]) == (0.0, Layout())
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "ref"])
