@@ -115,13 +115,17 @@ class Outbox:
         self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, message: Any) -> None:
+    def put(self, message: Any, prompts: bool = True) -> None:
         """Send it after those before it; what it refers to must not change any more.
+
+        Args:
+            message: of values that cross.
+            prompts: False: of a prompt its id alone, to whoever has it.
 
         Raises:
             TypeError: it does not cross; nothing is sent.
         """
-        self._messages.put(encode(message))
+        self._messages.put(encode(message, prompts))
 
     def close(self) -> None:
         """Until all is sent."""

@@ -84,7 +84,7 @@ class Worker:
             value.add_done_callback(lambda future: self._settle(number, future))
             return
         try:
-            self.outbox.put({"id": number, "value": value})
+            self.outbox.put({"id": number, "value": value}, prompts=False)
         except TypeError as error:
             self.outbox.put({"id": number, "error": pack(error)})
 
@@ -134,7 +134,7 @@ class Worker:
         if type(engine).generate is not RolloutEngine.generate:  # an engine with a way of its own
             return engine.generate(requests)
         for finished in stream(engine, requests):
-            self.outbox.put({"id": number, "part": finished})
+            self.outbox.put({"id": number, "part": finished}, prompts=False)
         return []
 
     def _do_push(self, message: dict[str, Any]) -> Any:

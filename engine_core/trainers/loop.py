@@ -22,7 +22,7 @@ from engine_core.errors import (
     did_you_mean,
 )
 from engine_core.progress import Progress
-from engine_core.trainers.memory import out_of_memory_explained
+from engine_core.trainers.memory import out_of_memory_explained, set_up_is_kept
 from engine_core.trainers.points import ResumePoint
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StepLoop:
         assert run.folder is not None
         self.point = point or ResumePoint.take(run, {}, unfinished={})
         metrics: dict[str, float] = {}
-        with Progress(self._total, run.step_done, run.folder.path.name) as run.progress:
+        with Progress(self._total, run.step_done, run.folder.path.name) as run.progress, set_up_is_kept():
             try:
                 if self.point.unfinished is not None:
                     if run.step_done:  # its evaluation is under the settings of its step

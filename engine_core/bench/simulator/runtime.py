@@ -143,7 +143,7 @@ class SimulatedCrew(Crew):
     def _work(self, rank: int, number: int, message: Mapping[str, Any]) -> None:
         """A worker has read a command."""
         value, moment = self.workers[rank].take(message)
-        answer = encode({"id": number, "value": value})
+        answer = encode({"id": number, "value": value}, prompts=False)  # as a worker does
         self.cluster.clock.at(moment, lambda: self._sent(rank, answer))
 
     def _sent(self, rank: int, answer: Encoded) -> None:

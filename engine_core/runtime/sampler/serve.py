@@ -124,7 +124,7 @@ class Server:
                 finished = self.engine.step()
                 self._stepping = False
             if finished:
-                self.outbox.put({"rollouts": finished})
+                self.outbox.put({"rollouts": finished}, prompts=False)
         except Interrupted:
             return
         except Exception as error:
@@ -161,7 +161,7 @@ class Server:
                         self.outbox.put({"idle": True})
                 else:
                     value = getattr(self, f"_do_{kind}")(message)
-            self.outbox.put({"id": number, "value": value})
+            self.outbox.put({"id": number, "value": value}, prompts=False)
         except (Exception, SystemExit) as error:
             self.outbox.put({"id": number, "error": pack(error)})
 

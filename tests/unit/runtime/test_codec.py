@@ -98,6 +98,60 @@ def test_batches_requests_and_rollouts_come_back_and_share_their_prompt():
     assert len(encode([rollout(prompt, i) for i in range(9)]).header.split(b"2+2=")) == 2
 
 
+def test_rows_come_back_each_with_fields_of_its_own():
+    prompts = [Prompt("train:1", [5, 9], "2+2="), Prompt("train:2", [5], "a", {"answer": "4"})]
+    sent = [rollout(prompts[index % 2], index) for index in range(3)]
+    sent[1].rewards["math"] = 1.0
+    sent[2].token_ids = torch.arange(5)
+    first, second, third = found = there_and_back(sent)
+    assert [each.request_id for each in found] == ["0:0:0", "0:0:1", "0:0:2"]
+    assert (first.prompt, second.prompt, third.prompt is first.prompt) == (*prompts, True)
+    assert [each.rewards for each in found] == [{}, {"math": 1.0}, {}]
+    first.answers["math"], first.messages[:] = "4", [{"role": "user"}]
+    assert (second.answers, second.messages) == ({}, [])
+    assert third.token_ids.tolist() == [0, 1, 2, 3, 4]
+    for each, before in zip(found, sent, strict=True):
+        for name in ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions"):
+            assert getattr(each, name).dtype == getattr(before, name).dtype
+            assert torch.equal(getattr(each, name), getattr(before, name))
+        assert torch.equal(each.extras["support_log_mass"], before.extras["support_log_mass"])
+
+
+def test_rows_whose_values_differ_in_kind_come_back_equal():
+    prompt = Prompt("train:1", [5, 9], "2+2=")
+    begun = rollout(prompt, 0)
+    requests = [
+        Request("0:0:0", prompt, Sampling(), begun=begun),
+        Request("0:0:1", prompt, Sampling(stop=("a",), top_p=1)),
+    ]
+    first, second = there_and_back(requests)
+    assert first.begun.prompt is first.prompt is second.prompt
+    assert torch.equal(first.begun.token_ids, begun.token_ids)
+    assert second == requests[1]
+    assert (first.sampling, type(second.sampling.top_p)) == (Sampling(), int)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tensors_of_rows_that_are_empty_or_no_vectors_come_back(count):
+    sent = [rollout(Prompt("train:1", [], ""), index) for index in range(count)]
+    for each in sent:
+        each.policy_versions, each.rollout_log_probs = torch.zeros(0, dtype=torch.int32), torch.rand(2, 3)
+    for each, before in zip(there_and_back(sent), sent, strict=True):
+        assert (each.policy_versions.shape, each.policy_versions.dtype) == ((0,), torch.int32)
+        assert torch.equal(each.rollout_log_probs, before.rollout_log_probs)
+
+
+def test_to_a_receiver_that_has_the_prompts_their_ids_alone_cross():
+    prompt = Prompt("train:1", [5, 9], "2+2=", {"answer": "4"})
+    for value in ([rollout(prompt, 0), rollout(prompt, 1)], [prompt, prompt], {"one": prompt}):
+        encoded = encode(value, prompts=False)
+        assert b"2+2=" not in encoded.header
+        assert b"train:1" in encoded.header
+    first, second = decode(encode([prompt, prompt], prompts=False).header, bytearray())
+    assert first is second
+    assert first == Prompt("train:1", [], "")
+
+
 class Mine:
     pass
 
@@ -127,6 +181,26 @@ HOSTILE = [
     {"$": "date", "text": "no"},
     {"$": ["list"]},
     {"$": "dict", "items": [[[], 1]]},
+    {"$": "rows", "of": "os.system", "columns": [["true"]]},
+    {"$": "rows", "of": "Layout", "columns": [[0], [1], [True]]},
+    {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], ["b"]]},
+    {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], ["b"], [{}, {}]]},
+    {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], "b", [{}]]},
+    {"$": "rows", "of": "Prompt", "columns": [{"$": "empty", "kind": "list"}] * 4},
+    {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], ["b"], {"$": "empty", "kind": "set"}]},
+    {
+        "$": "rows",
+        "of": "Prompt",
+        "columns": [["a", "b"], {"$": "cat", "dtype": "int8", "sizes": [8, 1], "at": 0}] * 2,
+    },
+    {
+        "$": "rows",
+        "of": "Prompt",
+        "columns": [["a", "b"], {"$": "cat", "dtype": "int8", "sizes": [9, -1], "at": 0}] * 2,
+    },
+    {"$": "rows", "of": "Prompt", "columns": [["a"], {"$": "each", "value": 3}, ["b"], [{}]]},
+    {"$": "prompts", "new": None, "at": [0]},
+    {"$": "prompts", "new": {"$": "rows", "of": "Prompt", "columns": []}, "at": []},
 ]
 
 

@@ -1,5 +1,7 @@
-"""What a step says that had no memory."""
+"""What a step says that had no memory; what is not looked through for garbage."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ from engine_core.config import EngineConfig
 from engine_core.errors import EnvironmentProblem
 from engine_core.runtime.base import Role
 from engine_core.runtime.remote_errors import pack, unpack
-from engine_core.trainers.memory import out_of_memory_explained
+from engine_core.trainers.memory import out_of_memory_explained, set_up_is_kept
 
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
 
@@ -41,3 +43,44 @@ def test_of_a_worker_the_rank_is_named():
 def test_other_errors_pass():
     with pytest.raises(ValueError, match="else"), out_of_memory_explained(None):
         raise ValueError("something else")
+
+
+class InACircle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_what_is_new():
+    found = []
+    old, before = InACircle(), gc.get_freeze_count()
+    assert not before
+    with set_up_is_kept():
+        assert gc.get_freeze_count() > 10_000
+        assert not any(each is old for each in gc.get_objects())
+        new = InACircle()
+        weakref.finalize(new, found.append, "new")
+        del new
+        gc.collect()
+        assert found == ["new"]
+    assert not gc.get_freeze_count()
+    weakref.finalize(old, found.append, "old")
+    del old
+    gc.collect()
+    assert found == ["new", "old"]
+
+
+def test_what_somebody_else_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with set_up_is_kept():
+            assert gc.get_freeze_count() == count
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+def test_a_run_that_fails_has_its_objects_looked_through_again():
+    with pytest.raises(KeyError), set_up_is_kept():
+        raise KeyError
+    assert not gc.get_freeze_count()
