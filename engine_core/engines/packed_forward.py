@@ -67,6 +67,7 @@ class PackedForward:
     """
 
     outputs: tuple[str, ...] = OUTPUTS
+    one_scale = False  # products in 8 bits round all tokens of a pack by the largest of them
 
     def __init__(
         self,
@@ -221,7 +222,8 @@ class PackedForward:
         self.packs = False
         alone = self._alone()
         self.packs = True
-        return keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary)
+        same = ALIKE if self.one_scale else SAME
+        return keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
 
     def _shares_rightly(self) -> bool:
         """Two sequences that begin alike, with and without what they share."""

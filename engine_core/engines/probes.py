@@ -29,15 +29,16 @@ def probe_lengths() -> Tensor:
     return torch.tensor([FIRST, SECOND])
 
 
-def keeps_apart(pack: Callable[[Tensor], Tensor], alone: Tensor, vocabulary: int) -> bool:
+def keeps_apart(pack: Callable[[Tensor], Tensor], alone: Tensor, vocabulary: int, same: float = SAME) -> bool:
     """Whether the second sequence of a pack is what it is alone, whatever stands before it.
 
     Args:
         pack: the model over ids [12] of two packed sequences, [12, ...].
         alone: [4, ...] of the second alone, by kernels that know of one sequence only.
+        same: what the sequence before may change: ``ALIKE`` where a token is rounded by a scale of the whole pack.
     """
     first, other = (pack(probe_ids(vocabulary, alone.device, other))[FIRST:] for other in (False, True))
-    return differs_by(other, first) <= SAME and differs_by(first, alone) <= ALIKE
+    return differs_by(other, first) <= same and differs_by(first, alone) <= ALIKE
 
 
 def differs_by(found: Tensor, expected: Tensor) -> float:

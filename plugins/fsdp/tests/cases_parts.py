@@ -194,6 +194,15 @@ def eight_bits(bench):
     identical(bench.weights(engine), after, "weights of a checkpoint")
 
 
+def one_scale_for_a_pack_is_no_leak(bench):
+    """Rounding by the largest number of a pack is taken for what it is: sequences stay packed, and the loss near."""
+    batch, reference = bench.batch(), bench.reference()
+    engine = bench.engine(optim={**MEASURE})
+    loss = bench.forward_backward(engine, batch).loss
+    assert engine.forward.packs
+    assert abs(loss / float(nll_loss(reference, batch)) - 1) < 0.05
+
+
 def small_layers_are_refused(bench):
     """A model in which nothing is large enough for 8 bits."""
     small = nn.Sequential(nn.Linear(32, 32))

@@ -177,6 +177,10 @@ def test_a_device_has_the_types_that_it_computes():
 def test_a_gradient_of_products_in_8_bits_is_near_that_of_bf16(ranks_with_torchao):
     options = {"fp8": "rowwise", "mixed_precision": {"param_dtype": "bf16"}}
     ranks_with_torchao("eight_bits", options=options, plugins=["emulated_fp8.py"], backend="emulated")
+    coarse = options | {"fp8": "tensorwise"}
+    ranks_with_torchao(
+        "one_scale_for_a_pack_is_no_leak", options=coarse, plugins=["emulated_fp8.py"], backend="emulated"
+    )
     ranks_with_torchao("small_layers_are_refused")
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine_core.engines.probes import FIRST, SECOND, differs_by, keeps_apart, probe_ids, probe_lengths
+from engine_core.engines.probes import ALIKE, FIRST, SECOND, differs_by, keeps_apart, probe_ids, probe_lengths
 
 VOCABULARY = 50
 
@@ -37,6 +37,17 @@ def test_a_model_that_keeps_sequences_apart_is_told_from_one_that_does_not():
 def test_a_pack_that_differs_as_kernels_do_passes_and_one_that_is_another_model_does_not():
     assert keeps_apart(lambda ids: 1.1 * sums(ids, [FIRST, SECOND]), alone(), VOCABULARY)
     assert not keeps_apart(lambda ids: 1.5 * sums(ids, [FIRST, SECOND]), alone(), VOCABULARY)
+
+
+def test_rounding_by_a_scale_of_the_whole_pack_is_no_leak_where_it_is_expected_and_a_leak_stays_one():
+    def rounded(ids):
+        made = sums(ids, [FIRST, SECOND])
+        step = ids[:FIRST].float().max() / 4  # the coarser, the larger what stands before
+        return (made / step).round() * step
+
+    assert not keeps_apart(rounded, alone(), VOCABULARY)
+    assert keeps_apart(rounded, alone(), VOCABULARY, ALIKE)
+    assert not keeps_apart(lambda ids: sums(ids, [FIRST + SECOND]), alone(), VOCABULARY, ALIKE)
 
 
 def test_a_difference_is_a_share_of_what_is_expected_and_not_a_number_is_infinite():

@@ -255,6 +255,7 @@ class FSDPEngine(Keeping):
             check_distributed(self.root, self.ranks, self.trainable, self.context.role)
         self._sharded = sharded_modules(self.root)
         made = self._new_forward()
+        made.one_scale = self.options.fp8 == "tensorwise"
         with torch.no_grad():
             self.root(made.settle)
         if isinstance(made, SliceForward | SliceValueForward):
