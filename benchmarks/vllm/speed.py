@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts import of_run, of_switch, of_update, warm
 from setting import device, free_gib, median, now, seconds, write, write_model
 
 from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.data import load_tokenizer
 from engine_core.engines.base import WorkerContext
-from engine_core.engines.weights import own_weights
+from engine_core.engines.weights import own_weights, published_weights
 from engine_core.plugins import PluginSet
 from engine_core.types import Sampling
 
@@ -57,12 +58,17 @@ def updates(engine: Any, path: Path) -> dict[str, Any]:
     for dtype in (torch.bfloat16, torch.float32):
         module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device())
         weights = list(own_weights(module).items())
+        warm()
         times = [_update(engine, weights, version) for version in range(1, 14)]
         found[f"update_{str(dtype)[6:]}_ms"] = 1000 * median(times[3:])
         if dtype == torch.bfloat16:
             checksum = [_sum(Checksum(), weights) for _ in range(8)]
             found |= {"update_tensors": len(weights), "update_first_ms": 1000 * times[0]}
             found["update_checksum_ms"] = 1000 * median(checksum[3:])
+            warm()
+            found |= of_update(engine, weights)
+        stream = [seconds(lambda module=module: list(published_weights(module))) for _ in range(4)]
+        found["update_stream_ms"] = 1000 * median(stream[1:])  # what the trainer's side adds
     return found
 
 
@@ -110,7 +116,19 @@ def switches(engine: Any, path: Path) -> dict[str, Any]:
         found[f"switch_level{level}_update_s"] = updated
         found[f"switch_level{level}_wake_s"] = woken
         found[f"switch_level{level}_total_s"] = slept + updated + woken
+        found |= of_switch(engine, weights, level)
         found[f"switch_level{level}_same_tokens"] = words() == expected
+    engine.memory = Memory(engine._llm, 0)
+    warm()
+    resident = []
+    for version in range(102, 109):
+        start = now()
+        engine.sleep(keep=("weights",))
+        engine.update_weights(iter(weights), version)
+        engine.wake()
+        resident.append(now() - start)
+    found["switch_resident_total_s"] = median(resident[2:])
+    found["switch_resident_same_tokens"] = words() == expected
     engine.memory = Memory(engine._llm, 1)
     engine.sleep()
     engine.wake()
@@ -168,16 +186,20 @@ def pairs(engine: Any, arguments: argparse.Namespace, end: float) -> dict[str, A
     }
     for name in ("ours_log_probs", "bare_log_probs"):
         ways[name]()  # warm
+    told: dict[str, float] = {}
+    for name in ("ours_none", "bare_none", "ours_log_probs"):
+        told |= of_run(engine, name, ways[name])
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.pairs):
         for name, way in ways.items():
             if time.monotonic() < end or not rates[name]:
                 rates[name].append(way())
-    found: dict[str, Any] = {f"tokens_per_s_{name}": median(values) for name, values in rates.items()}
+    found: dict[str, Any] = told | {f"tokens_per_s_{name}": median(values) for name, values in rates.items()}
     found |= {f"all_{name}": [round(value) for value in values] for name, values in rates.items()}
     found["ours_to_bare_log_probs"] = _ratio(rates["ours_log_probs"], rates["bare_log_probs"])
     found["ours_to_bare_defaults"] = _ratio(rates["ours_log_probs"], rates["bare_defaults"])
     found["ours_to_bare_none"] = _ratio(rates["ours_none"], rates["bare_none"])
+    found["ours_none_to_bare_defaults"] = _ratio(rates["ours_none"], rates["bare_defaults"])
     return found
 
 
