@@ -10,65 +10,26 @@ says that cases compute the same.
 from __future__ import annotations
 
 import argparse
-import functools
-import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from cases import CASES, shape_config
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from engine_core.assemble import load_config, plugins_for
-from engine_core.bench.devices import device_of
-from engine_core.bench.shapes import Cost
-from engine_core.bench.work import train_batch
-from engine_core.engines.base import Layout, WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.types import LossCall
 
 HERE = Path(__file__).parent
-GIB = 1024**3
+sys.path.insert(0, str(HERE.parent / "engines"))
 
+from copied import CopiedEngine
+from steps import empty, now, peak_gib, speed_of
 
-class Holder(nn.Module):
-    """Runs a function of the module inside of the forward pass that DistributedDataParallel watches."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, run):
-        return run()
-
-
-class CopiedEngine(TorchEngine):
-    """The reference engine below torch's DistributedDataParallel: what sharding is compared with."""
-
-    @property
-    def layout(self):
-        return Layout(dist.get_rank(), dist.get_world_size(), True)
-
-    def _make_forward(self):
-        made = super()._make_forward()
-        self.copies = DistributedDataParallel(Holder(self.module), gradient_as_bucket_view=True)
-        self.copies.register_comm_hook(None, _sum_gradients)
-        return made
-
-    def _outputs(self, micro, grad, watched=()):
-        return self.copies(functools.partial(self.forward, micro, grad, watched))
-
-
-def _sum_gradients(_, bucket):
-    work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return work.then(lambda done: done.value()[0])
+from engine_core.assemble import load_config, plugins_for
+from engine_core.bench.work import train_batch
+from engine_core.engines.base import WorkerContext
+from engine_core.types import LossCall
 
 
 def engine_of(case, folder, rank, world, device):
@@ -94,7 +55,7 @@ def engine_of(case, folder, rank, world, device):
 def measure(case, folder, rank, world, device, steps, warmup):
     model = shape_config(case["shape"])
     engine = engine_of(case, folder, rank, world, device)
-    _empty(device)
+    empty(device)
     seconds, norms, layout = [], [], engine.layout
     slices = (
         layout.dp_size
@@ -105,47 +66,27 @@ def measure(case, folder, rank, world, device, steps, warmup):
         batch = train_batch(lengths, case["prompt"], model["vocab_size"], seed=seed)
         batch.tokens["weights"] /= slices
         batch.tokens["token_share"] /= slices
-        start = _now(device)
+        start = now(device)
         micro = engine.forward_backward(batch, LossCall("nll")).num_micro_batches
         norms.append(engine.optimizer_step().grad_norm)
-        seconds.append(_now(device) - start)
-    peak = torch.accelerator.max_memory_allocated() / GIB if device.type != "cpu" else 0.0
+        seconds.append(now(device) - start)
+    peak = peak_gib(device)
     engine.close()
     return row_of(case, model, seconds, warmup, norms, micro, peak, world, device)
 
 
 def row_of(case, model, seconds, warmup, norms, micro, peak, world, device):
-    tokens, step_s = case["length"] * case["sequences"], statistics.median(seconds[warmup:])
-    operations = Cost.of(model).train(
-        [case["length"]] * case["sequences"], case["sequences"] * (case["length"] - case["prompt"])
-    )
-    known = device_of(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    lengths = [case["length"]] * case["sequences"]
     return {
         "case": case["name"],
         "world": world,
-        "tokens_per_gpu": tokens,
+        "tokens_per_gpu": sum(lengths),
         "micro_batches": micro,
-        "step_s": step_s,
         "first_step_s": seconds[0],
-        "tokens_per_s_and_gpu": tokens / step_s,
-        "mfu": operations / step_s / known.flops if known else None,
+        **speed_of(model, lengths, case["prompt"], seconds[warmup:], device),
         "peak_gib": peak,
         "grad_norm": norms[0],
     }
-
-
-def _now(device):
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    dist.barrier()
-    return time.perf_counter()
-
-
-def _empty(device):
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats()
 
 
 def main():
@@ -172,7 +113,7 @@ def main():
                 row = measure(case, folder, rank, world, device, options.steps, options.warmup)
             except torch.OutOfMemoryError as error:  # every rank holds the same, so each is here
                 row = {"case": case["name"], "world": world, "error": str(error).partition("\n")[0]}
-            _empty(device)
+            empty(device)
             torch._dynamo.reset()
         rows.append(row)
         if rank == 0:
