@@ -10,8 +10,10 @@ row is what a user gets by changing these keys. Runs lie below ``--folder``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +36,43 @@ VARIANTS = {
 QUIET = ["tracking.trackers=[]", "tracking.rollouts_every_steps=0", "checkpoint.at_end=false"]
 
 
-def engine(folder: Path, *words: str, **variables: str) -> None:
-    """Run one command in a process of its own, with one thread where no variable says otherwise; its output goes to ``log.txt``."""
-    with (folder / "log.txt").open("a") as log:
-        command = [sys.executable, "-m", "engine_core.cli.main", *words]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log, check=True)
+def engine(
+    folder: Path, *words: str, log: str = "log.txt", seconds: float | None = None, **variables: str
+) -> None:
+    """Run one command in processes of its own, with one thread where no variable says otherwise.
+
+    Args:
+        folder: where it runs.
+        log: file there that its output is added to.
+        seconds: after which it is ended, with the processes that it started.
+        variables: of its environment, besides this process's.
+
+    Raises:
+        subprocess.SubprocessError: it failed, or took too long.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "engine_core.cli.main", *words]
+    with (folder / log).open("a") as told:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=told, stderr=told, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        finally:
+            if process.poll() is None:
+                _end(process)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """First asked, then not: a run that is asked ends its workers itself."""
+    for what, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, what)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return
 
 
 def warm_start(folder: Path, steps: int | None = None, **variables: str) -> None:

@@ -52,6 +52,33 @@ def test_each_backend_runs_the_same_file_in_its_own_processes(backends):
         assert name == "torch" or config.runtime.options.processes == 2
 
 
+@pytest.mark.parametrize(
+    ("found", "two", "one"),
+    [
+        ([], ["", "", ""], ["", "", ""]),
+        (["0"], ["0", "0", "0"], ["0", "0", "0"]),
+        (["4", "7"], ["4,7", "4,7", "4,7"], ["4", "7", "4"]),
+        (["0", "1", "2", "3"], ["0,1", "2,3", "0,1"], ["0", "2", "1"]),
+    ],
+)
+def test_runs_of_two_processes_have_a_pair_of_gpus_and_runs_of_one_take_turns(backends, found, two, one):
+    assert [backends.devices_of(slot, 2, found) for slot in range(3)] == two
+    assert [backends.devices_of(slot, 1, found) for slot in range(3)] == one
+
+
+def test_a_run_that_fails_is_told_with_the_end_of_its_log_and_the_others_go_on(
+    backends, tmp_path, monkeypatch
+):
+    """Every run fails here: there is no warm start. Each is told, and nothing is kept of them."""
+    given = SimpleNamespace(jobs=2, steps=1, evals=1, run_seconds=120.0)
+    found = {"runs": {"torch-7": [[0, 0.5]]}, "seconds": {}}
+    told = backends.run_all(tmp_path, [("torch", 0), ("torch", 1), ("torch", 7)], found, given)
+    assert [line.split()[0] for line in told[::2]] == ["torch-0", "torch-1"] or told[0].startswith("torch-1")
+    assert len(told) == 4
+    assert all("sft" in line for line in told[1::2])
+    assert list(found["runs"]) == ["torch-7"]
+
+
 def test_a_picture_is_drawn(backends, tmp_path):
     backends.plot({"torch": {0: [(0, 0.1), (5, 0.3)]}}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
