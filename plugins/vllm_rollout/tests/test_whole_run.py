@@ -1,5 +1,6 @@
 """The example of the page on served models, trained by ``engine train`` with a real vLLM: its judge, and a classifier instead."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -8,9 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_plugin_vllm_rollout.served import VLLMServedEngine
+from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from engine_core.config import ModelConfig, RoleConfig
 from engine_core.config.rewards import JudgeConfig
+from engine_core.engines.base import WorkerContext
+from engine_core.plugins import PluginSet
 from engine_core.reward_models.judge import VerdictReader
 from engine_core.rollout_files import read_rollouts
 from engine_core.testing.reference import LETTERS, write_model
@@ -71,6 +77,17 @@ backend = "vllm"
 dtype = "float32"
 enforce_eager = true
 """
+VERDICT = """
+[[reward]]
+name = "quality"
+[reward.verdict]
+path = "model"
+backend = "vllm_server"
+prompt = "{question} {completion} Is it {answer}? "
+verdicts = { 1 = 1.0, 0 = 0.0 }
+[reward.verdict.vllm_server]
+token_env = "SERVED_TOKEN"
+"""
 
 
 @pytest.fixture
@@ -100,6 +117,12 @@ def toml(value):
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{json.dumps(key)} = {toml(item)}" for key, item in value.items()) + " }"
     return json.dumps(value)
+
+
+def instead_of_the_judge(folder, reward):
+    run = (folder / "apart.toml").read_text()
+    begin, end = run.index("[[reward]]"), run.index("[runtime]")
+    (folder / "apart.toml").write_text(run[:begin] + reward + run[end:])
 
 
 def rollouts_of(folder):
@@ -160,9 +183,7 @@ def test_the_actor_learns_what_a_classifier_of_vllm_in_its_own_process_scores(fo
     torch.manual_seed(2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "scorer")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scorer")
-    run = (folder / "apart.toml").read_text()
-    begin, end = run.index("[[reward]]"), run.index("[runtime]")
-    (folder / "apart.toml").write_text(run[:begin] + CLASSIFIER + run[end:])
+    instead_of_the_judge(folder, CLASSIFIER)
     settings = {"run.steps": 10, "data.prompts_per_step": 8, "actor.optim.lr": 1e-2}
     lines = train(folder, settings | {"reward.quality.model.vllm": SMALL})
     check_sleep(folder, "reward_model", "infer", steps=10)
@@ -176,3 +197,36 @@ def test_the_actor_learns_what_a_classifier_of_vllm_in_its_own_process_scores(fo
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
         assert rollout.reward == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn: what a server needs")
+def test_two_ranks_that_share_the_actor_ask_one_server_for_verdicts_each_about_its_share(folder, monkeypatch):
+    monkeypatch.setenv("SERVED_TOKEN", "s3cr3t-of-the-test")
+    instead_of_the_judge(folder, VERDICT)
+    plugins = PluginSet.load({"train_engines": {"torch"}})
+    context = WorkerContext(plugins=plugins, role="teacher", device=torch.device("cpu"), frozen=True)
+    started = RoleConfig(backend="vllm_server", path=str(folder / "model"))
+    engine = {"dtype": "float32", "enforce_eager": True} | SMALL
+    started.options = VLLMServerOptions(start={"options": engine}, token_env="SERVED_TOKEN")
+    server = VLLMServedEngine(started, ModelConfig(path=started.path), context, trainable=False)
+    run = (folder / "apart.toml").read_text().replace('"frozen"', '"train"')
+    (folder / "apart.toml").write_text(run.replace("{ train = 1, frozen = 1 }", "{ train = 2 }"))
+    try:
+        url = {"reward.quality.verdict.vllm_server.url": server._server.url}
+        lines = train(folder, url | {"actor.backend": "fsdp", "ref.backend": "fsdp"})
+    finally:
+        server.close()
+    assert [line["step"] for line in lines] == [1, 2]
+    path = folder / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
+    places = [tokenizer.convert_tokens_to_ids(digit) for digit in "10"]
+    rollouts = rollouts_of(folder)
+    assert len(rollouts) == 2 * 4 * 4
+    for rollout in rollouts:
+        asked = f"{rollout.prompt.text} {rollout.text} Is it {rollout.prompt.columns['answer']}? "
+        with torch.no_grad():
+            logits = model(input_ids=tokenizer(asked, return_tensors="pt")["input_ids"]).logits[0, -1]
+        p = logits.softmax(-1)[places]
+        assert rollout.reward == pytest.approx((p[0] / p.sum()).item(), abs=1e-5)
