@@ -113,7 +113,8 @@ def pack(weight: Tensor, method: str) -> Pieces:
         }
     whole = weight.float()
     largest = 127.0 if method == "int8" else torch.finfo(torch.float8_e4m3fn).max
-    scale = whole.abs().amax(1, keepdim=True) / largest
+    # by a tensor: CUDA multiplies by the rounded 1 / largest where it is a number, and the CPU's weights would be others
+    scale = whole.abs().amax(1, keepdim=True) / whole.new_tensor(largest)
     scale = torch.where(scale > 0, scale, 1.0)
     if method == "int8":
         return {"packed": (whole / scale).round().to(torch.int8), "scales": scale}
