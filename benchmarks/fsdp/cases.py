@@ -141,19 +141,13 @@ def four():
         for name, extra in SPREAD.items():
             options = {**ours, "sharding": "full", **extra}
             found.append(case(f"1.7B {types} {name}", "qwen3-1.7b", "fsdp", options, **_recomputed("fsdp")))
-    for times in (2, 4, 8):
+    for times in (4, 8):
         batch = {"sequences": 8 * times}
         ddp = case(f"1.7B bf16 DDP x{times}", "qwen3-1.7b", "ddp", DDP_PURE, **batch, **_recomputed("ddp"))
         options = {**PURE, "sharding": "full"}
         full = case(f"1.7B bf16 full x{times}", "qwen3-1.7b", "fsdp", options, **batch, **_recomputed("fsdp"))
         found += [ddp, full]
-    long = {"sequences": 2, "length": 8192, "prompt": 1}
-    shards = {**PURE, "sharding": "full"}
-    found += [
-        _large("kept, 8k", shards, **{**long, "sequences": 1}),
-        _large("kept, 16k", shards, **long),
-        _large("kept, 16k, two ahead", {**shards, "backward_prefetch": 2, "forward_prefetch": 2}, **long),
-    ]
+    found.append(_large("kept, 16k", {**PURE, "sharding": "full"}, sequences=2, length=8192, prompt=1))
     batch = {"sequences": 4, "length": 1024}
     for where in ("none", "optimizer", "params"):
         options = {**MIXED, "sharding": "full", "cpu_offload": where}

@@ -23,6 +23,7 @@ from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
 from engine_core.data import load_tokenizer
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.model_loading import load_hf_config
+from engine_core.errors import EngineError
 from engine_core.plugins import PluginSet
 from engine_core.types import Batch, Request, Rollout, Sampling
 
@@ -119,7 +120,11 @@ def main() -> None:
             for cut in CUTS
         ]
         for sampler in arguments.sampler:
-            rollouts = sampled(path, SAMPLERS[sampler], asked, arguments.response, eager)
+            try:
+                rollouts = sampled(path, SAMPLERS[sampler], asked, arguments.response, eager)
+            except (ValueError, EngineError) as error:  # this vLLM has no such key: the others go on
+                print(f"{sampler}: {str(error).splitlines()[-1]}")
+                continue
             batches = [Batch.from_rollouts(r, c["temperature"]) for r, c in zip(rollouts, CUTS, strict=True)]
             for trainer, table in TRAINERS.items():
                 for cut, batch, scores in zip(CUTS, batches, scored(path, table, batches), strict=True):
