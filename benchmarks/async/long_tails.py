@@ -28,8 +28,8 @@ from tail_runs import Run, settings
 from tail_summary import show, summary
 
 HERE = Path(__file__).resolve().parent
-CASES = ("sync", "async", "colocated")
-"""In turn on all GPUs; trainer and sampler on GPUs of their own; ahead, with both on all GPUs."""
+CASES = ("sync", "colocated", "async")
+"""In turn on all GPUs; ahead, with trainer and sampler on all GPUs; ahead, with GPUs of their own for each."""
 LEAST_SECONDS = 60.0  # for another attempt
 
 
@@ -59,9 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--short-steps", type=int, default=2, help="first steps, with --short-cap tokens")
     parser.add_argument("--short-cap", type=int, default=128)
     parser.add_argument("--sync-steps", type=int, default=4, help="that count, in turn")
-    parser.add_argument("--async-steps", type=int, default=9, help="that count, ahead")
+    parser.add_argument("--async-steps", type=int, default=6, help="that count, ahead")
     parser.add_argument("--sync-seqs", type=int, default=256, help="decoded at one time by one sampler")
-    parser.add_argument("--async-seqs", type=int, default=128)
+    parser.add_argument("--async-seqs", type=int, default=256)
     parser.add_argument(
         "--eager", action="store_true", help="vLLM without graphs: starts sooner, samples slower"
     )

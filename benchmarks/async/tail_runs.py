@@ -102,7 +102,8 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         if ahead
         else "",
         engine=engine,
-        micro=49152 if gpu else 4096,
+        # beside a sampler there is less memory
+        micro=(49152 if apart else 32768) if gpu else 4096,
         param="bf16" if gpu else "fp32",
         compile="true" if gpu else "false",
         recompute="false" if gpu else '"auto"',
@@ -162,7 +163,14 @@ class Run:
         self.folder, self.name = folder, name
         self.metrics = folder / "runs" / name / "metrics.jsonl"
         code = "import sys; from engine_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
+        # it works in another folder, where relative places mean nothing
+        places = [
+            str(Path(place).absolute())
+            for place in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if place
+        ]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        env |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
         with (folder / f"{name}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, "train", f"{name}.toml"],

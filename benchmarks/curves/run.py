@@ -50,7 +50,11 @@ def engine(
     Raises:
         subprocess.SubprocessError: it failed, or took too long.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    # it works in another folder, where relative places mean nothing
+    places = [
+        str(Path(place).absolute()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "engine_core.cli.main", *words]
     with (folder / log).open("a") as told:
         process = subprocess.Popen(
