@@ -14,13 +14,14 @@ import argparse
 import json
 import math
 import os
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from backends import Curve, plot
+from backends import Curve, last_lines, plot
 from run import EXAMPLE, QUIET, ROOT, engine, warm_start
 
 AHEAD = ["trainer=async", "rollout.process={}"]
@@ -37,17 +38,26 @@ ERRORS = 1.96  # standard errors of an accuracy over the held-out rows
 
 
 def curve(
-    folder: Path, variant: str, seed: int, given: argparse.Namespace, variables: Mapping[str, str]
+    folder: Path, variant: str, seed: int, given: argparse.Namespace, variables: Mapping[str, str], end: float
 ) -> tuple[Curve, dict[str, float]]:
-    """Held-out accuracy of one run, before it and at ``--evals`` steps of it; means of some of its metrics."""
+    """Held-out accuracy of one run, before it and at ``--evals`` steps of it; means of some of its metrics.
+
+    Raises:
+        RuntimeError: it failed, or was not done at ``end`` (``time.monotonic``).
+    """
     run = f"{variant.replace(' ', '-')}-{seed}"
     words = [*VARIANTS[variant], *QUIET, f"run.name={run}", f"run.seed={seed}", f"run.dir={folder / 'runs'}"]
     words += [f"model.path={folder / 'sft'}", f"data.train={folder / 'data' / 'train.jsonl'}"]
     words += [f"data.validation={folder / 'data' / 'heldout.jsonl'}", f"actor.optim.lr={given.lr}"]
     words += [f"run.steps={given.steps}", f"eval.every_steps={max(1, given.steps // given.evals)}"]
-    engine(
-        folder, "train", str(EXAMPLE / "grpo.toml"), *[w for g in words for w in ("--set", g)], **variables
-    )
+    sets = [word for each in words for word in ("--set", each)]
+    try:
+        engine(
+            folder, "train", str(EXAMPLE / "grpo.toml"), *sets,
+            log=f"{run}.txt", seconds=max(1.0, end - time.monotonic()), **variables,
+        )  # fmt: skip
+    except subprocess.SubprocessError as error:
+        raise RuntimeError(f"{error}\n{last_lines(folder / f'{run}.txt')}") from error
     lines = [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
     told = (
         "time/step",
@@ -118,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--evals", type=int, default=7, help="evaluations of a run, after the first")
     parser.add_argument("--sft-steps", type=int, help="of the warm start, instead of the file's 300")
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which runs are ended")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     given = parser.parse_args(arguments)
     folder: Path = given.folder.resolve()
@@ -136,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(given.jobs) as pool:
         # those that run ahead first: they take longest
         cells = [(variant, seed) for seed in given.seeds for variant in reversed(given.only)]
-        futures = {pool.submit(curve, folder, *cell, given, variables): cell for cell in cells}
+        futures = {
+            pool.submit(curve, folder, *cell, given, variables, begun + given.budget): cell for cell in cells
+        }
         for future in as_completed(futures):
             variant, seed = futures[future]
             name = f"{variant} {seed}"
