@@ -88,7 +88,7 @@ def parity(world, model="qwen3-0.6b", moe="moe", short=1):
     batch = {"lengths": lengths, "prompt": lengths[4] // 2, "budget": 1024 // short}
     dense, sparse = {**batch, "model": model}, {**batch, "model": moe}
     found = []
-    for types in ("fp32", "bf16"):
+    for types in TYPES["megatron"]:
         whole = {**dense, "budget": 0}
         found += [
             case("torch, one process", "torch", types, **dense, ranks=1),
@@ -97,6 +97,9 @@ def parity(world, model="qwen3-0.6b", moe="moe", short=1):
             case("FSDP tp 2", "fsdp", types, **dense, tp=2, loading="auto"),
             *(case(f"Megatron {name}", "megatron", types, **dense, **how) for name, how in _dense(world)),
             *(case(f"ZeRO-{stage}", "deepspeed", types, **dense, stage=stage) for stage in (1, 2, 3)),
+        ]
+    for types in TYPES["megatron"]:
+        found += [
             case("experts: torch, one process", "torch", types, **sparse, ranks=1),
             case("experts: FSDP full", "fsdp", types, **sparse, loading="auto"),
             *(

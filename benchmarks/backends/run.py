@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cases import MODELS, SETS
@@ -24,7 +26,8 @@ from tables import table, verdicts
 
 HERE = Path(__file__).parent
 ORDER = ("megatron", "torch", "deepspeed")
-STEPS = {"parity": (2, 1), "tiny": (2, 1)}  # steps of a case, and how many are warm-up
+STEPS = {"parity": (2, 2), "tiny": (2, 2)}  # steps of a case, and how many are not timed
+AT_ONCE = ("parity",)  # sets whose families share the GPUs: nothing is timed
 SHARED_MEMORY = Path("/dev/shm")
 BYTES = {"qwen3-0.6b": 2e9, "qwen3-1.7b": 4e9, "qwen3-8b": 17e9}  # of a model folder
 
@@ -33,15 +36,16 @@ class Rows:
     """What is known so far, in the order of the cases; written whenever it changes."""
 
     def __init__(self, cases, out):
-        self.out, self.rows = out, {case["name"]: None for case in cases}
+        self.out, self.rows, self.writing = out, {case["name"]: None for case in cases}, threading.Lock()
         self.about = {
             case["name"]: {"family": case["family"], "model": case["model"], "types": case["types"]}
             for case in cases
         }
 
     def put(self, name, row):
-        self.rows[name] = {**self.about[name], "case": name, **row}
-        self.out.write_text(json.dumps(self.known(), indent=1))
+        with self.writing:
+            self.rows[name] = {**self.about[name], "case": name, **row}
+            self.out.write_text(json.dumps(self.known(), indent=1))
         print(
             f"{name}: {row['error'] if 'error' in row else format(row['case_s'], '.1f') + ' s'}", flush=True
         )
@@ -126,12 +130,16 @@ def main():
                 "folders": {name: str(folder / name) for name in models},
                 "models": {name: MODELS[name] for name in models},
                 "steps": steps,
-                "warmup": min(warmup, steps - 1),
+                "warmup": min(warmup, steps),
             }
-            for family in families:
+
+            def measure_all(family):
                 own = [case for case in cases if case["family"] == family]
                 until = begun + given.budget
                 measure_family(family, own, first[family], new_crew, order, given, until, rows)
+
+            with ThreadPoolExecutor(len(families) if given.set in AT_ONCE else 1) as pool:
+                list(pool.map(measure_all, families))
         finally:
             for crew in crews:
                 crew.end()

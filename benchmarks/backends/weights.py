@@ -38,6 +38,7 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"])
     given = parser.parse_args()
     device = torch.device(given.device) if given.device else default_device()
+    given.out.mkdir(parents=True, exist_ok=True)
     for name in given.model:
         begun = time.perf_counter()
         write(name, given.out / name, device)
