@@ -69,7 +69,7 @@ def of_update(engine: Any, weights: list[tuple[str, Any]]) -> dict[str, float]:
     parts: dict[str, Callable[[], Any]] = {
         "checks_of_names": lambda: list(updater._checked(iter(weights), 0)),
         "checksum": lambda: _checksum(Checksum(), weights),
-        "reset_prefix_cache": lambda: llm.reset_prefix_cache(reset_running_requests=True),
+        "reset_prefix_cache_in_flight": lambda: llm.reset_prefix_cache(reset_running_requests=True),
         "whole": lambda: engine.update_weights(iter(weights), engine.version + 1),
     }
     if plan is not None and updater.how == "direct":

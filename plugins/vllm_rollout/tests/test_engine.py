@@ -40,7 +40,7 @@ def build(path, response=32, **table):
 
 @pytest.fixture(scope="module")
 def engine(folders):
-    made = build(folders / "0", log_probs="full")
+    made = build(folders / "0", log_probs="full", block_size=32)
     yield made
     made.close()
 
@@ -85,6 +85,27 @@ def test_a_response_in_flight_tells_the_version_of_each_token(engine, folders):
         for at in range(3, len(rollout.token_ids)):
             if rollout.policy_versions[at] == version:
                 found = rollout.rollout_log_probs[at]
+                assert found == pytest.approx(float(expected[at - 1, rollout.token_ids[at]]), abs=1e-3)
+
+
+def test_a_prefix_that_was_computed_with_earlier_weights_is_not_found_again(engine, folders):
+    """The prompt is longer than a block of the cache, so that a second request for it computes the last tokens alone."""
+    block = engine._llm.vllm_config.cache_config.block_size
+    prompt = [5 + i % 20 for i in range(block + 8)]
+    for version, seed in ((0, "0"), (1, "1"), (2, "0")):
+        if version:
+            engine.update_weights(load_file(folders / seed / "model.safetensors").items(), version)
+        for turn in range(2):
+            request = Request(
+                f"r{version}-{turn}", Prompt("long", prompt, ""), Sampling(max_response_tokens=4, seed=turn)
+            )
+            (rollout,) = engine.generate([request])
+            with torch.no_grad():
+                expected = torch.log_softmax(
+                    logits_of(load_reference(str(folders / seed)), rollout.token_ids), -1
+                )
+            for at in range(len(prompt), len(rollout.token_ids)):
+                found = float(rollout.rollout_log_probs[at])
                 assert found == pytest.approx(float(expected[at - 1, rollout.token_ids[at]]), abs=1e-3)
 
 

@@ -80,6 +80,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
         self._paused = False
         self._incomplete = ""  # why the weights are not those of one version
+        self._updates = 0  # begun; part of what a cached prefix is found by
 
     def _start(self) -> None:
         prepare_environment()
@@ -175,9 +176,8 @@ class VLLMRolloutEngine(RolloutEngine):
         for request in requests:
             ids = request.prompt.token_ids + begun_response(request)
             params = sampling_params(request, self._room, self._vocabulary, self._full)
-            internal = self._llm.add_request(
-                request.id, tokens_input(ids), params, lora_request=self._updater.request
-            )
+            given = tokens_input(ids, cache_salt=f"weights {self._updates}")
+            internal = self._llm.add_request(request.id, given, params, lora_request=self._updater.request)
             self._running[request.id] = Running(request, internal)
 
     def _decode(self, tokens: list[int]) -> str:
@@ -257,12 +257,14 @@ class VLLMRolloutEngine(RolloutEngine):
 
         What is being sampled goes on with the new weights, its prefix computed anew; its tokens carry the version
         that each was sampled with. Where the stream breaks after some weights were replaced, sampling is refused
-        until a whole one came.
+        until a whole one came. Prefixes that are cached are of earlier weights: later requests carry another salt and
+        do not find them. To clear the cache takes as long as it has blocks, of a small model over a million.
         """
         from engine_plugin_vllm_rollout import versions
 
         self.memory.before_update()
         before = self._incomplete
+        self._updates += 1
         self._incomplete = f"an update to version {version} did not come to its end"
         try:
             checksum = self._updater.take(stream, version)
@@ -272,7 +274,8 @@ class VLLMRolloutEngine(RolloutEngine):
             raise
         for running in self._running.values():
             running.versions.append((versions.tokens_sampled(self._llm, running.internal_id), self.version))
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._running:  # they keep their salt, and would find what they have computed
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self._incomplete, self.version = "", version
         self.memory.after_update()
         return checksum
