@@ -33,16 +33,32 @@ def stream(value):
 
 
 @pytest.fixture
-def engine(tmp_path):
+def make(tmp_path):
+    made = []
+
+    def start(**how):
+        made.append(_engine(tmp_path, **how))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make):
+    made = make(source=lambda: stream(made.version))
+    return made
+
+
+def _engine(tmp_path, source):
     plugins = PluginSet.load({"rollout_engines": {"counting"}}, ["counting_plugin.py"], HERE)
     options = plugins.spec("rollout_engines", "counting").config(
         starts=str(tmp_path / "starts"), any_weight=True
     )
     config = RolloutConfig(backend="counting", options=options, process=ProcessConfig())
     context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cuda", 0))
-    made = SamplerEngine(config, ModelConfig(), context, lambda: stream(made.version))
-    yield made
-    made.close()
+    return SamplerEngine(config, ModelConfig(), context, source)
 
 
 def sampled(engine):
@@ -65,6 +81,19 @@ def test_updates_go_through_device_memory_also_larger_ones_and_to_a_new_process(
     os.kill(int((tmp_path / "starts").read_text().split()[-1]), signal.SIGKILL)
     assert sampled(engine) == [(-2.0, 2)] * 3  # of the new process, streamed again
     assert engine.update_weights(stream(1), 3) == first
+
+
+def test_without_a_source_a_new_process_gets_the_copy_that_was_kept_in_host_memory(
+    make, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2000)
+    engine = make(source=None)
+    for version in (1, 2):
+        engine.update_weights(stream(version), version)
+        assert sampled(engine) == [(-float(version), version)] * 3
+    assert len(engine._weights._kept) > 1
+    os.kill(int((tmp_path / "starts").read_text().split()[-1]), signal.SIGKILL)
+    assert sampled(engine) == [(-2.0, 2)] * 3
 
 
 def test_a_bucket_that_is_damaged_on_the_device_is_sent_again(engine, monkeypatch):
