@@ -2,6 +2,7 @@
 
 import torch
 from engine_plugin_hf_rollout.cache import LEAST_ROOM, RoomyLayer, make_cache
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, MistralConfig, Qwen3Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -44,3 +45,21 @@ def test_layers_with_a_window_stay_as_they_are():
     config = MistralConfig(num_hidden_layers=1, sliding_window=4)
     assert [type(layer) for layer in make_cache(config).layers] == [DynamicSlidingWindowLayer]
     assert [type(layer) for layer in make_cache(CONFIG).layers] == [RoomyLayer] * 2
+
+
+def test_under_autocast_keys_are_kept_in_its_type_and_attention_gives_the_same():
+    """Keys behind a norm and rotary embeddings of float32 weights are float32, values are bfloat16."""
+    ours, theirs, generator = (
+        make_cache(CONFIG),
+        DynamicCache(config=CONFIG),
+        torch.Generator().manual_seed(0),
+    )
+    query = torch.randn(3, 2, 1, 4, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        for tokens in (7, 1):
+            keys, values = states(generator, 3, tokens)
+            found, expected = (cache.update(keys, values.bfloat16(), 0) for cache in (ours, theirs))
+        assert [kept.dtype for kept in found] == [torch.bfloat16] * 2
+        assert torch.equal(
+            scaled_dot_product_attention(query, *found), scaled_dot_product_attention(query, *expected)
+        )

@@ -1,12 +1,15 @@
 """Keys and values of a batch in buffers with room: a new token is written behind the others.
 
-The cache of transformers makes a new tensor of all keys for every token and layer.
+The cache of transformers makes a new tensor of all keys for every token and layer. Under autocast, rotary embeddings
+of float32 weights give float32 keys, and attention would cast all of them again for each token: here they are kept in
+the type that it casts them to.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -26,6 +29,7 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        key_states, value_states = _as_attended(key_states), _as_attended(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before = self.get_seq_length()
@@ -49,6 +53,12 @@ class RoomyLayer(DynamicLayer):
     def _filled(self, index: int) -> Tensor | None:
         held = (self.keys, self.values)[index]
         return None if held is None or not held.numel() else held
+
+
+def _as_attended(states: Tensor) -> Tensor:
+    """Keys or values in the type that autocast, where it is on, gives the products of attention."""
+    kind = states.device.type
+    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
 
 
 def _grown(like: Tensor, filled: Tensor | None, room: int) -> Tensor:
