@@ -47,6 +47,11 @@ def test_a_step_in_turn_takes_its_longest_response_and_then_the_busiest_trainer(
     assert found["step_s"] == pytest.approx(sum(line["time/step"] for line in found["lines"]) / 3, rel=1e-9)
 
 
+def test_it_runs_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(simulate(setting())["lines"]) == 3
+
+
 @pytest.mark.parametrize("rate", [200.0, 480.0, 2000.0])
 def test_one_step_off_a_step_takes_the_longer_of_sampling_and_training(rate):
     equal = Lengths(50, 50, 50)  # 0.5 s to sample
