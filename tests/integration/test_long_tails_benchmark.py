@@ -128,3 +128,25 @@ def test_the_rate_is_steps_by_elapsed_time_and_compared_with_as_many_gpus(summar
     assert "| 2 | async | 3 | 0.5000 | 2.00x | 50 | 2.00x | 1.00 |" in shown
     assert "| 4 | colocated | 0 |" in shown
     assert "exit status 1 |" in shown
+
+
+@pytest.fixture(scope="module")
+def transport():
+    pytest.importorskip("vllm")
+    return _script("transport")
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_each_way_of_weights_is_a_valid_run(transport, tmp_path, gpus):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "t2", "answer": "1"}\n')
+    for case in transport.CASES.values():
+        if "transport" not in case:
+            continue
+        (tmp_path / "run.toml").write_text(transport.run_file(case, gpus, "torchrun", tmp_path))
+        config = load_config(tmp_path / "run.toml")
+        assert config.rollout.transport == case["transport"]
+        assert config.rollout.backend == case.get("sampler", "hf")
+        assert (config.rollout.process is not None) == case.get("process", False)
+        # a worker for each GPU that the case takes: it is listed where there are as many
+        workers = sum(config.placement.pools.values()) or config.runtime.options.processes
+        assert workers == case["gpus"]
