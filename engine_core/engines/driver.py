@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.engines.deadlines import TIMEOUT
@@ -110,6 +110,29 @@ def advance(
             engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
         )
     return finished
+
+
+def flow(
+    engine: RolloutEngine, requests: Sequence[Request], dropped: Sequence[str], goes_on: Callable[[], bool]
+) -> Generator[list[Rollout], None, None]:
+    """As ``advance``, again and again; what has finished as soon as it has.
+
+    Args:
+        engine: any rollout engine.
+        requests: new ones, as in ``advance``.
+        dropped: as in ``advance``.
+        goes_on: asked between two rounds; False leaves what is unfinished under way.
+
+    Raises:
+        PluginError: as ``generate``.
+    """
+    finished = engine.advance(requests, dropped)
+    while True:
+        if finished:
+            yield finished
+        if not engine.running or not goes_on():
+            return
+        finished = engine.advance()
 
 
 def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:

@@ -7,11 +7,11 @@ process and on a cluster.
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -69,6 +69,31 @@ class WorkerGroup(abc.ABC):
             requests: with distinct ids. Whoever does not want the rest closes the iterator.
         """
         yield self.call("generate", requests=list(requests)).result()
+
+    def flow(self, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]) -> Flow | None:
+        """Have samplers go on by themselves, where each of them can; None where they are asked in rounds of ``advance``.
+
+        Args:
+            tell: is given rollouts as they finish, in some thread.
+            changed: is told in some thread that ``resting`` or ``error`` is to be looked at.
+        """
+        return None
+
+
+class Flow(Protocol):
+    """Requests that samplers work at until they are told something else; see ``runtime.flow``."""
+
+    error: BaseException | None
+
+    @property
+    def resting(self) -> bool:
+        """Whether a sampler has something to sample and was told something else since."""
+
+    def go(self, requests: Sequence[Request] = (), dropped: Iterable[str] = ()) -> None:
+        """Have these sampled, forget those, and have all go on that rest."""
+
+    def close(self) -> None:
+        """Nobody waits for anything of it any more."""
 
 
 class Runtime(abc.ABC):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.runtime.base import WorkerGroup
 from engine_core.runtime.crew import Crew, Reply, message_to
+from engine_core.runtime.flow import Flow
 from engine_core.runtime.portions import Portions, portions_of
 from engine_core.runtime.split import Merge, Running, in_order, merge_plain, split_batch, split_requests
 
@@ -112,6 +113,10 @@ class CrewGroup(WorkerGroup):
             if isinstance(reply, Reply):
                 reply.give_up()
             raise
+
+    def flow(self, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]) -> Flow | None:
+        alone = self.independent and all(len(one.ranks) == 1 for one in self.slices)
+        return Flow(self, tell, changed) if alone else None  # ranks of one engine must all do the same
 
     def _generate(
         self, requests: Sequence[Request], on_part: Callable[[list[Rollout]], None] | None = None

@@ -44,6 +44,9 @@ class ReplaceableGroup(CrewGroup):
         self.slices = [self.every[at] for at in self._present()]
         return super().call(method, batch, split, **plain)
 
+    def flow(self, tell: Told, changed: Callable[[], None]) -> None:
+        """Not here: in rounds it is seen who was lost, and what is asked again of whom."""
+
     def _present(self) -> list[int]:
         """Numbers of the slices that are there."""
         there = set(self.replacements.present)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -76,6 +78,7 @@ class Running:
         self.left = [0] * slices  # tokens that each slice may still sample
         self.under_way = [0] * slices  # requests
         self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
+        self._lock = threading.Lock()  # some ask while answers come
 
     def share(self, requests: Sequence[Request], among: Sequence[int] | None = None) -> list[list[Request]]:
         """New requests by slice.
@@ -85,23 +88,33 @@ class Running:
             among: slices that may have them; default: all.
         """
         shares: list[list[Request]] = [[] for _ in self.left]
-        slices = range(len(self.left)) if among is None else among
-        for request in requests:
-            chosen = min(slices, key=lambda at: self.left[at])
-            shares[chosen].append(request)
-            self.left[chosen] += _tokens(request)
-            self.under_way[chosen] += 1
-            self._asked[request.id] = request, chosen
+        with self._lock:
+            slices = range(len(self.left)) if among is None else among
+            least = [(self.left[at], place, at) for place, at in enumerate(slices)]
+            heapq.heapify(least)
+            for request in requests:
+                left, place, chosen = least[0]
+                left += _tokens(request)
+                heapq.heapreplace(least, (left, place, chosen))
+                shares[chosen].append(request)
+                self.left[chosen] = left
+                self.under_way[chosen] += 1
+                self._asked[request.id] = request, chosen
         return shares
 
-    def forget(self, ids: Iterable[str]) -> None:
-        """Nobody waits for them any more."""
+    def forget(self, ids: Iterable[str]) -> dict[int, list[str]]:
+        """Nobody waits for them any more; slice -> those that it has."""
+        found: dict[int, list[str]] = {}
         for id in ids:
-            self._settle(id)
+            _, chosen = self._settle(id)
+            if chosen is not None:
+                found.setdefault(chosen, []).append(id)
+        return found
 
     def lose(self, slice: int) -> list[Request]:
         """What a slice has not finished, in the order in which it was asked; it is asked nothing of this any more."""
-        lost = [request for request, chosen in self._asked.values() if chosen == slice]
+        with self._lock:
+            lost = [request for request, chosen in self._asked.values() if chosen == slice]
         self.forget(request.id for request in lost)
         return lost
 
@@ -109,16 +122,20 @@ class Running:
         """The slices' rollouts one after another, with the controller's own prompts; other results as ``merge_plain``."""
         found = merge_plain(results)
         for rollout in found if isinstance(found, list) else ():
-            if request := self._settle(rollout.request_id):
+            if request := self._settle(rollout.request_id)[0]:
                 rollout.prompt = request.prompt
         return found
 
-    def _settle(self, id: str) -> Request | None:
-        request, chosen = self._asked.pop(id, (None, 0))
-        if request is not None:
+    def _settle(self, id: str) -> tuple[Request, int] | tuple[None, None]:
+        """It is under way no more: request and slice."""
+        with self._lock:
+            found = self._asked.pop(id, None)
+            if found is None:
+                return None, None
+            request, chosen = found
             self.left[chosen] -= _tokens(request)
             self.under_way[chosen] -= 1
-        return request
+        return found
 
 
 def _tokens(request: Request) -> int:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -136,6 +137,19 @@ class Worker:
         for finished in stream(engine, requests):
             self.outbox.put({"id": number, "part": finished}, prompts=False)
         return []
+
+    def _do_flow(self, message: dict[str, Any]) -> None:
+        """Sample until another command comes, nothing is left or the time is up; what finished is told at once."""
+        from engine_core.engines.driver import flow
+
+        engine = cast("RolloutEngine", self.host.engines[message["role"]])
+        end = time.monotonic() + message["seconds"]
+
+        def goes_on() -> bool:
+            return self.mailbox.empty() and time.monotonic() < end
+
+        for finished in flow(engine, message["requests"], message["dropped"], goes_on):
+            self.outbox.put({"id": message["id"], "part": finished}, prompts=False)
 
     def _do_push(self, message: dict[str, Any]) -> Any:
         return self.host.push_weights(message["source"], message["target"], message["version"])

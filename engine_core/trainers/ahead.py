@@ -24,6 +24,7 @@ With S = 0 a step admits the groups that it takes, all of them and no other: the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,11 @@ class AheadQueue:
     def take(self, step: int, count: int) -> list[Group] | None:
         """The groups that step ``step`` learns from, in the order of the data; None: wait for more to be ready."""
         first = self.groups[:count]
+        due = itertools.takewhile(
+            lambda group: group.due <= step, first
+        )  # in ascending order, none behind them
+        if not all(group.ready for group in (first if self.in_order else due)):
+            return None  # asked for each group that becomes ready: what mostly holds is seen at once
         chosen = first if self.in_order else [group for group in self.groups if group.ready][:count]
         rest = self._without(chosen)
         in_time = all(g.due >= step + 1 + j // self.prompts_per_step for j, g in enumerate(rest))

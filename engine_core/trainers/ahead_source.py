@@ -60,6 +60,8 @@ class AheadSource(RolloutSource):
         self.scoring: ScoringThread | None = None
         self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
+        self._ready = 0  # groups in the queue that are
+        self._wanted = 0  # groups that somebody waits for
         self._before: dict[str, float] = {}  # counters at the end of the last step
 
     def begin(self) -> None:
@@ -216,7 +218,9 @@ class AheadSource(RolloutSource):
         with self._changed:
             for group in groups:
                 group.ready = True
-            self._changed.notify_all()
+            self._ready += len(groups)
+            if self._ready >= self._wanted:  # else it is too early to look
+                self._changed.notify_all()
 
     def _await(self, step: int, count: int) -> list[Group]:
         """The groups of a step; waits until they are ready, or the sampler has failed.
@@ -226,11 +230,13 @@ class AheadSource(RolloutSource):
         """
         assert self.thread is not None
         with self._changed:
-            while (taken := self.queue.take(step, count)) is None:
+            self._wanted = count
+            while self._ready < count or (taken := self.queue.take(step, count)) is None:
                 self.thread.check()
                 if self.scoring is not None:
                     self.scoring.check()
                 self._changed.wait(POLL_SECONDS)
+            self._ready -= len(taken)
         return taken
 
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:

@@ -1,10 +1,12 @@
 """A sampler that is asked while the run does something else: one thread has its requests carried out.
 
 consumes: requests, of whoever asks; waits for: requests, while it has none, and the end of a hold; unblocked by:
-``ask``, the end of ``held``, ``close``; produces: rollouts, given in this thread to whoever asked for them.
+``ask``, the end of ``held``, ``close``; produces: rollouts, given to whoever asked for them.
 
 The sampler's group is called by this thread alone, except within ``held``, when the thread stands still: so new
-weights never come in the middle of a call.
+weights never come in the middle of a call. Samplers that can go on by themselves (``WorkerGroup.flow``) are told what is
+new, and to go on after a hold, and nothing else; what they have finished is given in the threads that read it. Others
+are asked in rounds, each of which waits for all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from engine_core.clock import Clock
 from engine_core.runtime.base import WorkerGroup
 
 if TYPE_CHECKING:
+    from engine_core.runtime.base import Flow
     from engine_core.types import Batch, Request, Rollout
 
 POLL_SECONDS = 0.1  # until whoever waits for a rollout looks whether the thread still lives
 
 Taker = Callable[[list["Rollout"]], None]
-"""Is given finished rollouts, in the thread."""
+"""Is given finished rollouts, in some thread; it must not wait for anything."""
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ class SamplerThread:
         self._busy, self._since = 0.0, 0.0  # seconds with something to sample, and since when
         self._changed = self.clock.condition()
         self._reply: Future[Any] | None = None
+        self._flow = group.flow(self._give, self._look)
         self._thread = self.clock.thread(self._run, "sampling")
         self._thread.start()
 
@@ -147,6 +151,8 @@ class SamplerThread:
             reply = self._reply
             self._changed.notify_all()
         _give_up(reply)
+        if self._flow is not None:
+            self._flow.close()
         self._thread.join()
 
     # -- in the thread ------------------------------------------------------
@@ -169,20 +175,44 @@ class SamplerThread:
             requests, dropped, self._new, self._dropped = self._new, self._dropped, [], []
             self._calling = True
         try:
-            reply = self.group.call("advance", requests=requests, dropped=dropped)
-            with self._changed:
-                self._reply, closing = reply, self._closing
-            if closing:  # `close` came before the call was there to be given up
-                _give_up(reply)
-            self._give(reply.result())
+            if self._flow is not None:
+                self._go_on(self._flow, requests, dropped)
+            else:
+                self._advance(requests, dropped)
         finally:
             with self._changed:
                 self._calling = False
                 self._changed.notify_all()
         return True
 
+    def _go_on(self, flow: Flow, requests: Sequence[Request], dropped: Sequence[str]) -> None:
+        """Tell samplers what is new."""
+        if flow.error is not None:
+            raise flow.error
+        flow.go(requests, dropped)
+        with self._changed:
+            closing = self._closing
+        if closing:  # `close` came before these calls were there to be given up
+            flow.close()
+
+    def _advance(self, requests: Sequence[Request], dropped: Sequence[str]) -> None:
+        """A round of all samplers."""
+        reply = self.group.call("advance", requests=requests, dropped=dropped)
+        with self._changed:
+            self._reply, closing = reply, self._closing
+        if closing:  # `close` came before the call was there to be given up
+            _give_up(reply)
+        self._give(reply.result())
+
     def _work(self) -> bool:
+        if self._flow is not None:
+            return bool(self._new or self._dropped or self._flow.resting or self._flow.error)
         return bool(self._new or self._dropped or self._asked)
+
+    def _look(self) -> None:
+        """A sampler rests, or has failed."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _give(self, finished: Sequence[Rollout]) -> None:
         for rollout in finished:
@@ -193,7 +223,8 @@ class SamplerThread:
             for rollout in finished:
                 self._asked.pop(rollout.request_id, None)
             self._rest()
-            self._changed.notify_all()
+            if self._flow is None or not self._asked:  # else nobody waits for it
+                self._changed.notify_all()
 
     def _rest(self) -> None:
         """Count the time until now, where nothing is left to sample."""

@@ -7,6 +7,7 @@ does is not counted as the controller's (``VirtualClock.aside``), nor are the sy
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,20 +60,60 @@ class VirtualReply(Reply):
         return super().result()
 
 
+@dataclass(slots=True)
+class Stretch:
+    """What a sampler of a flow is at, until something finishes."""
+
+    start: float
+    prefill: float  # seconds
+    each: float  # seconds of a token
+    count: int  # tokens of each response
+
+    @property
+    def end(self) -> float:
+        """When it is over."""
+        return self.start + self.prefill + self.count * self.each
+
+    def tokens_by(self, moment: float, at_once: int) -> int:
+        """Tokens that it has by the end of the call of its engine (``at_once`` tokens) that is under way then."""
+        calls = max(math.ceil((moment - self.start - self.prefill) / self.each / at_once), 1)
+        return min(calls * at_once, self.count)
+
+
 class SimulatedWorker:
-    """One process with a trainer's rank, a sampler, or both: one command after another."""
+    """One process with a trainer's rank, a sampler, or both: one command after another.
+
+    Args:
+        rank: of the run.
+        cluster: that it is part of.
+    """
+
+    tell: Callable[[int, int, dict[str, Any], float], None]
+    """Has the controller told something under a command's number: rank, number, what, when."""
 
     def __init__(self, rank: int, cluster: Cluster) -> None:
         self.rank, self.cluster = rank, cluster
         self.engines: dict[str, SimulatedTrainer | SimulatedSampler] = {}
         self.free_at = 0.0
+        self._flow = 0  # the command of a flow that it is at; 0: none
+        self._stretch: Stretch | None = None  # of it
         self.busy = {"actor": 0.0, "rollout": 0.0}  # seconds, by role
         self._role = ""  # of its last command that took any
 
-    def take(self, message: Mapping[str, Any]) -> tuple[Any, float]:
-        """Carry a command out: the answer, and the moment when it is there."""
+    def take(self, number: int, message: Mapping[str, Any]) -> None:
+        """Carry a command out, once what it is at is done; a flow is left for it."""
+        if self._flow:
+            self._leave_flow()
+        if message["kind"] == "flow":
+            self._begin_flow(number, message)
+            return
+        value, moment = self._carry_out(message)
+        self.tell(self.rank, number, {"value": value}, moment)
+
+    def _carry_out(self, message: Mapping[str, Any]) -> tuple[Any, float]:
+        """The answer, and the moment when it is there."""
         role, kind, start = message.get("role", "rollout"), message["kind"], self.free_at
-        start = max(start, self.cluster.clock.now() + self.cluster.speeds.message_seconds)
+        start = max(start, self.cluster.clock.now())
         value: Any = None
         seconds = 0.0
         if kind == "call":
@@ -89,13 +130,75 @@ class SimulatedWorker:
         self._role = role if seconds else self._role
         return value, self.free_at
 
+    # -- a flow -------------------------------------------------------------
+
+    @property
+    def _sampler(self) -> SimulatedSampler:
+        sampler = self.engines["rollout"]
+        assert isinstance(sampler, SimulatedSampler)
+        return sampler
+
+    def _begin_flow(self, number: int, message: Mapping[str, Any]) -> None:
+        clock, self._flow, self._stretch = self.cluster.clock, number, None
+        self._sampler.take_in(message["requests"], message["dropped"])
+        self.free_at = max(self.free_at, clock.now())
+        clock.at(self.free_at, lambda: self._go_on(number))
+        clock.at(self.free_at + message["seconds"], lambda: self._late(number))
+
+    def _go_on(self, number: int) -> None:
+        """Sample until something finishes; the end where nothing is left."""
+        if self._flow != number:
+            return
+        if not self._sampler.unfinished:
+            self._end_flow()
+            return
+        clock = self.cluster.clock
+        self._stretch = stretch = Stretch(clock.now(), *self._sampler.begin())
+        clock.at(stretch.end, lambda: self._over(number, stretch))
+
+    def _over(self, number: int, stretch: Stretch) -> None:
+        """The end of a stretch, unless it was left before."""
+        if self._stretch is stretch:
+            self._sampled(stretch.count)
+            self._go_on(number)
+
+    def _late(self, number: int) -> None:
+        """The time of a flow's command is up."""
+        if self._flow == number:
+            self._leave_flow()
+
+    def _leave_flow(self) -> None:
+        """Something else is to be done, at the end of the call that its engine is in."""
+        if self._stretch is not None:
+            self._sampled(self._stretch.tokens_by(self.cluster.clock.now(), self.cluster.speeds.call_tokens))
+        self._end_flow()
+
+    def _sampled(self, tokens: int) -> None:
+        """So many tokens of each response; what has finished is told when they are there."""
+        stretch, self._stretch = self._stretch, None
+        assert stretch is not None
+        self.free_at = stretch.start + stretch.prefill + tokens * stretch.each
+        self.busy["rollout"] += self.free_at - stretch.start
+        self._role = "rollout"
+        if done := self._sampler.run(tokens):
+            self.tell(self.rank, self._flow, {"part": done}, self.free_at)
+
+    def _end_flow(self) -> None:
+        self.tell(self.rank, self._flow, {"value": None}, self.free_at)
+        self._flow = 0
+
     def busy_until_now(self, role: str) -> float:
         """Seconds in which it has worked for a role; what it is at counts as far as it is."""
+        if self._stretch is not None and role == "rollout":
+            return self.busy[role] + self.cluster.clock.now() - self._stretch.start
         left = max(self.free_at - self.cluster.clock.now(), 0.0) if role == self._role else 0.0
         return self.busy[role] - left
 
     def finish(self, number: int) -> None:
         """It has answered."""
+
+
+STALL_SECONDS = 1800.0  # of the run file's default
 
 
 class SimulatedCrew(Crew):
@@ -105,6 +208,9 @@ class SimulatedCrew(Crew):
         self.workers: list[Any] = list(workers)
         self.cluster, self.broken = cluster, None
         self.open: dict[int, Command] = {}
+        self.stall_seconds = STALL_SECONDS
+        for worker in self.workers:
+            worker.tell = self._told
         self.messages = self.bytes = 0  # that the controller has sent and received
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
@@ -134,16 +240,16 @@ class SimulatedCrew(Crew):
                 if id(message) not in read:
                     read[id(message)] = decode(message.header, bytearray(b"".join(message.buffers)))
                 sent = self._carried(len(message.header) + message.payload_bytes)
-                clock.at(sent, partial(self._work, rank, number, read[id(message)]))
+                read_at = sent + self.cluster.speeds.message_seconds
+                clock.at(read_at, partial(self.workers[rank].take, number, read[id(message)]))
         return command.reply
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _work(self, rank: int, number: int, message: Mapping[str, Any]) -> None:
-        """A worker has read a command."""
-        value, moment = self.workers[rank].take(message)
-        answer = encode({"id": number, "value": value}, prompts=False)  # as a worker does
+    def _told(self, rank: int, number: int, what: dict[str, Any], moment: float) -> None:
+        """A worker will have answered."""
+        answer = encode({"id": number, **what}, prompts=False)  # as a worker does
         self.cluster.clock.at(moment, lambda: self._sent(rank, answer))
 
     def _sent(self, rank: int, answer: Encoded) -> None:

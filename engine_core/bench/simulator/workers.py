@@ -80,7 +80,7 @@ class SimulatedSampler:
     def _generate(self) -> tuple[list[Rollout], float]:
         found: list[Rollout] = []
         seconds = 0.0
-        while self._running or self._waiting:
+        while self.unfinished:
             done, more = self._step(1 << 60)
             found, seconds = found + done, seconds + more
         return found, seconds
@@ -88,11 +88,9 @@ class SimulatedSampler:
     def _advance(
         self, requests: Sequence[Request], dropped: Sequence[str], stopped: Sequence[str]
     ) -> tuple[list[Rollout], float]:
-        for id in dropped:
-            self._forget(id)
-        self._add(requests)
+        self.take_in(requests, dropped)
         parts = [self._rollout(found, "abort") for id in stopped if (found := self._forget(id))]
-        if stopped or not (self._running or self._waiting):
+        if stopped or not self.unfinished:
             return parts, 0.0
         done, seconds = self._step(self.speeds.call_tokens)
         return [*parts, *done], seconds
@@ -114,8 +112,25 @@ class SimulatedSampler:
                 found.joined = self.steps
         return found
 
+    def take_in(self, requests: Sequence[Request], dropped: Sequence[str]) -> None:
+        """Queue these, forget those."""
+        for id in dropped:
+            self._forget(id)
+        self._add(requests)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything to sample."""
+        return bool(self._running or self._waiting)
+
     def _step(self, most: int) -> tuple[list[Rollout], float]:
         """Until something finishes, at most ``most`` tokens of each response."""
+        prefill, each, count = self.begin()
+        count = min(count, most)
+        return self.run(count), prefill + count * each
+
+    def begin(self) -> tuple[float, float, int]:
+        """Seconds of new prompts, seconds of a token, and after how many tokens something finishes."""
         prompts: dict[str, int] = {}
         while self._waiting and len(self._running) < self.speeds.capacity:
             new = self._waiting.popleft()
@@ -127,16 +142,18 @@ class SimulatedSampler:
             heapq.heappush(self._ends, (self.steps + new.length - new.begun, new.request.id))
         while self._over(self._ends[0]):
             heapq.heappop(self._ends)
-        count = min(self._ends[0][0] - self.steps, most)
-        seconds = sum(prompts.values()) / self.speeds.prefill_rate
-        seconds += count * self.speeds.decode_step(len(self._running))
+        prefill = sum(prompts.values()) / self.speeds.prefill_rate
+        return prefill, self.speeds.decode_step(len(self._running)), self._ends[0][0] - self.steps
+
+    def run(self, count: int) -> list[Rollout]:
+        """So many tokens of each response, no more than ``begin`` says; what has finished."""
         self.steps += count
         done = []
         while self._ends and self._ends[0][0] <= self.steps:
             entry = heapq.heappop(self._ends)
             if not self._over(entry):
                 done.append(self._rollout(self._running.pop(entry[1]), "stop"))
-        return done, seconds
+        return done
 
     def _over(self, entry: tuple[int, str]) -> bool:
         """Whether an entry is of a response that was stopped."""

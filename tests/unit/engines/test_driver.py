@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine_core.engines.base import RolloutEngine
+from engine_core.engines.driver import flow
 from engine_core.errors import PluginError
 from engine_core.types import Prompt, Request, Rollout, Sampling
 
@@ -109,6 +110,24 @@ def test_advance_takes_requests_as_they_come_and_gives_rollouts_as_they_end():
     assert [r.request_id for r in engine.advance(asked[3:])] == ["r4", "r3"]
     assert [r.request_id for r in engine.advance()] == ["r0"]
     assert engine.advance() == []
+    assert engine.running == {}
+
+
+def test_a_flow_tells_what_ends_until_it_is_left_and_goes_on_with_what_was_under_way():
+    engine, asked, left = Echo(), requests(6), [True, False]
+    parts = flow(engine, asked[:5], [], lambda: left.pop(0))
+    assert [[r.request_id for r in part] for part in parts] == [["r4", "r3"], ["r2", "r1"]]
+    assert list(engine.running) == ["r0"]
+    parts = flow(engine, asked[5:], [], lambda: True)  # until nothing is left
+    assert [[r.request_id for r in part] for part in parts] == [["r5", "r0"]]
+    assert list(flow(engine, [], [], lambda: True)) == []
+
+
+def test_a_flow_forgets_what_is_dropped():
+    engine, asked = Echo(), requests(3)
+    engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []
+    list(flow(engine, asked, [], lambda: False))
+    assert list(flow(engine, [], ["r0"], lambda: True)) == []
     assert engine.running == {}
 
 

@@ -1,0 +1,118 @@
+"""Samplers that go on by themselves: each is told what is new and tells what has finished, and none waits for another.
+
+A command of a flow goes to one sampler. It samples until another command comes, until nothing is left, or for
+``MOST_SECONDS``, and tells rollouts as they finish. So the messages of a run are as many as its requests and its
+rollouts, however long these take, and whoever wants to change something (new weights, a stop) sends a command: the
+sampler leaves the flow for it between two steps of its engine.
+
+consumes: requests, of ``go``; waits for: nothing; unblocked by: answers; produces: rollouts for ``tell``, once each, and
+``changed`` when a sampler rests or one has failed, both in threads that read answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine_core.runtime.crew import Reply, message_to
+
+if TYPE_CHECKING:
+    from engine_core.runtime.codec import Encoded
+    from engine_core.runtime.crew_group import CrewGroup
+    from engine_core.types import Request, Rollout
+
+MOST_SECONDS = 10.0  # of one command, so that a sampler that hangs is found
+SHARE_OF_DEADLINE = 0.25  # the most of the time that a command may take
+
+Tell = Callable[[list["Rollout"]], None]
+
+
+class Flow:
+    """See the module.
+
+    Args:
+        group: of samplers, each of one rank, which wait for no other.
+        tell: is given rollouts as they finish.
+        changed: is called when there is something to look at: ``resting`` or ``error``.
+    """
+
+    def __init__(self, group: CrewGroup, tell: Tell, changed: Callable[[], None]) -> None:
+        self.group, self._tell, self._changed = group, tell, changed
+        self.error: BaseException | None = None
+        self._open: dict[int, tuple[int, Future[Any]]] = {}  # by slice: its newest command, and the answer
+        self._resting: set[int] = set()  # slices that have something to sample and no command
+        self._closed = False
+        self._lock = threading.RLock()
+        stall = group.crew.stall_seconds
+        self._seconds = min(MOST_SECONDS, SHARE_OF_DEADLINE * stall) if stall else MOST_SECONDS
+
+    @property
+    def resting(self) -> bool:
+        """Whether a sampler has something to sample and was told something else since; ``go`` has it go on."""
+        return bool(self._resting)
+
+    def go(self, requests: Sequence[Request] = (), dropped: Iterable[str] = ()) -> None:
+        """Have these sampled, forget those, and have all go on that rest."""
+        group = self.group
+        group.before(group.role, "advance")
+        forgotten = group.running.forget(dropped)
+        shares = group.running.share(requests)
+        with self._lock:
+            resting, self._resting = self._resting, set()
+        resting = {at for at in resting if group.running.under_way[at]}
+        asked = {at for at, share in enumerate(shares) if share} | set(forgotten) | resting
+        same: dict[str, Any] | None = None  # what all are told that have nothing new
+        for at in sorted(asked):
+            if shares[at] or at in forgotten:
+                self._send(at, {"requests": shares[at], "dropped": forgotten.get(at, [])})
+            else:
+                same = same or {"requests": [], "dropped": []}
+                self._send(at, same)
+
+    def close(self) -> None:
+        """Nobody waits for anything of it any more."""
+        with self._lock:
+            self._closed = True
+            left = [reply for _, reply in self._open.values()]
+        for reply in left:
+            if isinstance(reply, Reply):
+                reply.give_up()
+
+    def _send(self, at: int, plain: dict[str, Any]) -> None:
+        group, number = self.group, self.group.crew.next_number()
+        message: Encoded = message_to(number, "flow", role=group.role, seconds=self._seconds, **plain)
+        rank = group.slices[at].leader
+        with self._lock:  # an answer that comes at once waits until it is known
+            reply = group.crew.send(
+                {rank: message}, (group.role, "advance"), number, interruptible=True, on_part=self._part
+            )
+            self._open[at] = number, reply
+        reply.add_done_callback(partial(self._answered, at, number))
+
+    def _part(self, rollouts: list[Rollout]) -> None:
+        try:
+            self._tell(self.group.running.merge([rollouts]))
+        except BaseException as error:  # of whoever is told; the thread that reads goes on
+            self._failed(error)
+
+    def _answered(self, at: int, number: int, reply: Future[Any]) -> None:
+        error = reply.exception()
+        with self._lock:
+            if self._closed:
+                return
+            newest = self._open[at][0] == number  # else it has been told more since
+            if newest:
+                del self._open[at]
+                if self.group.running.under_way[at]:
+                    self._resting.add(at)
+        if error is not None:
+            self._failed(error)
+        elif newest:
+            self._changed()
+
+    def _failed(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._changed()
