@@ -256,5 +256,12 @@ def asleep_it_holds_no_memory(bench):
 
 
 def held(engine, part):
-    """Bytes below the tensors of a part."""
-    return sum(t.untyped_storage().nbytes() for t in engine.partitions.memory(part, engine.device))
+    """Bytes below the tensors of a part, as DeepSpeed and the optimizer name them."""
+    zero = engine.zero.optimizer
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+    tensors = {
+        "weights": [*(getattr(p, "ds_tensor", p) for p in engine.module.parameters()), *masters],
+        "gradients": [b for b in [getattr(zero, "grad_partitions_flat_buffer", None)] if b is not None],
+        "optimizer": [v for state in engine.optimizer.state.values() for v in state.values() if v.ndim],
+    }
+    return sum(t.untyped_storage().nbytes() for t in tensors[part])
