@@ -46,7 +46,7 @@ VLLM: dict[str, dict[str, Any]] = {
         "algorithm.correction.level": "token",
         "algorithm.correction.cap": given.CORRECTION_CAP,
     },
-    "best-effort": {"rollout.vllm.max_num_batched_tokens": 16_384},
+    "best-effort": {"rollout.vllm.max_num_batched_tokens": 16_384, "rollout.vllm.seeds": False},
 }
 """Changes where vLLM samples: those of the matched lane are of both."""
 

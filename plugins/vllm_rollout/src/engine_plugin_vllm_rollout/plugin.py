@@ -98,6 +98,8 @@ class VLLMOptions(EngineOptions):
     """Type of the KV cache; ``auto``: that of the computation. In 8 bits it holds twice as many tokens, experimental as `quantization`."""
     adapter: bool = False
     """In a run with ``[actor.lora]``: vLLM keeps the base and is given the adapter alone with each update, not merged weights. Ranks over 16 need vLLM's `max_lora_rank` too."""
+    seeds: bool = True
+    """Each response draws from numbers of its own, so that it does not depend on which others are sampled beside it, and a run that goes on samples as if it had not stopped. ``false``: all draw from vLLM's one generator, which spares a call to the device for every sequence and token."""
     fp32_head: bool = False
     """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
     weight_update: Literal["auto", "direct", "layerwise"] = "auto"

@@ -66,7 +66,9 @@ def _seed(sampling: Sampling, begun: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def sampling_params(request: Request, positions: int, vocabulary: int, full: bool) -> SamplingParams:
+def sampling_params(
+    request: Request, positions: int, vocabulary: int, full: bool, seeded: bool = True
+) -> SamplingParams:
     """What vLLM is asked.
 
     Args:
@@ -74,6 +76,7 @@ def sampling_params(request: Request, positions: int, vocabulary: int, full: boo
         positions: tokens that the engine can hold, response included.
         vocabulary: token ids of the model.
         full: the engine can tell the mass that was kept.
+        seeded: the request draws numbers of its own; else all draw from those of the engine.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0
@@ -82,7 +85,7 @@ def sampling_params(request: Request, positions: int, vocabulary: int, full: boo
         top_p=1.0 if greedy else sampling.top_p,
         top_k=0 if greedy else sampling.top_k,
         max_tokens=left_to_sample(request, positions),
-        seed=_seed(sampling, len(begun_response(request))),
+        seed=_seed(sampling, len(begun_response(request))) if seeded else None,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         include_stop_str_in_output=True,
