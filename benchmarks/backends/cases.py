@@ -205,7 +205,8 @@ def tiny(world):
 
 def tiny_speed(world):
     """What ``speed`` and ``large`` do, of a tiny model."""
-    return [*speed(world, "tiny", 32, 4), *large(world, "tiny", 32, 4)]
+    told = [{**made, "name": f"large: {made['name']}"} for made in large(world, "tiny", 32, 4)]
+    return [*speed(world, "tiny", 32, 4), *told]
 
 
 SETS = {"parity": parity, "speed": speed, "large": large, "tiny": tiny, "tiny-speed": tiny_speed}

@@ -38,8 +38,7 @@ class Rows:
     def __init__(self, cases, out):
         self.out, self.rows, self.writing = out, {case["name"]: None for case in cases}, threading.Lock()
         self.about = {
-            case["name"]: {"family": case["family"], "model": case["model"], "types": case["types"]}
-            for case in cases
+            case["name"]: {key: case[key] for key in ("family", "model", "types", "prompt")} for case in cases
         }
 
     def put(self, name, row):

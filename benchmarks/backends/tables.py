@@ -1,4 +1,4 @@
-"""What run.py prints: a row a case, and how far loss and gradient norm lie from those of the first case of the same model and type."""
+"""What run.py prints: a row a case, and how far loss and gradient norm lie from those of the first case of the same model, type and batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def against_first(rows):
     for row in rows:
         if "error" in row:
             continue
-        base = first.setdefault((row["model"], row["types"]), row)
+        base = first.setdefault((row["model"], row["types"], row.get("prompt")), row)
         gaps = {
             "loss": _gap(row["losses"][0], base["losses"][0]),
             "norm": _gap(row["grad_norms"][0], base["grad_norms"][0]),
