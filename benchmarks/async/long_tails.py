@@ -62,6 +62,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--async-steps", type=int, default=6, help="that count, ahead")
     parser.add_argument("--sync-seqs", type=int, default=256, help="decoded at one time by one sampler")
     parser.add_argument("--async-seqs", type=int, default=256)
+    parser.add_argument("--sync-without-log-probs", action="store_true",
+                        help="case sync: another objective, that asks the sampler for none after the first step")  # fmt: skip
     parser.add_argument(
         "--eager", action="store_true", help="vLLM without graphs: starts sooner, samples slower"
     )

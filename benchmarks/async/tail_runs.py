@@ -35,6 +35,7 @@ backend = "forced_{sampler}"
 transport = "{transport}"
 group_size = {group}
 max_response_tokens = {cap}
+{sparse}
 {process}
 [rollout.forced_{sampler}]
 median = {median}
@@ -47,6 +48,7 @@ short_cap = {short_cap}
 name = "coin"
 [algorithm]
 mini_batch_prompts = {prompts}
+{correction}
 [data]
 train = "data.jsonl"
 max_prompt_tokens = {prompt}
@@ -92,6 +94,7 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
     # what was sampled while the first steps were short is learned from before the first that counts
     first = given.short_steps + 1 + (given.staleness + 1 if ahead else 0)
     last = first + (given.async_steps if ahead else given.sync_steps) - 1
+    log_probs = ahead or not given.sync_without_log_probs
     pools = f"[placement]\npools = {{ train = {trainers}, serve = {given.gpus - trainers} }}\n"
     own = given.sampler == "vllm" and apart and given.serve == "worker"
     engine = "torch" if trainers == 1 else "fsdp"
@@ -112,6 +115,8 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         transport=given.transport if apart else "auto",
         group=given.group_size,
         cap=given.cap,
+        sparse="" if log_probs else "log_probs_every_steps = 100",
+        correction="" if log_probs else '[algorithm.correction]\nlevel = "off"',
         process="" if own else "[rollout.process]\nmax_restarts = 0",
         median=given.median,
         p99=given.p99,

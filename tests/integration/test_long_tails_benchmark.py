@@ -47,6 +47,7 @@ def given(**changes):
         "serve": "process", "prompts": 64, "prompt": 256, "group_size": 8, "median": 300, "p99": 4096, "cap": 8192,
         "staleness": 2, "updates": "keep", "short_steps": 2, "short_cap": 128, "sync_steps": 4, "async_steps": 9,
         "sync_seqs": 256, "async_seqs": 128, "eager": False,
+        "sync_without_log_probs": False,
     }  # fmt: skip
     return argparse.Namespace(**found | changes)
 
@@ -84,6 +85,7 @@ def test_the_first_steps_are_short(lengths):
     [
         ("sync", {}),
         ("sync", {"device": "auto", "gpus": 4}),
+        ("sync", {"sync_without_log_probs": True}),
         ("async", {}),
         ("async", {"device": "auto", "gpus": 4}),
         ("async", {"gpus": 4, "train_gpus": 2}),
