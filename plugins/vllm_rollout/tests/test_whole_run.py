@@ -88,6 +88,38 @@ verdicts = { 1 = 1.0, 0 = 0.0 }
 [reward.verdict.vllm_server]
 token_env = "SERVED_TOKEN"
 """
+DISTILL = """
+trainer = "distill"
+[model]
+path = "model"
+[teacher]
+path = "teacher"
+backend = "vllm"
+[teacher.vllm]
+dtype = "float32"
+enforce_eager = true
+max_num_seqs = 16
+kv_cache_memory_bytes = 67108864
+[actor.optim]
+lr = 3e-3
+[rollout]
+group_size = 4
+max_response_tokens = 6
+[distill]
+top_k = 16
+[data]
+train = "data/train.jsonl"
+prompts_per_step = 4
+[run]
+steps = 6
+[runtime]
+backend = "torchrun"
+[placement]
+pools = { train = 1, frozen = 1 }
+actor = "train"
+rollout = "train"
+teacher = "frozen"
+"""
 
 
 @pytest.fixture
@@ -103,14 +135,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train(folder, settings):
+def train(folder, settings, file="apart.toml"):
     """The metrics of each step."""
     settings = {"plugins": ["noted.py"], "run.name": "r", **settings}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={toml(value)}")]
-    command = [sys.executable, "-m", "engine_core.cli.main", "train", "apart.toml", *words]
+    command = [sys.executable, "-m", "engine_core.cli.main", "train", file, *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in (folder / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "runs" / settings["run.name"] / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def toml(value):
@@ -230,3 +265,19 @@ def test_two_ranks_that_share_the_actor_ask_one_server_for_verdicts_each_about_i
             logits = model(input_ids=tokenizer(asked, return_tensors="pt")["input_ids"]).logits[0, -1]
         p = logits.softmax(-1)[places]
         assert rollout.reward == pytest.approx((p[0] / p.sum()).item(), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_teacher_run_by_vllm_in_its_own_process_teaches_what_one_of_the_torch_engine_does(folder):
+    write_model(folder / "teacher", {"head_dim": 32}, 7, tied=True)
+    (folder / "distill.toml").write_text(DISTILL)
+    ours, reference = (
+        train(folder, {"plugins": [], "run.name": name, "teacher.backend": name}, "distill.toml")
+        for name in ("vllm", "torch")
+    )
+    assert len(ours) == len(reference) == 6
+    for one, two in zip(ours, reference, strict=True):
+        for name in ("actor/loss", "actor/grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=1e-4), (one["step"], name)
+    assert ours[-1]["actor/loss"] < ours[0]["actor/loss"] - 0.05
