@@ -18,7 +18,7 @@ The only module of the core with a CUDA-only call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -54,6 +54,7 @@ transformers sees positions that begin again (only without an attention mask and
 
 SIMILAR = 0.8  # a rectangle holds sequences at least this share of its longest
 
+_MASKLESS: set[str] = set()  # names of attention for which a pack needs no mask
 _PACKED: ContextVar[bool] = ContextVar("packed", default=False)
 _PLANS = WeakTensorKeyDictionary()  # cu_seq_lens -> rectangles: made once, used by every layer
 
@@ -106,19 +107,23 @@ def is_packed() -> bool:
 
 
 def packed_arguments(
-    lengths: Tensor, device: torch.device, prefixes: Prefixes | None = None
+    lengths: Tensor, device: torch.device, prefixes: Prefixes | None = None, name: str | None = None
 ) -> dict[str, Any]:
     """Keyword arguments by which attention tells packed sequences apart.
 
     Args:
         lengths: [n] tokens of each sequence, on the CPU.
         prefixes: of a pack that only holds the tokens which these keep (``varlen`` on the CPU alone).
+        name: of the attention. Ours gets a mask without elements, at which it does not look: without one transformers
+            would look for sequences in the positions, and wait for the device to see them.
     """
     boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     longest = int(lengths.max())
     on_device = send(boundaries, device)
     _PLANS[on_device] = _plan(boundaries.tolist(), device, prefixes)
+    mask = {"attention_mask": on_device.new_empty(1, 1, 0, 0)} if name in _MASKLESS else {}
     return {
+        **mask,
         "cu_seq_lens_q": on_device,
         "cu_seq_lens_k": on_device,
         "max_length_q": longest,
@@ -196,8 +201,14 @@ def varlen_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if _PACKED.get() else sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register("varlen", varlen)
-AttentionMaskInterface.register("varlen", varlen_mask)
+def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Make an attention known to transformers that tells packed sequences apart by ``cu_seq_lens_q`` alone."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, varlen_mask)
+    _MASKLESS.add(name)
+
+
+register("varlen", varlen)
 
 
 def _cuda(

@@ -168,7 +168,8 @@ class PackedForward:
         inputs = {"input_ids": token_ids[None], "position_ids": send(positions, self.device)[None]}
         if not isinstance(self.module, PreTrainedModel):
             return self._result(self.module(**inputs))[0]
-        separate = packed_arguments(lengths, self.device, shared) if self.packs else {}
+        name = _attention(self.module)
+        separate = packed_arguments(lengths, self.device, shared, name) if self.packs else {}
         with packed() if self.packs else contextlib.nullcontext():
             if self.head is None:
                 rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]

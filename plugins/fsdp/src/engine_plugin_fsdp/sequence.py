@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
-from engine_core.engines.attention import varlen, varlen_mask
+from engine_core.engines.attention import register, varlen
 from engine_core.engines.rank_exchange import Exchange
 from engine_core.errors import ConfigError
 from engine_plugin_fsdp.ranks import nearest_fit
@@ -42,8 +41,7 @@ def share_sequences(module: nn.Module, group: dist.ProcessGroup, role: str, tp: 
         raise ConfigError(f"{key} needs model.attention = 'varlen', got '{attention}'.")
     check_heads(module.config, size, tp, role)
     name = f"varlen_over_{size}"  # the ranks of a process are the same for every model with that size
-    AttentionInterface.register(name, functools.partial(_attention, group))
-    AttentionMaskInterface.register(name, varlen_mask)
+    register(name, functools.partial(_attention, group))
     module.set_attn_implementation(name)
 
 

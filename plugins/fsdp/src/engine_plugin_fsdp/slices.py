@@ -160,6 +160,6 @@ def _stretch(module: nn.Module, pack: Batch, group: dist.ProcessGroup) -> tuple[
             position_ids=positions[None, mine],
             use_cache=False,
             stretch=True,
-            **packed_arguments(lengths, device),
+            **packed_arguments(lengths, device, name=decoder.config._attn_implementation),
         )
     return output.last_hidden_state[0], first
