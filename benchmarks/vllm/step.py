@@ -40,6 +40,8 @@ max_response_tokens = {response}
 max_model_len = {length}
 gpu_memory_utilization = 0.3
 sleep_level = {level}
+seeds = {seeds}
+max_num_batched_tokens = {batched}
 enforce_eager = {eager}
 dtype = "{dtype}"
 [[reward]]
@@ -85,6 +87,9 @@ def main() -> None:
     parser.add_argument(
         "--log-probs-every", type=int, default=1, help="steps; over 1: without correction of the gap"
     )
+    parser.add_argument(
+        "--without-seeds", action="store_true", help="responses are not repeatable one by one"
+    )
     parser.add_argument("--budget", type=float, default=240, help="seconds after which the run is ended")
     arguments = parser.parse_args()
     gpu = device().type == "cuda"
@@ -112,6 +117,8 @@ def main() -> None:
                 prompt=arguments.prompt,
                 prompts=arguments.prompts,
                 every=arguments.log_probs_every,
+                seeds="false" if arguments.without_seeds else "true",
+                batched=max(16384 if gpu else 2048, arguments.prompt + arguments.response),
                 correction="auto" if arguments.log_probs_every == 1 else "off",
                 trade="true" if arguments.trade else "false",
             )
@@ -126,7 +133,8 @@ def main() -> None:
         raise SystemExit(done.stdout[-3000:] or done.returncode)
     found = json.loads(done.stdout[done.stdout.index("{") :])
     every = f"_every{arguments.log_probs_every}" if arguments.log_probs_every > 1 else ""
-    write(f"step_level{arguments.trade}{every}", found)
+    seeds = "_no_seeds" if arguments.without_seeds else ""
+    write(f"step_level{arguments.trade}{every}{seeds}", found)
 
 
 if __name__ == "__main__":
