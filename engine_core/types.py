@@ -231,14 +231,19 @@ class Batch:
         import torch
 
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        offsets = self.offsets.tolist()
-        ranges = [torch.arange(offsets[i], offsets[i + 1]) for i in chosen.tolist()]
-        positions = torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        # position of each token = its own number + how far its sequence moved
+        moved = self.offsets[:-1][chosen] - (lengths.cumsum(0) - lengths)
+        positions = torch.repeat_interleave(moved, lengths)
+        positions += torch.arange(len(positions), device=positions.device)
         return dataclasses.replace(
             self,
-            token_ids=self.token_ids[positions],
-            lengths=self.lengths[chosen],
-            tokens={name: column[positions] for name, column in self.tokens.items()},
+            token_ids=self.token_ids.index_select(0, positions.to(self.token_ids.device)),
+            lengths=lengths,
+            tokens={
+                name: column.index_select(0, positions.to(column.device))
+                for name, column in self.tokens.items()
+            },
             sequences={name: column[chosen] for name, column in self.sequences.items()},
             keep_together=None if self.keep_together is None else self.keep_together[chosen],
         )

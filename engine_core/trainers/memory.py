@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def set_up_is_kept() -> Iterator[None]:
     """Within it Python's garbage collector leaves out what is there now.
 
-    A program with torch and transformers has a million objects that stay until its end; looking through them again for
+    A program with torch and transformers has many objects that stay until its end; looking through them again for
     each few thousand rollouts was a fifth of what the controller computes. Where somebody has frozen objects before,
     nothing is done: thawing would undo theirs.
     """
