@@ -41,8 +41,9 @@ INTRO = """<!-- Written by docs/scoreboard.py from docs/reference/contracts.json
 # Contracts of the train engines
 
 Which promises of the [conformance kit](../conformance.md) each backend kept, on real ranks on a CPU over gloo, against an unsharded
-reference. Nothing here was run on GPUs. A setting is one layout of ranks and options; what stands here is what its last run gave, on the day and
-with the versions below. `passes`: in every setting of the backend. Else the settings are told by number: `cannot` is a gap that the suite
+reference. Nothing here was run on GPUs: the pages of [fsdp](../fsdp.md#what-has-run-where), [megatron](../megatron.md#what-has-run-where) and
+[deepspeed](../deepspeed.md#what-has-run) tell what was. A setting is one layout of ranks and options; what stands here is what its last run
+gave, on the day and with the versions below. `passes`: in every setting of the backend. Else the settings are told by number: `cannot` is a gap that the suite
 declares, with its reason; `not yet` a capability that the backend does not declare, so that a run file that needs it is refused;
 `not tested` has no other number of ranks to go on with; `not run` has no outcome yet."""
 
