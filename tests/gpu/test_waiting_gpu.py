@@ -98,10 +98,7 @@ def test_inference_waits_as_often_for_three_micro_batches_as_for_one(engine):
     outputs = ["log_probs", "entropy"]
     for sequences in (4, 12):  # what is compiled is there afterwards: the compiler waits, too
         engine.infer(batch_of(sequences), outputs)
-    one, three = (
-        waits_of(lambda count=count: engine.infer(batch_of(count), outputs))
-        for count in (4, 12)
-    )
+    one, three = (waits_of(lambda count=count: engine.infer(batch_of(count), outputs)) for count in (4, 12))
     assert len(three) == len(one) <= 1, (one, three)
 
 
