@@ -1,6 +1,8 @@
 """Cases for several ranks: functions of a bench, run by ``Workers``; see ``test_ranks.py``."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -290,3 +292,13 @@ def optimizer_state_is_spread(bench):
     share = engine.layout.dp_size if engine.options.distributed_optimizer else 1
     assert abs(moments * share / (2 * weights) - 1) < 0.2
     assert layout_of(engine.options, bench.place.world_size, "actor") == engine.ranks.mesh
+
+
+def nothing_is_left_of_a_closed_engine(bench):
+    """Weights, buffers of gradients and state of the optimizer are gone with the engine that held them."""
+    engine = bench.engine()
+    bench.step(engine, bench.batch())
+    held = [weakref.ref(part) for part in (*engine.models, engine.steps, *engine.module.parameters())]
+    engine.close()
+    gc.collect()
+    assert not [part for part in (ref() for ref in held) if part is not None]

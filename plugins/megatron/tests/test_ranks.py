@@ -258,3 +258,8 @@ def test_a_checkpoint_of_experts_loads_on_another_layout(ranks, tmp_path, size, 
     ranks(size, MOVES.case, before, shared=str(tmp_path), **EXPERTS)
     for loaded, options in after:
         ranks(loaded, MOVES.follow_case, options, shared=str(tmp_path), **EXPERTS)
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=["dp", "tp", "pp"])
+def test_nothing_is_left_of_a_closed_engine(ranks, options):
+    ranks(2, "nothing_is_left_of_a_closed_engine", options)

@@ -250,5 +250,5 @@ class Keeping(DataParallelState):
 
     def close(self) -> None:
         super().close()
-        self.steps, self.chunks = None, []
+        self.steps, self.chunks, self.models, self.pipeline = None, [], [], None
         self.ranks.close()
