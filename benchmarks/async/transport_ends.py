@@ -7,10 +7,10 @@ Place 0 sends from GPU 0, place 1 takes on GPU 1; on a CPU both are there. Each 
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,11 +112,19 @@ def take(link: Broadcast, module: torch.nn.Module, updates: int) -> dict[str, An
 
 def main() -> None:
     """Both modes, one after the other, in step with the other end."""
-    folder, shape, updates, place = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the ends meet and write")
+    parser.add_argument("shape", choices=list(SHAPES))
+    parser.add_argument("updates", type=int)
+    parser.add_argument("place", type=int, choices=(0, 1), help="0 sends, 1 takes")
+    given = parser.parse_args()
+    folder, updates, place = given.folder, given.updates, given.place
     device = device_of(place)
     torch.manual_seed(place)
     with device:
-        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=torch.bfloat16)
+        module = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**SHAPES[given.shape]), dtype=torch.bfloat16
+        )
     link = meet(folder, place, device)
     with torch.no_grad():
         if place == 0:
