@@ -64,6 +64,14 @@ def asked(count, **sampling):
     ]
 
 
+@pytest.mark.parametrize("seeds", [True, False])
+def test_a_response_has_numbers_of_its_own_unless_the_run_says_otherwise(engine, monkeypatch, seeds):
+    monkeypatch.setattr(engine, "options", engine.options.model_copy(update={"seeds": seeds}))
+    first, again = (engine.generate(asked(4, temperature=1.0)) for _ in range(2))
+    same = all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
+    assert same is seeds
+
+
 def test_a_response_in_flight_tells_the_version_of_each_token(engine, folders):
     (request,) = asked(1, stop_token_ids=(), temperature=1.0)
     request.sampling = dataclasses.replace(request.sampling, max_response_tokens=24)
@@ -362,11 +370,3 @@ def test_a_number_of_parts_that_does_not_divide_the_heads_is_one_message(tmp_pat
     write_model(tmp_path / "0", SHAPE, 0, tied=True)
     with pytest.raises(ConfigError, match=r"cannot be cut into rollout\.vllm\.tensor_parallel_size parts"):
         build(tmp_path / "0", tensor_parallel_size=3)
-
-
-@pytest.mark.parametrize("seeds", [True, False])
-def test_a_response_has_numbers_of_its_own_unless_the_run_says_otherwise(engine, monkeypatch, seeds):
-    monkeypatch.setattr(engine, "options", engine.options.model_copy(update={"seeds": seeds}))
-    first, again = (engine.generate(asked(4, temperature=1.0)) for _ in range(2))
-    same = all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
-    assert same is seeds

@@ -72,10 +72,11 @@ def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_w
 def test_what_somebody_else_has_frozen_stays_so():
     gc.freeze()
     try:
-        count = gc.get_freeze_count()
+        count = gc.get_freeze_count()  # what is frozen may still be freed; what is new must not join it
+        new = [[] for _ in range(10_000)]
         with set_up_is_kept():
-            assert gc.get_freeze_count() == count
-        assert gc.get_freeze_count() == count
+            assert count - len(new) < gc.get_freeze_count() <= count
+        assert count - len(new) < gc.get_freeze_count() <= count
     finally:
         gc.unfreeze()
 
