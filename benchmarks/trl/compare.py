@@ -145,8 +145,6 @@ def summary(arguments: argparse.Namespace, found: Found) -> dict[str, Any]:
     """Everything that is known so far, for ``--out``."""
     device = arguments.device
     rounding = {lane: PRECISION.get((device, lane), "bf16") for lane in arguments.lanes}
-    if device == "cuda":
-        rounding = {lane: f"{name} gpu" for lane, name in rounding.items()}
     first: Mapping[str, Any] = next(iter(found.results.values()), {})
     return {
         "workload": arguments.workload, "device": device, "sampler": arguments.sampler,

@@ -174,6 +174,15 @@ def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterat
         yield Problem(
             where, f"got {every}, but algorithm.correction.off_policy_threshold reads them in every step."
         )
+    elif config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        yield Problem(
+            where,
+            f"got {every}, expected 1: what rollout.top_p and rollout.top_k kept is told with the log-probs.",
+        )
+    elif moved := [
+        key for key in config.schedule if key.startswith(("algorithm.correction.", "rollout.top_"))
+    ]:
+        yield Problem(where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which reads them.")
     elif config.rollout.over_sampling > 1 or config.environment is not None:
         table = "[environment]" if config.environment is not None else "rollout.over_sampling"
         yield Problem(
