@@ -155,8 +155,8 @@ def speed(world, model="qwen3-1.7b", length=1024, each=16):
         case("DDP compiled", "ddp", **batch, budget=0, **COMPILED),
         case("FSDP full compiled", "fsdp", **micro, **COMPILED),
         case("FSDP full", "fsdp", **micro),
-        case(f"Megatron dp {world}", "megatron", **micro, **OVERLAP),
     ]
+    # whatever keeps memory when it is closed comes after what does not
     if world == 2:
         found += [
             case("Megatron tp 2 sp", "megatron", **micro, **together),
@@ -170,7 +170,8 @@ def speed(world, model="qwen3-1.7b", length=1024, each=16):
             case("Megatron tp 2 dp 2 sp", "megatron", **micro, **together, **OVERLAP),
             case("Megatron pp 2 dp 2", "megatron", **finer, pp=2, **OVERLAP),
         ]
-    return found + [case(f"ZeRO-{stage}", "deepspeed", **micro, stage=stage) for stage in (3, 2, 1)]
+    found.append(case(f"Megatron dp {world}", "megatron", **micro, **OVERLAP))
+    return found + [case(f"ZeRO-{stage}", "deepspeed", **micro, stage=stage) for stage in (1, 2, 3)]
 
 
 def large(world, model="qwen3-8b", length=4096, each=4):
