@@ -4,7 +4,8 @@
 
 Each case builds an engine of its own on all ranks, takes steps on packed random sequences (forward, backward,
 AdamW) and is freed. Memory is the peak of one GPU from the first step on; the gradient norm of the first step
-says that cases compute the same.
+says that cases compute the same. Rows are written after every case; one that fails is told and the next begins;
+``--budget`` seconds after the start none begins. ``--shape tiny`` runs the same cases of a tiny model, on a CPU too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import json
 import os
 import sys
 import tempfile
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import CASES, shape_config
+from cases import CASES, shape_config, shrunk
+from tables import table
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "engines"))
@@ -54,7 +58,9 @@ def engine_of(case, folder, rank, world, device):
 
 def measure(case, folder, rank, world, device, steps, warmup):
     model = shape_config(case["shape"])
+    begun = now(device)
     engine = engine_of(case, folder, rank, world, device)
+    built_s = now(device) - begun
     empty(device)
     seconds, norms, layout = [], [], engine.layout
     slices = (
@@ -72,7 +78,7 @@ def measure(case, folder, rank, world, device, steps, warmup):
         seconds.append(now(device) - start)
     peak = peak_gib(device)
     engine.close()
-    return row_of(case, model, seconds, warmup, norms, micro, peak, world, device)
+    return row_of(case, model, seconds, warmup, norms, micro, peak, world, device) | {"built_s": built_s}
 
 
 def row_of(case, model, seconds, warmup, norms, micro, peak, world, device):
@@ -89,37 +95,67 @@ def row_of(case, model, seconds, warmup, norms, micro, peak, world, device):
     }
 
 
+def attempt(case, rank, world, device, steps, warmup):
+    """One row; of a case that failed, why. What fails on one rank alone ends all when its peers have waited for long enough."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape_config(case["shape"])))
+        try:
+            row = measure(
+                case, folder, rank, world, device, case.get("steps", steps), case.get("warmup", warmup)
+            )
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            row = {"case": case["name"], "world": world, "error": why}
+    empty(device)
+    torch._dynamo.reset()
+    return row
+
+
 def main():
+    options = arguments()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))  # torchrun says 1
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    until, rows = time.monotonic() + options.budget, []
+    for case in CASES[options.set]:
+        if options.only not in case["name"] or world < case.get("least_world", 1):
+            continue
+        case = shrunk(case) if options.shape == "tiny" else case
+        if within(until):
+            row = attempt(case, rank, world, device, options.steps, options.warmup)
+        else:
+            row = {"case": case["name"], "world": world, "error": "not begun: the time was up"}
+        rows.append(row)
+        if rank == 0:
+            print(line_of(row), flush=True)
+            options.out.write_text(json.dumps(rows, indent=1))
+    if rank == 0:
+        print(table([rows]), flush=True)
+    dist.destroy_process_group()
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--set", choices=sorted(CASES), required=True)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--shape", choices=["tiny"], help="of all cases, instead of their own")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no case begins")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    rows = []
-    for case in CASES[options.set]:
-        if options.only not in case["name"] or case.get("world", world) != world:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(shape_config(case["shape"])))
-            try:
-                row = measure(case, folder, rank, world, device, options.steps, options.warmup)
-            except torch.OutOfMemoryError as error:  # every rank holds the same, so each is here
-                row = {"case": case["name"], "world": world, "error": str(error).partition("\n")[0]}
-            empty(device)
-            torch._dynamo.reset()
-        rows.append(row)
-        if rank == 0:
-            print(line_of(row), flush=True)
-            options.out.write_text(json.dumps(rows, indent=1))
-    dist.destroy_process_group()
+    return parser.parse_args()
+
+
+def within(until):
+    """Whether the first rank's clock is below ``until``: all ranks begin a case or none does."""
+    told = torch.tensor([time.monotonic() < until], dtype=torch.int64)
+    dist.broadcast(told, 0)
+    return bool(told)
 
 
 def line_of(row):
@@ -128,7 +164,8 @@ def line_of(row):
     mfu = f"{row['mfu']:6.1%}" if row["mfu"] else "     -"
     return (
         f"{row['case']:44s} {row['tokens_per_s_and_gpu']:9,.0f} tok/s/GPU  MFU {mfu}  {row['peak_gib']:6.1f} GiB"
-        f"  {row['micro_batches']} micro  first {row['first_step_s']:.1f} s  norm {row['grad_norm']:.5g}"
+        f"  {row['micro_batches']} micro  built {row['built_s']:.1f} s  first {row['first_step_s']:.1f} s"
+        f"  norm {row['grad_norm']:.5g}"
     )
 
 

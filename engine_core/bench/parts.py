@@ -230,9 +230,10 @@ def _workers(
 ) -> Iterator[tuple[Runtime, Mapping[str, WorkerGroup]]]:
     plugins = plugins_for(config)
     kind: Any = plugins.resolve("runtimes", config.runtime.backend)
-    # workers elsewhere are told which tokenizer it is; in this process only a sampler reads it
-    needed = "rollout" in roles or not kind.in_process
-    runtime = kind(config, plugins, {"tokenizer": load_tokenizer(config.model)} if needed else {})
+    sampled = (
+        "rollout" in roles
+    )  # nothing else reads a tokenizer here, and random weights of a shape have none
+    runtime = kind(config, plugins, {"tokenizer": load_tokenizer(config.model)} if sampled else {})
     try:
         yield runtime, runtime.start(roles, 1_000_000)
     finally:

@@ -310,7 +310,7 @@ class CrewRuntime(Runtime):
         return {
             "config": portable(self.config),
             "total_steps": total_steps,
-            "tokenizer": tokenizer_hash(self.live["tokenizer"]),
+            "tokenizer": tokenizer_hash(self.live["tokenizer"]) if "tokenizer" in self.live else None,
             "device": self.options.device,
             "log_level": log.getEffectiveLevel(),
             "stall_seconds": self.options.stall_minutes * 60,

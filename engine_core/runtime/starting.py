@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,11 @@ from engine_core.errors import ConfigError
 from engine_core.packing import attention_share
 from engine_core.runtime.base import Role
 from engine_core.runtime.host import Engine, EngineHost, Place, default_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine_core.config import ModelConfig
 
 GROUP_MARGIN = 1.5  # of the stall deadline: the controller tells of a rank that hangs before torch does
 
@@ -78,17 +83,24 @@ def make_host(order: Mapping[str, Any], device: torch.device) -> EngineHost:
         ConfigError: the controller's tokenizer is not the one that the config names.
     """
     config, plugins = rebuild(order["config"])
-    tokenizer = load_tokenizer(config.model)
-    if tokenizer_hash(tokenizer) != order["tokenizer"]:
+    live = (
+        {} if order["tokenizer"] is None else {"tokenizer": _same_tokenizer(config.model, order["tokenizer"])}
+    )
+    place = Place(device, order["rank"], order["world_size"])
+    host = EngineHost(config, plugins, live, place)
+    roles = {name: Role(**fields) for name, fields in order["roles"].items()}
+    host.build(roles, order["total_steps"])
+    return host
+
+
+def _same_tokenizer(model: ModelConfig, expected: str) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(model)
+    if tokenizer_hash(tokenizer) != expected:
         raise ConfigError(
             "model.tokenizer: the controller's tokenizer is another one than the file names; an object given from "
             "Python does not reach workers. Save it with save_pretrained and name the folder."
         )
-    place = Place(device, order["rank"], order["world_size"])
-    host = EngineHost(config, plugins, {"tokenizer": tokenizer}, place)
-    roles = {name: Role(**fields) for name, fields in order["roles"].items()}
-    host.build(roles, order["total_steps"])
-    return host
+    return tokenizer
 
 
 def describe(engine: Engine, place: Place) -> dict[str, Any]:
