@@ -1,5 +1,7 @@
 """The contracts of a runtime, two ranks, in the cluster of this session."""
 
+from typing import ClassVar
+
 import pytest
 
 from engine_core.testing import RuntimeSuite
@@ -8,5 +10,17 @@ from engine_core.testing import RuntimeSuite
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 class TestRay(RuntimeSuite):
+    """Messages over sockets: all is on one machine."""
+
     backend = "ray"
+    world_size = 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+class TestRayWithMessagesByRay(RuntimeSuite):
+    """As between machines."""
+
+    backend = "ray"
+    options: ClassVar[dict[str, str]] = {"messages": "ray"}
     world_size = 2

@@ -7,15 +7,20 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
+if TYPE_CHECKING:
+    from engine_core.runtime.channel import Channel
+    from engine_plugin_ray.mail import WorkerEnd
+
 ENDED = 71
+CONNECT_SECONDS = 30.0
 
 
 class Seat:
-    """A worker in a thread of its own; its mailbox are two methods.
+    """A worker in a thread of its own; its mailbox is a socket, or two methods.
 
     Args:
         env: environment variables.
@@ -33,13 +38,28 @@ class Seat:
         from engine_plugin_ray.mail import WorkerEnd
 
         self._mail = WorkerEnd()
-        threading.Thread(target=self._serve, name="commands", daemon=True).start()
+        self._over = threading.Event()
 
     def about(self) -> dict[str, Any]:
         """Where it runs."""
         context = ray.get_runtime_context()
         host, address = socket.gethostname(), ray.util.get_node_ip_address()
         return {"host": host, "address": address, "node": context.get_node_id(), "pid": os.getpid()}
+
+    def serve(self, listener: tuple[str, int] | None, token: str, rank: int) -> None:
+        """Begin to carry out commands.
+
+        Args:
+            listener: of the controller, which sends over a socket; None: it sends by ``deliver``.
+            token: that both sides of the socket know.
+            rank: of the run.
+        """
+        mailbox: Channel | WorkerEnd = self._mail
+        if listener is not None:
+            from engine_core.runtime.channel import connect
+
+            mailbox = connect(listener, token, rank, CONNECT_SECONDS)
+        threading.Thread(target=self._serve, args=(mailbox,), name="commands", daemon=True).start()
 
     @ray.method(concurrency_group="inbox")
     def deliver(self, header: bytes, payload: Any) -> None:
@@ -51,15 +71,21 @@ class Seat:
         """What this rank says, until it ends."""
         yield from self._mail.answers()
 
-    def _serve(self) -> None:
+    @ray.method(concurrency_group="outbox")
+    def served(self) -> None:
+        """Until the last command was carried out."""
+        self._over.wait()
+
+    def _serve(self, mailbox: Channel | WorkerEnd) -> None:
         from engine_plugin_ray.worker import RayWorker
 
         try:
-            RayWorker(self._mail).run()  # type: ignore[arg-type]
+            RayWorker(mailbox).run()  # type: ignore[arg-type]
         except BaseException:
             import traceback
 
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(ENDED)
-        self._mail.close()
+        self._over.set()
+        mailbox.close()

@@ -36,6 +36,14 @@ TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LOOPBACK = ("127.0.0.1", "::1")
 OWN = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Environment of a cluster of the run's own; the last: its nodes are at the loopback address."""
+LEAN = {
+    "RAY_worker_niceness": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""The same, where the environment says nothing else. Ray's own 15 would let any other process of the machine go before
+the workers; nobody asks a cluster of the run's own for its metrics or for a list of its tasks."""
+PRESTART = "RAY_prestart_worker_first_driver"  # Ray starts as many workers as there are CPUs
 _TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
 
 
@@ -59,13 +67,14 @@ class Cluster:
         """For messages."""
         return f"the cluster at '{self.address}'" if self.address else "the cluster of this machine"
 
-    def start(self, cpus: float, gpus: int, object_store_mib: int) -> None:
+    def start(self, cpus: float, gpus: int, object_store_mib: int, workers: int) -> None:
         """Start a cluster of our own.
 
         Args:
             cpus: that it counts.
             gpus: of this machine that it may use.
             object_store_mib: size of the object store.
+            workers: processes that the run asks for.
 
         Raises:
             EnvironmentProblem: Ray does not start here, or would be open to others.
@@ -75,7 +84,10 @@ class Cluster:
         self.folder = tempfile.mkdtemp(prefix="engine-ray-", dir=_short_folder())
         self._watch(self.folder)
         store = object_store_mib << 20
-        with _environment({**OWN, "RAY_AUTH_TOKEN": _TOKEN, MARK: self.folder}), _loopback(), _own_signals():
+        lean = LEAN | ({PRESTART: "0"} if cpus > workers else {})
+        lean = {name: os.environ.get(name, value) for name, value in lean.items()}
+        env = {**lean, **OWN, "RAY_AUTH_TOKEN": _TOKEN, MARK: self.folder}
+        with _environment(env), _loopback(), _own_signals():
             _read_settings_again()
             try:
                 ray.init(
@@ -88,6 +100,7 @@ class Cluster:
                     f"Ray did not start on this machine: {_first_line(error)}."
                 ) from error
         self._connected = True
+        self._end_log_monitor()
         at = ray.util.get_node_ip_address()
         if at not in LOOPBACK or not asks_for_token():
             self.close()
@@ -151,6 +164,14 @@ class Cluster:
 
         node: Any = ray._private.worker._global_node
         return None if node is None else Path(node.get_logs_dir_path())
+
+    def _end_log_monitor(self) -> None:
+        """It reads what workers print for drivers that ask for it; ``_quiet`` does not."""
+        import ray
+
+        node: Any = ray._private.worker._global_node
+        if hasattr(node, "kill_log_monitor"):
+            node.kill_log_monitor(check_alive=False)
 
     def _watch(self, folder: str) -> None:
         reading, self._pipe = os.pipe()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from engine_core.runtime.worker_process import LAST_LINES, WorkerHandle
+from engine_core.runtime.worker_process import ENDING_SECONDS, LAST_LINES, WorkerHandle
 
 if TYPE_CHECKING:
     from engine_plugin_ray.mail import ControllerEnd
+    from engine_plugin_ray.nearby import NearEnd
 
 REASON = re.compile(
     r"The actor (?:is dead|died) because (.*?)(?:\. Some common causes include|\n|$)", re.DOTALL
@@ -31,7 +32,12 @@ class ActorHandle(WorkerHandle):
     """
 
     def __init__(
-        self, rank: int, actor: Any, channel: ControllerEnd, about: Mapping[str, Any], logs: Path | None
+        self,
+        rank: int,
+        actor: Any,
+        channel: ControllerEnd | NearEnd,
+        about: Mapping[str, Any],
+        logs: Path | None,
     ) -> None:
         super().__init__(rank, channel, None, about["host"])  # type: ignore[arg-type]
         self.actor, self.address, self.node = actor, str(about["address"]), str(about["node"])
@@ -39,6 +45,7 @@ class ActorHandle(WorkerHandle):
 
     def how_it_ended(self, cause: str = "") -> str:
         """In Ray's words, with the end of what it printed."""
+        self._end.over.wait(ENDING_SECONDS)  # Ray tells of it after a socket does
         found = REASON.search(self._end.loss)
         said = " ".join(found[1].split()) if found else "its mailbox was closed"
         text = "\n".join(self._printed_last())

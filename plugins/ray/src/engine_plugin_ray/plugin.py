@@ -25,6 +25,8 @@ class RayOptions(CrewOptions):
     """Environment variables of every worker."""
     python: dict[str, str] = {}
     """By pool: the Python that its processes run on, of an environment with the same versions of Python and Ray."""
+    messages: Literal["auto", "ray"] = "auto"
+    """How commands and rollouts reach workers: ``auto``: those on the controller's node over a socket of the loopback interface, others by Ray; ``ray``: all by Ray."""
     object_store_mib: int = Field(512, ge=128)
     """Size of the object store of a cluster of the run's own."""
 

@@ -1,7 +1,8 @@
 """The ray runtime: every worker is an actor, in a placement group of its pool.
 
 The controller is the driver of a Ray job. Its commands and their answers are those of the other runtimes of
-processes, in the same order; only the way that they take, and how a worker comes to be, is Ray's.
+processes, in the same order. How a worker comes to be and how its end is noticed is Ray's; so is the way that messages
+take to other machines. On the controller's own machine that is a socket (``nearby``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ray.exceptions import RayError
 
 from engine_core.errors import EnvironmentProblem
 from engine_core.runtime import elastic
@@ -22,6 +24,7 @@ from engine_core.runtime.host import default_device
 from engine_core.runtime.placement import Pool, wanted_processes
 from engine_plugin_ray.cluster import Cluster, asks_for_token
 from engine_plugin_ray.mail import ControllerEnd, Store
+from engine_plugin_ray.nearby import NearEnd, connect_all
 from engine_plugin_ray.placing import Node, check, nodes_of_cluster, release, reserve, resources
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ class RayRuntime(CrewRuntime):
         nodes = nodes_of_cluster() if joined else {"this machine": own}
         check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
         if not joined:
-            self.cluster.start(own["CPU"], gpus, self.options.object_store_mib)
+            self.cluster.start(own["CPU"], gpus, self.options.object_store_mib, size)
         elif not asks_for_token():
             log.warning(
                 "Ray: %s asks for no token: whoever reaches it can run programs on its nodes. Start it with "
@@ -126,15 +129,40 @@ class RayRuntime(CrewRuntime):
             about = ray.get(
                 [actor.about.remote() for actor in actors], timeout=self.options.start_minutes * 60
             )
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
         here, logs = ray.get_runtime_context().get_node_id(), self.cluster.logs
+        ends = self._connect(dict(zip(ranks, actors, strict=True)), about, here)
         return [
-            ActorHandle(
-                rank, actor, ControllerEnd(actor, self.store), found, logs if found["node"] == here else None
-            )
+            ActorHandle(rank, actor, ends[rank], found, logs if found["node"] == here else None)
             for rank, actor, found in zip(ranks, actors, about, strict=True)
         ]
+
+    def _connect(
+        self, actors: Mapping[int, Any], about: Sequence[Mapping[str, Any]], here: str
+    ) -> dict[int, NearEnd | ControllerEnd]:
+        """The mailbox of each actor, which begins to serve it.
+
+        Args:
+            actors: by rank.
+            about: where each is, in the order of ``actors``.
+            here: id of the controller's node.
+        """
+        near: dict[int, Any] = {}
+        if self.options.messages == "auto":
+            near = {
+                rank: actor
+                for (rank, actor), found in zip(actors.items(), about, strict=True)
+                if found["node"] == here
+            }
+        try:
+            ends = connect_all(near, self._token, self.options.start_minutes * 60)
+        except RayError as error:
+            raise EnvironmentProblem(_no_seat(error)) from error
+        far = {rank: actor for rank, actor in actors.items() if rank not in near}
+        for rank, actor in far.items():
+            actor.serve.remote(None, "", rank)
+        return ends | {rank: ControllerEnd(actor, self.store) for rank, actor in far.items()}
 
     @property
     def _size(self) -> int:

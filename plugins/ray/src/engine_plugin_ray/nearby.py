@@ -1,0 +1,105 @@
+"""Mailboxes of workers on the controller's machine: a socket over the loopback interface, as the runtime torchrun has.
+
+A message by Ray takes several processes and threads; one over a socket takes two. Ray still starts the worker, and
+tells when and why it has ended.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine_core.errors import EnvironmentProblem
+from engine_core.runtime.channel import Channel, accept, listen
+
+HOST = "127.0.0.1"
+LOOK_SECONDS = 0.5  # between two looks at the actors, while they come
+DRAIN_SECONDS = 1.0  # for what an actor that ended had sent
+
+
+class NearEnd(Channel):
+    """The controller's end of a socket to an actor.
+
+    Args:
+        connection: to it.
+        actor: ``actor.Seat``.
+    """
+
+    def __init__(self, connection: socket.socket, actor: Any) -> None:
+        super().__init__(connection)
+        self.loss = ""  # what Ray said of its end
+        self.over = threading.Event()  # the actor says nothing more
+        self._served = actor.served.remote()
+        threading.Thread(target=self._watch, name="actor", daemon=True).start()
+
+    def _watch(self) -> None:
+        """The socket of an actor that was lost is closed, even where a process that it has started holds it too."""
+        try:
+            ray.get(self._served)
+        except RayError as error:
+            self.loss = str(error)
+        self.over.set()
+        if self.loss:
+            time.sleep(DRAIN_SECONDS)
+            self.close()
+
+
+def connect_all(actors: Mapping[int, Any], token: str, seconds: float) -> dict[int, NearEnd]:
+    """Have actors of this machine serve commands over sockets.
+
+    Args:
+        actors: ``actor.Seat`` by rank.
+        token: that they prove to know.
+        seconds: for all of them to come.
+
+    Raises:
+        EnvironmentProblem: one does not reach this process, or not in time.
+        RayError: one has ended.
+    """
+    ends: dict[int, NearEnd] = {}
+    if not actors:
+        return ends
+    deadline = time.monotonic() + seconds
+    with listen(HOST) as listener:
+        at = listener.getsockname()[:2]
+        asked = {rank: actor.serve.remote(at, token, rank) for rank, actor in actors.items()}
+        while missing := sorted(set(actors) - set(ends)):
+            listener.settimeout(LOOK_SECONDS)
+            try:
+                found = accept(listener, token)
+            except TimeoutError:
+                _look(missing, asked, time.monotonic() > deadline)
+                continue
+            if found is None:
+                continue
+            rank, channel = found
+            if rank in missing:
+                ends[rank] = NearEnd(channel.socket, actors[rank])
+            else:
+                channel.close()
+    return ends
+
+
+def _look(missing: list[int], asked: Mapping[int, Any], late: bool) -> None:
+    """Whether those that have not come may still come."""
+    for rank in missing:
+        if ray.wait([asked[rank]], timeout=0)[0]:
+            try:
+                ray.get(asked[rank])
+            except ray.exceptions.RayTaskError as error:
+                cause = str(error).strip().splitlines()[-1]
+                raise EnvironmentProblem(
+                    f"The worker of rank {rank} does not reach the controller over {HOST} ({cause}). "
+                    "Set runtime.ray.messages = 'ray', if they share a machine and no network."
+                ) from error
+    if late:
+        raise EnvironmentProblem(
+            f"Rank {', '.join(map(str, missing))} did not come over {HOST} within runtime.ray.start_minutes. "
+            "Set runtime.ray.messages = 'ray', if workers and controller share a machine and no network."
+        )
