@@ -79,7 +79,7 @@ def plan(arguments: argparse.Namespace, folder: Path) -> list[Job]:
         folder: where TRL's batches go.
     """
     jobs: list[Job] = []
-    for lane in arguments.lanes:
+    for lane in () if arguments.gates_only else arguments.lanes:
         jobs += timing(arguments, lane)
     for lane in arguments.lanes:
         jobs += checking(arguments, lane, folder / f"{lane}.safetensors")
@@ -129,12 +129,21 @@ def checking(arguments: argparse.Namespace, lane: str, batch: Path) -> list[Job]
 
 
 def learning(arguments: argparse.Namespace) -> list[Job]:
-    """G4, in the matched lane. vLLM starts once a process: a process a seed."""
-    seeds: Sequence[Sequence[int]] = [[seed] for seed in SEEDS] if arguments.sampler == "vllm" else [SEEDS]
-    options = {"steps": LEARNING_STEPS, "lr": given.LEARNING_RATE_TO_LEARN}
+    """G4, in the matched lane. vLLM starts once a process: a process a seed, unless both sample with transformers on the CPU."""
+    on_cpu = arguments.learn_on_cpu
+    apart = arguments.sampler == "vllm" and not on_cpu
+    seeds: Sequence[Sequence[int]] = [[seed] for seed in SEEDS] if apart else [SEEDS]
+    options: dict[str, Any] = {"steps": LEARNING_STEPS, "lr": given.LEARNING_RATE_TO_LEARN}
+    if on_cpu:
+        options |= {"device": "cpu", "sampler": "hf"}
     return [
         Job(
-            f"learn {name} {number}", name, "learn", arguments.learn_workload, options | {"seeds": list(each)}
+            f"learn {name} {number}",
+            name,
+            "learn",
+            arguments.learn_workload,
+            options | {"seeds": list(each)},
+            on_cpu=on_cpu,
         )
         for number, each in enumerate(seeds)
         for name in FRAMEWORKS
@@ -144,7 +153,8 @@ def learning(arguments: argparse.Namespace) -> list[Job]:
 def summary(arguments: argparse.Namespace, found: Found) -> dict[str, Any]:
     """Everything that is known so far, for ``--out``."""
     device = arguments.device
-    rounding = {lane: PRECISION.get((device, lane), "bf16") for lane in arguments.lanes}
+    other = "bf16" if device == "cpu" else "bf16 gpu"
+    rounding = {lane: PRECISION.get((device, lane), other) for lane in arguments.lanes}
     first: Mapping[str, Any] = next(iter(found.results.values()), {})
     return {
         "workload": arguments.workload, "device": device, "sampler": arguments.sampler,
@@ -188,6 +198,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--no-learning", action="store_true", help="without gate G4, which then counts as failed"
     )
+    parser.add_argument(
+        "--learn-on-cpu", action="store_true",
+        help="gate G4 beside the devices: of both frameworks on the CPU, sampling with transformers",
+    )  # fmt: skip
+    parser.add_argument("--gates-only", action="store_true", help="no timed steps")
     parser.add_argument("--sampler", choices=("hf", "vllm"), default="hf")
     parser.add_argument(
         "--set-trl", default="{}", help="JSON: arguments of GRPOConfig over those of every lane"
@@ -198,6 +213,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--trl-path", default="", help="PYTHONPATH of TRL's processes; default: none")
     parser.add_argument("--budget", type=float, default=7200, help="seconds; then what runs is ended")
+    parser.add_argument(
+        "--keep", type=Path,
+        help="folder for what each process writes: called again with it, only what is missing there is run",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON with everything, written anew after each process")
     return parser.parse_args()
 
@@ -215,7 +234,8 @@ def main() -> int:
         return made
 
     with tempfile.TemporaryDirectory() as name:
-        folder, called = Path(name), commands(arguments)
+        folder, called = arguments.keep or Path(name), commands(arguments)
+        folder.mkdir(parents=True, exist_ok=True)
         for workload in (arguments.workload, arguments.learn_workload):
             given.make(given.WORKLOADS[workload], given.CACHE / "workloads")
         left = arguments.budget - (time.perf_counter() - started)

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +173,18 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
 
 
 def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Log-probs, advantages, and for each ``old_log_probs`` the loss and the norm of its gradient."""
-    group_size = trainer.config.rollout.group_size
+    """Of the batch that TRL dumped what ``answers`` tells; and of its beginning in float32."""
+    rollouts = rollouts_of(dumped, trainer.config.rollout.group_size)
+    found = {"rewards": [rollout.reward for rollout in rollouts]}
+    found |= answers(trainer, rollouts, dumped["old_log_probs"])
+    exact = given.EXACT_RESPONSES
+    with in_float32(trainer.groups["actor"].engine, given.EXACT_MICRO_BATCH * len(rollouts[0].token_ids)):  # type: ignore[attr-defined]
+        found["float32"] = answers(trainer, rollouts[:exact], dumped["old_log_probs"][:exact])
+    return found
+
+
+def rollouts_of(dumped: dict[str, torch.Tensor], group_size: int) -> list[Rollout]:
+    """Rollouts of a batch: ``prompt_ids`` [B, tokens], ``completion_ids`` likewise, groups one after another."""
     prompts, responses = dumped["prompt_ids"].tolist(), dumped["completion_ids"].tolist()
     sampled = dumped.get("rollout_log_probs", torch.zeros(dumped["completion_ids"].shape))
     rollouts = []
@@ -188,12 +200,16 @@ def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[s
         )  # fmt: skip
         rollouts[-1].reward = given.share_of_even(response)
         rollouts[-1].rewards = {"even": rollouts[-1].reward}
+    return rollouts
+
+
+def answers(trainer: TimedTrainer, rollouts: list[Rollout], old_log_probs: torch.Tensor) -> dict[str, Any]:
+    """Advantages and log-probs of a batch, and the loss and the norm of its gradient: on policy, and with old log-probs [B, tokens]."""
     batch = trainer.with_advantages(trainer.sampling.batch(rollouts))
     engine: Any = trainer.groups["actor"].engine  # type: ignore[attr-defined]
     learned_tokens = batch["loss_mask"]
-    shape = dumped["completion_ids"].shape
+    shape = old_log_probs.shape
     found: dict[str, Any] = {
-        "rewards": batch["rewards"].tolist(),
         "advantages": batch["advantages"][learned_tokens].view(shape)[:, 0].tolist(),
         "log_probs": engine.infer(batch, ("log_probs",))["log_probs"][learned_tokens].view(shape).tolist(),
     }
@@ -201,12 +217,28 @@ def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[s
         mini = trainer.policy.mini_batches(batch, 1)[0]
         if case == "off_policy":
             old = torch.zeros(batch.num_tokens)
-            old[learned_tokens] = dumped["old_log_probs"].flatten()
+            old[learned_tokens] = old_log_probs.flatten()
             mini = mini.with_columns(tokens={"old_log_probs": old})
         output = engine.forward_backward(mini, trainer.policy.loss_call())
         found[case] = {"loss": output.loss, "grad_norm": measure.total_norm(engine.module)}
         engine.module.zero_grad(set_to_none=True)
     return found
+
+
+@contextlib.contextmanager
+def in_float32(engine: Any, micro_batch_tokens: int) -> Iterator[None]:
+    """Without autocast and TF32, and with fewer tokens at once."""
+    computed, tokens = engine.forward.compute_dtype, engine.config.max_tokens_per_rank
+    precision = torch.get_float32_matmul_precision()
+    engine.forward.compute_dtype = torch.float32
+    engine.set_token_budget(micro_batch_tokens)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        engine.forward.compute_dtype = computed
+        engine.set_token_budget(tokens)
+        torch.set_float32_matmul_precision(precision)
 
 
 def main() -> None:

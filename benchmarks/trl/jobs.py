@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 FRAMEWORKS = ("trl", "engine")
+NOT_THEIR_OWN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|VLLM_(PORT|DP_\w+)|(PET|TORCHELASTIC|SLURM|OMPI|PMI)_\w+"
+)
+"""Variables of whoever started the comparison, by which processes side by side would take one port, or each other for ranks of one run."""
+CPU = "cpu"  # the place of jobs beside the devices
 TOLD = 2500  # characters of the end of a failed process's output
 
 
@@ -33,6 +39,7 @@ class Job:
     workload: str
     options: Mapping[str, Any]
     after: tuple[str, ...] = ()  # jobs that must have succeeded before
+    on_cpu: bool = False  # beside the devices, one at a time
 
 
 @dataclass
@@ -52,13 +59,18 @@ class Command:
     environment: Mapping[str, str]
 
 
+def alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a process that is a run of its own: it chooses ports that are free."""
+    return {name: value for name, value in environment.items() if not NOT_THEIR_OWN.fullmatch(name)}
+
+
 class Pool:
     """Runs jobs in their order, on as many devices at the same time as there are.
 
     Args:
         commands: by framework.
         devices: numbers for ``CUDA_VISIBLE_DEVICES``, one process at a time on each; "" leaves that variable alone.
-        folder: for what the processes write.
+        folder: for what the processes write. A job whose result lies there is not run again.
         budget: seconds; then nothing is begun any more, and what runs is ended.
         on_end: called when a job has ended, from the thread of its device, one at a time.
     """
@@ -80,8 +92,9 @@ class Pool:
 
     def run(self, jobs: Sequence[Job]) -> Found:
         """To the end of all, or of the budget. Interrupted, it ends what it began."""
-        self._left = list(jobs)
-        threads = [threading.Thread(target=self._work, args=(device,)) for device in self.devices]
+        self._left = [job for job in jobs if not self._kept(job)]
+        places = [*self.devices, *([CPU] if any(job.on_cpu for job in self._left) else [])]
+        threads = [threading.Thread(target=self._work, args=(place,)) for place in places]
         for thread in threads:
             thread.start()
         try:
@@ -94,8 +107,20 @@ class Pool:
             raise
         return self.found
 
+    def _kept(self, job: Job) -> bool:
+        """Whether there is a result of an earlier call; it is taken then."""
+        out = self._stem(job).with_suffix(".json")
+        if not out.exists():
+            return False
+        self.found.results[job.name] = json.loads(out.read_text())
+        print(f"  {job.name:32} kept", flush=True)
+        return True
+
+    def _stem(self, job: Job) -> Path:
+        return self.folder / job.name.replace(" ", "_")
+
     def _work(self, device: str) -> None:
-        while (job := self._next()) is not None:
+        while (job := self._next(device == CPU)) is not None:
             started = time.monotonic()
             result, failure = self._call(job, device)
             with self._changed:
@@ -109,17 +134,21 @@ class Pool:
                 self.on_end(self.found)
                 self._changed.notify_all()
 
-    def _next(self) -> Job | None:
-        """The first job whose needs are there; None where no more will be. Waits while others may still end."""
+    def _next(self, on_cpu: bool) -> Job | None:
+        """The first job for this place whose needs are there; None where no more will be. Waits while others may still end."""
         with self._changed:
-            while self._left:
+            while any(job.on_cpu == on_cpu for job in self._left):
                 if time.monotonic() >= self._ends_at:
                     for job in self._left:
                         self._fail(job, "not begun: the time was up")
                     self._left = []
                     break
                 self._drop_hopeless()
-                ready = (job for job in self._left if all(n in self.found.results for n in job.after))
+                ready = (
+                    job
+                    for job in self._left
+                    if job.on_cpu == on_cpu and all(n in self.found.results for n in job.after)
+                )
                 if (job := next(ready, None)) is not None:
                     self._left.remove(job)
                     return job
@@ -138,7 +167,7 @@ class Pool:
 
     def _call(self, job: Job, device: str) -> tuple[dict[str, Any] | None, str]:
         """What the script wrote, or None and why."""
-        stem = self.folder / job.name.replace(" ", "_")
+        stem = self._stem(job)
         out, log = stem.with_suffix(".json"), stem.with_suffix(".log")
         command = self.commands[job.framework]
         words = [
@@ -152,10 +181,10 @@ class Pool:
         ]
         for name, value in job.options.items():
             words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-        pinned = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+        pinned = {"CUDA_VISIBLE_DEVICES": "" if device == CPU else device} if device else {}
         with log.open("w") as file:
             process = subprocess.Popen(
-                words, env={**command.environment, **pinned}, stdout=file, stderr=subprocess.STDOUT,
+                words, env={**alone(command.environment), **pinned}, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,  # its children end with it
             )  # fmt: skip
             self._running[device] = process

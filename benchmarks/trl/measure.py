@@ -107,8 +107,10 @@ def memory(device: str) -> dict[str, float]:
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """As JSON."""
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    """As JSON; whole, or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
 
 
 def _cpu() -> str:

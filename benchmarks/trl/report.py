@@ -34,6 +34,8 @@ def lane_gates(results: Results, lane: str, rounding: str) -> list[figures.Gate]
     """G1 to G3 and G5 of one lane."""
     trl, engine = (results.get(f"{lane} {name} gates") for name in FRAMEWORKS)
     steps = {name: [step for each in processes(results, lane, name) for step in each] for name in FRAMEWORKS}
+    for name, result in zip(FRAMEWORKS, (trl, engine), strict=True):
+        steps[name] += result["steps"] if result else []
     made = [
         figures.same_maths(trl["same_batch"], engine["same_batch"], rounding)
         if trl and engine

@@ -8,15 +8,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import measure
 import torch
 import workload as given
+from accelerate.utils import AutocastKwargs
 from datasets import load_dataset
 from safetensors.torch import save_file
 from transformers import TrainerCallback
@@ -214,15 +217,12 @@ def hand_overs(trainer: TimedTrainer) -> list[str]:
 
 
 def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
-    """Advantages and log-probs of TRL's own batch, and for each ``old_log_probs`` the loss and the norm of its gradient.
+    """Of TRL's own batch what ``answers`` tells; and of its beginning in float32.
 
     The batch is written to ``path``, with ``old_log_probs`` far enough from the policy for the clip to act.
     """
-    ids = torch.cat([made["prompt_ids"], made["completion_ids"]], dim=1)
-    mask = torch.cat([made["prompt_mask"], made["completion_mask"]], dim=1)
-    length, size = made["completion_ids"].shape[1], trainer.args.per_device_train_batch_size
-    with torch.no_grad():
-        log_probs, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, size)
+    size = trainer.args.per_device_train_batch_size
+    log_probs = score(trainer, made, size)
     noise = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(0)).to(log_probs)
     old = log_probs + 0.3 * noise
     dumped = {
@@ -235,16 +235,41 @@ def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path)
         dumped["rollout_log_probs"] = sampled
     save_file({name: tensor.cpu().contiguous() for name, tensor in dumped.items()}, path)
     reward: Even = trainer.reward_funcs[0]
-    found = {
-        "rewards": reward.values,
-        "advantages": made["advantages"].tolist(),
-        "log_probs": log_probs.tolist(),
-    }
+    found = {"rewards": reward.values} | answers(trainer, made, log_probs, old, size)
+    first = slice(0, given.EXACT_RESPONSES)
+    part = rows_of(made, first) | {"num_items_in_batch": made["completion_mask"][first].sum()}
+    with in_float32(trainer):
+        exact = score(trainer, part, given.EXACT_MICRO_BATCH)
+        found["float32"] = answers(trainer, part, exact, old[first], given.EXACT_MICRO_BATCH)
+    return found
+
+
+@torch.no_grad()
+def score(trainer: TimedTrainer, made: dict[str, torch.Tensor], size: int) -> torch.Tensor:
+    """Log-probs of the responses [B, T], ``size`` of them at once."""
+    ids = torch.cat([made["prompt_ids"], made["completion_ids"]], dim=1)
+    mask = torch.cat([made["prompt_mask"], made["completion_mask"]], dim=1)
+    length = made["completion_ids"].shape[1]
+    log_probs: torch.Tensor
+    log_probs, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, size)
+    return log_probs
+
+
+def answers(
+    trainer: TimedTrainer,
+    made: dict[str, torch.Tensor],
+    log_probs: torch.Tensor,
+    old: torch.Tensor,
+    size: int,
+) -> dict[str, Any]:
+    """Advantages and log-probs of a batch, and the loss and the norm of its gradient: on policy, and with ``old`` log-probs."""
+    sampled = made.get("sampling_per_token_logps")
+    found: dict[str, Any] = {"advantages": made["advantages"].tolist(), "log_probs": log_probs.tolist()}
     for case in ("on_policy", "off_policy"):
         loss = 0.0
-        for start in range(0, len(ids), size):
+        for start in range(0, len(log_probs), size):
             rows = slice(start, start + size)
-            part = {k: v[rows] if torch.is_tensor(v) and v.dim() else v for k, v in made.items()}
+            part = rows_of(made, rows)
             part.pop("old_per_token_logps", None)  # it is then the policy's own
             before = log_probs[rows] if case == "on_policy" else old[rows]
             if case == "off_policy":
@@ -258,6 +283,27 @@ def same_batch(trainer: TimedTrainer, made: dict[str, torch.Tensor], path: Path)
         found[case] = {"loss": loss, "grad_norm": measure.total_norm(trainer.model)}
         trainer.model.zero_grad(set_to_none=True)
     return found
+
+
+def rows_of(made: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+    """Some responses of a batch; what has no rows is of all."""
+    return {k: v[rows] if torch.is_tensor(v) and v.dim() else v for k, v in made.items()}
+
+
+@contextlib.contextmanager
+def in_float32(trainer: TimedTrainer) -> Iterator[None]:
+    """Without autocast, which accelerate wraps around the model and TRL around its head; and without TF32."""
+    model, accelerator = trainer.model, trainer.accelerator
+    forward, handler = model.forward, accelerator.autocast_handler
+    precision = torch.get_float32_matmul_precision()
+    model.forward = getattr(model, "_original_forward", forward)
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        model.forward, accelerator.autocast_handler = forward, handler
+        torch.set_float32_matmul_precision(precision)
 
 
 def weight(log_probs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:

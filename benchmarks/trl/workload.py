@@ -78,6 +78,8 @@ WORKLOADS = {
 
 LEARNING_RATE = 1e-6
 LEARNING_RATE_TO_LEARN = 3e-3  # gate G4
+EXACT_RESPONSES = 16  # gate G1: of the batch's beginning, computed in float32 too; whole groups
+EXACT_MICRO_BATCH = 4  # responses at once there: attention in float32 keeps its matrix on a GPU
 EPSILON = 1e-4  # added to a group's standard deviation; TRL's, which cannot be set there
 CLIP = 0.2
 SAMPLER_MEMORY = 0.3  # share of a GPU's memory for vLLM; TRL's default

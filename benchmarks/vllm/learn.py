@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from setting import device, write
+from setting import alone, device, write
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "word_problems"
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--budget", type=float, default=240)
     arguments = parser.parse_args()
+    alone()
     end = time.monotonic() + arguments.budget
     sys.path.insert(0, str(EXAMPLE))
     from prepare import prepare

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from learn import EXAMPLE
-from setting import device, keep_multicast_off, median, write, write_model
+from setting import alone, device, keep_multicast_off, median, write, write_model
 from step import COIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--case-seconds", type=float, default=180)
     parser.add_argument("--budget", type=float, default=420)
     arguments = parser.parse_args()
+    alone()
     keep_multicast_off()
     if arguments.cpu:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it cannot trace what stands in for CUDA

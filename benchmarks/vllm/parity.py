@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import device, write, write_model
+from setting import alone, device, write, write_model
 
 from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
@@ -106,6 +106,7 @@ def main() -> None:
         "--eager", action="store_true", help="without compilation and graphs; always so on a CPU"
     )
     arguments = parser.parse_args()
+    alone()
     eager = arguments.eager or device().type == "cpu"
     found: dict[str, Any] = {"device": str(device()), "eager": eager}
     with tempfile.TemporaryDirectory() as name:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from setting import device, median, seconds, write, write_model
+from setting import alone, device, median, seconds, write, write_model
 
 from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--start-minutes", type=float, default=2.0)
     parser.add_argument("--budget", type=float, default=200, help="seconds after which nothing begins")
     arguments = parser.parse_args()
+    alone()
     end = time.monotonic() + arguments.budget
     with tempfile.TemporaryDirectory() as folder:
         write("process", measure(Path(folder), arguments, end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,18 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
+
+LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|VLLM_(PORT|DP_\w+)|(PET|TORCHELASTIC)_\w+"
+)
+"""Variables of a launcher: scripts that it started side by side would take one port, or each other for ranks of one run."""
+
+
+def alone() -> None:
+    """Be a run of its own, whoever started this process."""
+    for name in list(os.environ):
+        if LAUNCHED.fullmatch(name):
+            del os.environ[name]
 
 
 def device() -> torch.device:

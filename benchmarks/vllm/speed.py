@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from parts import of_run, of_switch, of_update, warm
-from setting import device, free_gib, median, now, seconds, write, write_model
+from setting import alone, device, free_gib, median, now, seconds, write, write_model
 
 from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
@@ -218,6 +218,7 @@ def main() -> None:
         "--budget", type=float, default=300, help="seconds after which no further pair begins"
     )
     arguments = parser.parse_args()
+    alone()
     end = time.monotonic() + arguments.budget
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(arguments.shape, Path(folder) / "model")

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setting import device, write, write_model
+from setting import alone, device, write, write_model
 
 RUN = """
 plugins = ["coin.py"]
@@ -92,6 +92,7 @@ def main() -> None:
     )
     parser.add_argument("--budget", type=float, default=240, help="seconds after which the run is ended")
     arguments = parser.parse_args()
+    alone()
     gpu = device().type == "cuda"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import device, free_gib, keep_multicast_off, median, now, seconds, write, write_model
+from setting import alone, device, free_gib, keep_multicast_off, median, now, seconds, write, write_model
 
 from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--case-seconds", type=float, default=120)
     parser.add_argument("--budget", type=float, default=400, help="seconds after which no case begins")
     arguments = parser.parse_args()
+    alone()
     keep_multicast_off()
     end = time.monotonic() + arguments.budget
     found: dict[str, Any] = {"device": str(device()), "gpus": torch.cuda.device_count()}

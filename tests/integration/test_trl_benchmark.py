@@ -6,6 +6,7 @@ TRL's side runs in an environment of its own, which ``benchmarks/trl/compare.py`
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,58 @@ def found_of(**changes):
 def test_other_maths_fails_its_gate(figures, other):
     assert figures.same_maths(found_of(), found_of(), "fp32").passed
     assert not figures.same_maths(found_of(), found_of(**other), "fp32").passed
+
+
+def rounded(size=0.006, wrong=None, shift=0.0, seed=1):
+    """What a framework finds on a GPU of 4 x 500 tokens: exact log-probs, and those with an error of ``size`` each."""
+    exact, draw = random.Random(0), random.Random(seed)
+    rows = [[exact.uniform(-14.0, -10.0) for _ in range(500)] for _ in range(4)]
+    noisy = [[value + shift + draw.gauss(0.0, size) for value in row] for row in rows]
+    if wrong:
+        rows[0][0] += wrong
+    return found_of(log_probs=noisy) | {"float32": found_of(log_probs=rows)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "passes"),
+    [
+        (rounded(seed=2), True),  # independent errors of one size, of which some are over 0.02 apart
+        (rounded(size=0.0, seed=2), True),  # no error at all
+        (rounded(size=0.018, seed=2), False),  # computed with fewer digits
+        (rounded(shift=0.02, seed=2), False),  # all of them are off
+        (rounded(wrong=2e-4, seed=2), False),  # one token of the exact ones is another
+        (rounded(wrong=float("nan"), seed=2), False),
+        (rounded(seed=2) | {"on_policy": {"loss": 0.28, "grad_norm": 2.0}}, False),
+        (rounded(seed=2) | {"off_policy": {"loss": 0.25, "grad_norm": 2.05}}, False),
+        (rounded(seed=2) | {"advantages": [-1.0, 1.03]}, False),
+    ],
+)
+def test_on_a_gpu_log_probs_may_differ_as_rounding_makes_them_and_no_further(figures, engine, passes):
+    trl = rounded()
+    furthest = max(map(figures._furthest, trl["log_probs"], rounded(seed=2)["log_probs"]))
+    assert furthest > figures.LOSS_WITHIN["bf16"]
+    assert figures.same_maths(trl, engine, "bf16 gpu").passed is passes
+
+
+def test_on_a_gpu_what_float32_finds_must_be_equal(figures):
+    trl = rounded()
+    for other in (
+        {"advantages": [-1.0, 1.0002]},
+        {"on_policy": {"loss": 0.2502, "grad_norm": 2.0}},
+        {"off_policy": {"loss": 0.25, "grad_norm": 2.0004}},
+    ):
+        engine = rounded(seed=2)
+        assert figures.same_maths(trl, engine, "bf16 gpu").passed
+        engine["float32"] = engine["float32"] | other
+        assert not figures.same_maths(trl, engine, "bf16 gpu").passed
+
+
+def test_on_a_cpu_each_log_prob_is_held_to_its_bound_in_bfloat16(figures):
+    trl = rounded(size=0.002)
+    one = rounded(size=0.002)
+    assert figures.same_maths(trl, one, "bf16").passed
+    one["log_probs"][3][7] += 0.021
+    assert not figures.same_maths(trl, one, "bf16").passed
 
 
 @pytest.mark.parametrize(
@@ -140,7 +193,8 @@ if what == "fail":
 if what == "hang":
     time.sleep(600)
 with open(arguments["--out"], "w") as file:
-    json.dump({"device": os.environ.get("CUDA_VISIBLE_DEVICES"), "lane": arguments.get("--lane")}, file)
+    told = {name: os.environ[name] for name in ("MASTER_PORT", "VLLM_PORT", "RANK", "PET_MASTER_PORT", "KEPT") if name in os.environ}
+    json.dump({"device": os.environ.get("CUDA_VISIBLE_DEVICES"), "lane": arguments.get("--lane"), "told": told}, file)
 """
 
 
@@ -155,9 +209,7 @@ def run_jobs(benchmark, tmp_path):
         environment = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
         command = jobs.Command([sys.executable, str(script)], environment)
         pool = jobs.Pool({"trl": command}, devices, tmp_path, budget, on_end)
-        return pool.run(
-            [jobs.Job(name, "trl", what, "tiny", options, after) for name, what, options, after in described]
-        )
+        return pool.run([jobs.Job(name, "trl", what, "tiny", *more) for name, what, *more in described])
 
     return run
 
@@ -173,6 +225,26 @@ def test_each_process_sees_the_gpu_of_its_own(run_jobs):
 
 def test_a_process_without_gpus_named_keeps_the_environment(run_jobs):
     assert run_jobs([("one", "time", {}, ())]).results["one"]["device"] is None
+
+
+def test_processes_do_not_share_the_ports_of_whoever_started_them(run_jobs, monkeypatch):
+    for name in ("MASTER_PORT", "VLLM_PORT", "RANK", "PET_MASTER_PORT", "KEPT"):
+        monkeypatch.setenv(name, "29500")
+    assert run_jobs([("one", "time", {}, ())]).results["one"]["told"] == {"KEPT": "29500"}
+
+
+def test_a_process_for_the_cpu_runs_beside_those_on_gpus_and_sees_none(run_jobs):
+    found = run_jobs([("gpu", "time", {}, ()), ("cpu", "learn", {}, (), True)], ("4",))
+    assert {name: each["device"] for name, each in found.results.items()} == {"gpu": "4", "cpu": ""}
+
+
+def test_what_an_earlier_call_has_left_is_not_run_again(run_jobs):
+    first = run_jobs([("one", "time", {"lane": "x"}, ()), ("bad", "fail", {}, ())])
+    assert set(first.results) == {"one"}
+    jobs = [("one", "fail", {}, ()), ("bad", "gates", {"lane": "y"}, ("one",))]
+    found = run_jobs(jobs)
+    assert {name: each["lane"] for name, each in found.results.items()} == {"one": "x", "bad": "y"}
+    assert set(found.seconds) == {"bad"}
 
 
 def test_a_process_that_fails_stops_only_what_needs_it(run_jobs):
@@ -237,3 +309,34 @@ def test_two_frameworks_take_turns_on_one_device_and_run_side_by_side_on_several
     names = {job.name for job in beside}
     assert len(names) == len(beside)
     assert all(needed in names for job in beside for needed in job.after)
+
+
+def test_gates_alone_have_no_timed_steps_and_learn_on_the_cpu_once(benchmark, monkeypatch, tmp_path):
+    words = ["--gates-only", "--learn-on-cpu", "--devices", "0,1", "--device", "cuda", "--sampler", "vllm"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+    jobs = benchmark["compare"].plan(benchmark["compare"].parse(), tmp_path)
+    assert [job.name for job in jobs] == [
+        "matched trl gates", "matched engine gates", "best-effort trl gates", "best-effort engine gates",
+        "learn trl 0", "learn engine 0",
+    ]  # fmt: skip
+    learning = [job for job in jobs if job.on_cpu]
+    assert [job.what for job in learning] == ["learn", "learn"]
+    for job in learning:
+        assert (job.options["device"], job.options["sampler"], job.options["seeds"]) == (
+            "cpu",
+            "hf",
+            [0, 1, 2],
+        )
+
+
+def test_without_timed_steps_tokens_are_counted_in_the_steps_of_the_gates(benchmark):
+    report, found = benchmark["report"], benchmark["jobs"].Found()
+    for name, tokens in (("trl", 8192.0), ("engine", 8000.0)):
+        step = {"completion_tokens": tokens, "gap": 0.0, "ratio": 1.0, "kl": 0.0}
+        found.results[f"matched {name} gates"] = {
+            "steps": [step], "same_batch": found_of(), "sampler": ["a", "b"], "trainer": ["a", "b"],
+            "inputs": {"model_sha256": "m", "data_sha256": "d"},
+        }  # fmt: skip
+    gates = {gate.name[:2]: gate for _, gate in report.gates(found, ["matched"], {"matched": "fp32"})}
+    assert {name for name, gate in gates.items() if not gate.passed} == {"G4", "G5"}
+    assert gates["G5"].found == "trl 8,192, engine 8,000"
