@@ -9,6 +9,7 @@ import torch
 from engine_plugin_megatron.distribution import ShardedDistribution
 from engine_plugin_megatron.layout import layout_of
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.engines.base import WorkerContext
@@ -295,10 +296,18 @@ def optimizer_state_is_spread(bench):
 
 
 def nothing_is_left_of_a_closed_engine(bench):
-    """Weights, buffers of gradients and state of the optimizer are gone with the engine that held them."""
+    """Weights, buffers of gradients and state of the optimizer are gone with the engine that held them, from memory too."""
     engine = bench.engine()
-    bench.step(engine, bench.batch())
-    held = [weakref.ref(part) for part in (*engine.models, engine.steps, *engine.module.parameters())]
+    for _ in range(2):
+        bench.step(engine, bench.batch())
+    weights, state = (
+        list(engine.module.parameters()),
+        [*engine.steps.tensors(), *engine.steps.gradient_buffers()],
+    )
+    held = [weakref.ref(part) for part in (*engine.models, engine.steps, *weights)]
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in (*weights, *state)]
+    del weights, state
     engine.close()
     gc.collect()
     assert not [part for part in (ref() for ref in held) if part is not None]
+    assert all(storage.expired() for storage in memory)

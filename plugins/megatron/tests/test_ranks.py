@@ -260,6 +260,20 @@ def test_a_checkpoint_of_experts_loads_on_another_layout(ranks, tmp_path, size, 
         ranks(loaded, MOVES.follow_case, options, shared=str(tmp_path), **EXPERTS)
 
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=["dp", "tp", "pp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tp": 2},
+        {"pp": 2},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True, "compute_dtype": "bf16"},
+    ],
+    ids=["dp", "tp", "pp", "overlap"],
+)
 def test_nothing_is_left_of_a_closed_engine(ranks, options):
     ranks(2, "nothing_is_left_of_a_closed_engine", options)
+
+
+@pytest.mark.parametrize("options", [{}, {"ep": 2}], ids=["dp", "ep"])
+def test_nothing_is_left_of_a_closed_engine_of_experts(ranks, options):
+    ranks(2, "nothing_is_left_of_a_closed_engine", options, **EXPERTS)

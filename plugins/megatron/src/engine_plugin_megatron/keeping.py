@@ -250,5 +250,7 @@ class Keeping(DataParallelState):
 
     def close(self) -> None:
         super().close()
+        if self.steps is not None:
+            self.steps.release()
         self.steps, self.chunks, self.models, self.pipeline = None, [], [], None
         self.ranks.close()

@@ -128,6 +128,22 @@ class Steps:
             buffer.grad_data.add_(values)
         self.holds_gradients = True
 
+    def release(self) -> None:
+        """Let go of weights and gradients; nothing is called after it.
+
+        A wrapped model is held by hooks of its weights' autograd nodes, and the nodes by what its layers remember of their last
+        call (the probabilities of experts). Such a circle leads through C++, where Python's collector does not go.
+        """
+        for model in self.models:
+            for handle in model.remove_forward_pre_hook_handles.values():
+                handle.remove()
+            for parameter in model.parameters():
+                parameter.main_grad = None
+                parameter.data = parameter.new_empty(0)
+            model.config.no_sync_func = None
+            model.__dict__.clear()
+        self.models = []
+
     def _buffers(self) -> Iterator[Any]:
         for model in self.models:
             yield from (*model.buffers, *model.expert_parallel_buffers)
