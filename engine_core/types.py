@@ -14,6 +14,7 @@ needs a rectangle makes one and puts it away again.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,13 @@ class Sampling:
     )
     log_probs: bool = True  # False: nobody reads `Rollout.rollout_log_probs`, and they may be 0
     timeout_s: float = 0.0  # from when it is queued; then it is stopped as far as it came. 0: no limit
+
+    def with_seed(self, seed: int) -> Sampling:
+        """The same with a seed; made for each request, so it names the fields where ``replace`` looks for them."""
+        return Sampling(
+            self.temperature, self.top_p, self.top_k, self.max_response_tokens, self.stop, self.stop_token_ids,
+            seed, self.max_support, self.log_probs, self.timeout_s,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -143,7 +151,32 @@ class Rollout:
     @property
     def response_length(self) -> int:
         """Tokens after the prompt, observations of later turns included."""
-        return len(self.token_ids) - len(self.prompt.token_ids)
+        return self.token_ids.numel() - len(self.prompt.token_ids)
+
+    @property
+    def sampled_length(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.loss_mask.count_nonzero())
+
+    def copy(self) -> Rollout:
+        """One with the same fields: what ``dataclasses.replace`` makes, in a third of the time."""
+        return Rollout(*_fields_of(self))
+
+
+_fields_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Rollout)))
+
+
+def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
+    """Give their ``text`` to those that came without: the response, without special tokens.
+
+    Args:
+        rollouts: changed in place.
+        tokenizer: of the run.
+    """
+    for rollout in rollouts:
+        if not rollout.text and rollout.response_length:
+            response = rollout.token_ids[rollout.prompt_length :].tolist()
+            rollout.text = tokenizer.decode(response, skip_special_tokens=True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -338,7 +371,7 @@ class Batch:
         sequences = {
             "rewards": torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
             "group_ids": torch.tensor([r.group_id for r in rollouts], dtype=torch.int64),
-            "response_lengths": torch.tensor([int(r.loss_mask.sum()) for r in rollouts]),
+            "response_lengths": torch.tensor([r.sampled_length for r in rollouts], dtype=torch.int64),
             "truncated": torch.tensor([r.finish_reason in CUT for r in rollouts]),
             "valid": torch.tensor([r.valid for r in rollouts], dtype=torch.bool),
         }

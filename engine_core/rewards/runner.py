@@ -32,6 +32,7 @@ from engine_core.rewards.signatures import (
     evaluate,
     load_reward,
 )
+from engine_core.types import decode_texts
 
 if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
@@ -253,10 +254,8 @@ class RewardRunner:
 
     def _decode(self, rollouts: Sequence[Rollout]) -> None:
         """Text for those that came without."""
-        for rollout in rollouts:
-            if not rollout.text and self.tokenizer is not None and rollout.response_length:
-                response = rollout.token_ids[rollout.prompt_length :]
-                rollout.text = self.tokenizer.decode(response, skip_special_tokens=True)
+        if self.tokenizer is not None:
+            decode_texts(rollouts, self.tokenizer)
 
     def _begin(self, rollouts: Sequence[Rollout], step: int) -> OnFailure:
         """Counts from 0 again; what is told of each failed sample."""

@@ -12,8 +12,13 @@ A list of requests or rollouts crosses by field, for a controller reads and writ
 
     {"$": "rows", "of": "Rollout", "columns": [["1:0:0", "1:0:1"], {"$": "prompts", ...}, {"$": "cat", ...}, ...]}
     {"$": "cat", "dtype": "int64", "sizes": [700, 212], "at": 0}      tensors [700] and [212], one after another
-    {"$": "each", "value": ...}, {"$": "empty", "kind": "dict"}       the same in all rows
+    {"$": "each", "value": ...}                                       the same in all rows
+    null                                                              the default of the field in all rows
     {"$": "prompts", "new": {"$": "rows", ...}, "at": [0, 0, 1]}      those of the message, by number
+
+So do the columns of a batch, of which every rank gets its own::
+
+    {"$": "columns", "count": 912, "of": [["loss_mask", "bool", 7296], ["weights", "float32", 8208]]}
 """
 
 from __future__ import annotations
@@ -76,9 +81,21 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 """Types that are themselves in the header; most values are lists of them, such as token ids."""
 ROWS = frozenset({Prompt, Request, Rollout, Sampling})
 """Dataclasses of which lists cross by field."""
-EMPTY: Mapping[str, type] = {"dict": dict, "list": list}
-"""Fields that hold nothing in most rows; each row has one of its own."""
+
+
+def _maker(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
+    """What makes a field's default; None: it has none."""
+    if field.default is not dataclasses.MISSING:
+        return lambda: field.default
+    return field.default_factory if field.default_factory is not dataclasses.MISSING else None
+
+
+MAKERS: Mapping[type, tuple[Callable[[], Any] | None, ...]] = {
+    cls: tuple(map(_maker, dataclasses.fields(cls))) for cls in ROWS
+}
+"""What makes the default of each field; None: it has none."""
 ALIGNMENT = 16  # of a tensor's bytes in the payload
+GAPS = tuple(memoryview(bytes(size)) for size in range(ALIGNMENT))
 
 
 class NotOurs(ValueError):
@@ -120,7 +137,9 @@ def decode(header: bytes, payload: bytearray) -> Any:
         NotOurs: it is no encoded value.
     """
     try:
-        return _Reader(payload).value(json.loads(header))
+        return _Reader(payload).value(
+            json.loads(str(header, "utf-8"))
+        )  # as `json.loads` would find out first
     except NotOurs:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError) as error:
@@ -135,7 +154,9 @@ class _Writer:
         self._at = 0
 
     def tree(self, value: Any, where: str) -> Any:
-        if value is None or isinstance(value, bool | str):
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, str):
             return value
         if isinstance(value, int | float):
             return int(value) if isinstance(value, int) else float(value)
@@ -165,7 +186,9 @@ class _Writer:
         )
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        if all(type(key) is str and key[:1] != "$" for key in value):
+            if value and all(type(column) is Tensor for column in value.values()):
+                return self._columns(value)
             return {key: self.tree(entry, f"{where}.{key}") for key, entry in value.items()}
         pairs = [
             (self.tree(k, f"a key of {where}"), self.tree(v, f"{where}[{k!r}]")) for k, v in value.items()
@@ -185,7 +208,11 @@ class _Writer:
     # -- lists of requests and rollouts, by field -----------------------------
 
     def _rows(self, values: list[Any], cls: type, where: str) -> Any:
-        columns = [self._column([getattr(v, f) for v in values], f"{where}[].{f}") for f in FIELDS[cls]]
+        columns: list[Any] = []
+        for name, make in zip(FIELDS[cls], MAKERS[cls], strict=True):
+            field = [getattr(value, name) for value in values]
+            usual = make is not None and _all_are(field, make())
+            columns.append(None if usual else self._column(field, f"{where}[].{name}"))
         return {"$": "rows", "of": cls.__name__, "columns": columns}
 
     def _column(self, values: list[Any], where: str) -> Any:
@@ -200,8 +227,6 @@ class _Writer:
             return self._prompts(values, where)
         if kind in ROWS:
             return self._rows(values, kind, where)
-        if kind in EMPTY.values() and not any(values):
-            return {"$": "empty", "kind": kind.__name__}
         if kind is tuple and values.count(first) == len(values):
             return {"$": "each", "value": self.tree(first, where)}
         if kind is Tensor and all(v.dim() == 1 and v.dtype == first.dtype for v in values):
@@ -229,15 +254,23 @@ class _Writer:
         name = _dtype_name(value)
         return {"$": "tensor", "dtype": name, "shape": list(value.shape), "at": self._put(_bytes_of(value))}
 
+    def _columns(self, columns: Mapping[str, Tensor]) -> Any:
+        """Vectors of one length, by name."""
+        first = next(iter(columns.values()))
+        if any(column.dim() != 1 or column.numel() != first.numel() for column in columns.values()):
+            return {name: self._tensor(column) for name, column in columns.items()}
+        told = [(name, _dtype_name(column), self._put(_bytes_of(column))) for name, column in columns.items()]
+        return {"$": "columns", "count": first.numel(), "of": told}
+
     def _put(self, data: memoryview, alignment: int = ALIGNMENT) -> int:
         """Where the bytes will lie in the payload."""
         if gap := -self._at % alignment:
-            self.buffers.append(memoryview(bytes(gap)))
+            self.buffers.append(GAPS[gap])
             self._at += gap
         at = self._at
-        if len(data):
+        if size := len(data):
             self.buffers.append(data)
-            self._at += len(data)
+            self._at = at + size
         return at
 
 
@@ -249,7 +282,7 @@ class _Reader:
     def value(self, tree: Any) -> Any:
         if type(tree) in PLAIN:
             return tree
-        if isinstance(tree, list):
+        if type(tree) is list:
             if PLAIN.issuperset(map(type, tree)):
                 return tree
             return [self.value(entry) for entry in tree]
@@ -270,6 +303,9 @@ class _Reader:
             return self.prompts[_index(tree["prompt"], len(self.prompts))]
         if kind == "rows":
             return self._rows(tree["of"], tree["columns"])
+        if kind == "columns":
+            count = _index(tree["count"], 1 << 62)
+            return {name: self._flat(dtype, count, at) for name, dtype, at in tree["of"]}
         if kind == "prompts":
             return self._column(tree)
         if kind in TEXTS:
@@ -289,7 +325,12 @@ class _Reader:
         cls = CLASSES.get(kind)
         if cls not in ROWS or len(trees) != len(FIELDS[cls]):
             raise NotOurs(f"No encoded value: rows of '{kind!s:.40}' with {len(trees)} columns.")
-        columns = [self._column(tree) for tree in trees]
+        columns = []
+        for tree, make in zip(trees, MAKERS[cls], strict=True):
+            column = make if tree is None else self._column(tree)
+            if column is None:
+                raise NotOurs(f"No encoded value: a field of '{kind}' that has no default is not there.")
+            columns.append(column)
         count = next((len(column) for column in columns if not callable(column)), None)
         if count is None:
             raise NotOurs(f"No encoded value: nothing says how many rows of '{kind}' there are.")
@@ -298,6 +339,8 @@ class _Reader:
 
     def _column(self, tree: Any) -> Sequence[Any] | Callable[[], Any]:
         """One field of all rows; or, where all are alike, what makes one."""
+        if type(tree) is list and PLAIN.issuperset(map(type, tree)):
+            return tree
         kind = tree.get("$") if isinstance(tree, dict) else None
         if kind == "cat":
             return self._cat(tree["dtype"], tree["sizes"], tree["at"])
@@ -305,8 +348,6 @@ class _Reader:
             if tree["new"] is not None:
                 self.prompts += self._rows("Prompt", tree["new"]["columns"])
             return [self.prompts[_index(at, len(self.prompts))] for at in tree["at"]]
-        if kind == "empty":
-            return EMPTY[tree["kind"]]
         if kind == "each":
             value = tuple(self.value(tree["value"]))  # which nobody can change
             return lambda: value
@@ -316,8 +357,10 @@ class _Reader:
         return found
 
     def _cat(self, dtype: str, sizes: list[int], at: int) -> Sequence[Tensor]:
+        if len(sizes) == 1:
+            return [self._flat(dtype, _index(sizes[0], 1 << 62), at)]
         whole = self._flat(dtype, sum(_index(size, 1 << 62) for size in sizes), at)
-        return whole.split_with_sizes(sizes) if len(sizes) > 1 else [whole]
+        return whole.split_with_sizes(sizes)
 
     def _tensor(self, dtype: str, shape: list[int], at: int) -> Tensor:
         flat = self._flat(dtype, math.prod([_index(size, 1 << 62) for size in shape]), at)
@@ -342,6 +385,16 @@ class _Reader:
             raise NotOurs(f"No encoded value: bytes {at} to {at + size} of {len(self.payload)}.")
 
 
+def _all_are(values: list[Any], default: Any) -> bool:
+    """Whether all are the default of their field, and of its type."""
+    kind = type(default)
+    if not all(type(value) is kind for value in values):
+        return False
+    if kind is float:  # -0.0 equals 0.0
+        return all(map(repr(default).__eq__, map(repr, values)))
+    return values.count(default) == len(values)
+
+
 def _dtype_name(value: Tensor) -> str:
     name = NAMES.get(value.dtype)
     if name is None:
@@ -355,10 +408,11 @@ def _bytes_of(value: Tensor) -> memoryview:
     """Of a CPU tensor itself, of others a copy."""
     if not value.numel():
         return memoryview(b"")
-    if value.requires_grad or value.device.type != "cpu":
-        value = value.detach().cpu()
-    if value.dim() != 1 or not value.is_contiguous():
-        value = value.contiguous().reshape(-1)
+    if value.dtype is not torch.bfloat16 and value.is_cpu and not value.requires_grad:  # most of them
+        found = value.numpy().data
+        if found.c_contiguous:
+            return found.cast("B")
+    value = value.detach().cpu().contiguous().reshape(-1)
     return value.view(torch.uint8).numpy().data
 
 

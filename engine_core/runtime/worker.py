@@ -18,12 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.runtime.channel import Channel, Closed, Outbox
 from engine_core.runtime.remote_errors import pack
+from engine_core.types import decode_texts
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine_core.engines.base import RolloutEngine, TrainEngine
     from engine_core.runtime.host import EngineHost
     from engine_core.runtime.transports.base import Transport
-    from engine_core.types import Request, Rollout
+    from engine_core.types import Rollout
 
 CONTROLLER_GONE = 70
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
@@ -124,19 +124,32 @@ class Worker:
             raise RuntimeError(f"'{method}' is no method of {contract.__name__}.")
         arguments = () if message["batch"] is None else (message["batch"],)
         if message.get("parts") and isinstance(engine, RolloutEngine):
-            return self._in_parts(engine, message["id"], message["plain"]["requests"])
-        return getattr(engine, method)(*arguments, **message["plain"])
+            return self._in_parts(engine, message)
+        value = getattr(engine, method)(*arguments, **message["plain"])
+        return self._with_texts(message["role"], value) if isinstance(engine, RolloutEngine) else value
 
-    def _in_parts(self, engine: RolloutEngine, number: int, requests: Sequence[Request]) -> list[Rollout]:
+    def _in_parts(self, engine: RolloutEngine, message: dict[str, Any]) -> Any:
         """Of ``generate``: what finished is told at once; returns what was not told."""
         from engine_core.engines.base import RolloutEngine
         from engine_core.engines.driver import stream
 
+        role, requests = message["role"], message["plain"]["requests"]
         if type(engine).generate is not RolloutEngine.generate:  # an engine with a way of its own
-            return engine.generate(requests)
+            return self._with_texts(role, engine.generate(requests))
         for finished in stream(engine, requests):
-            self.outbox.put({"id": number, "part": finished}, prompts=False)
+            self._tell(role, message["id"], finished)
         return []
+
+    def _tell(self, role: str, number: int, finished: list[Rollout]) -> None:
+        """A part of a command's result."""
+        self.outbox.put({"id": number, "part": self._with_texts(role, finished)}, prompts=False)
+
+    def _with_texts(self, role: str, value: Any) -> Any:
+        """Responses that have ended, with their text: samplers are many, and the controller is one."""
+        if role == "rollout" and isinstance(value, list):  # others may have tokens of their own
+            ended = [each for each in value if getattr(each, "finish_reason", "abort") != "abort"]
+            decode_texts(ended, self.host.live["tokenizer"])
+        return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
         """Sample until another command comes, nothing is left or the time is up; what finished is told at once."""
@@ -149,7 +162,7 @@ class Worker:
             return self.mailbox.empty() and time.monotonic() < end
 
         for finished in flow(engine, message["requests"], message["dropped"], goes_on):
-            self.outbox.put({"id": message["id"], "part": finished}, prompts=False)
+            self._tell(message["role"], message["id"], finished)
 
     def _do_push(self, message: dict[str, Any]) -> Any:
         return self.host.push_weights(message["source"], message["target"], message["version"])

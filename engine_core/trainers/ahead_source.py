@@ -123,11 +123,11 @@ class AheadSource(RolloutSource):
         """The groups that this round has taken, numbered from ``first_group`` on; what is known of their rewards."""
         if self.thread is None:
             return super().sample_and_score(prompts, step, first_group)
-        found = [
-            dataclasses.replace(rollout, group_id=number, rewards={}, answers={})
-            for number, group in enumerate(self._taken, first_group)
-            for rollout in group.in_order()
-        ]
+        found: list[Rollout] = []
+        for number, group in enumerate(self._taken, first_group):
+            for rollout in group.in_order():
+                found.append(taken := rollout.copy())  # a checkpoint may still be written of the group
+                taken.group_id, taken.rewards, taken.answers = number, {}, {}
         self._check_staleness(found)
         self._settle_late(found)
         if self.scoring is None:
@@ -203,7 +203,7 @@ class AheadSource(RolloutSource):
         """Some responses of a group are there; in the sampler's thread."""
         with self._changed:
             group.rollouts |= {rollout.request_id: rollout for rollout in rollouts}
-            self.tokens += sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+            self.tokens += sum(rollout.sampled_length for rollout in rollouts)
             complete = group.complete
         if complete:
             self._completed(group)
@@ -261,7 +261,7 @@ class AheadSource(RolloutSource):
     def _told(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Metrics of what a step took and what is left."""
         assert self.thread is not None
-        ages, counts = self._ages(rollouts), [int(r.loss_mask.sum()) for r in rollouts]
+        ages, counts = self._ages(rollouts), [r.sampled_length for r in rollouts]
         of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))  # rollout of each age
         mixed = len(of[1:][(ages.diff() != 0) & (of.diff() == 0)].unique())
         with self._changed:

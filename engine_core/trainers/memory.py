@@ -15,22 +15,29 @@ if TYPE_CHECKING:
     from engine_core.trainers.base import TrainingRun
 
 
+YOUNG = 10_000
+"""New objects until Python looks for garbage among them: a step's thousands of rollouts are none."""
+
+
 @contextmanager
 def set_up_is_kept() -> Iterator[None]:
-    """Within it Python's garbage collector leaves out what is there now.
+    """Within it Python's garbage collector leaves out what is there now, and looks less often.
 
     A program with torch and transformers has many objects that stay until its end; looking through them again for
     each few thousand rollouts was a fifth of what the controller computes. Where somebody has frozen objects before,
-    nothing is done: thawing would undo theirs.
+    nothing is done: thawing would undo theirs. A program that has set how often is left with it, where that is rarer.
     """
     if gc.get_freeze_count():
         yield
         return
     gc.collect()
     gc.freeze()
+    young, *older = before = gc.get_threshold()
+    gc.set_threshold(max(young, YOUNG) if young else 0, *older)  # 0: it is off
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 

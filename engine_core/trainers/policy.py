@@ -98,7 +98,8 @@ class PolicyUpdate:
                 order = order[torch.randperm(len(order), generator=generator)]
             for chosen in order.split(size):
                 rows = torch.isin(groups, chosen).nonzero().flatten()
-                minis.append(with_weights(batch.select(rows), mode, norm))
+                chosen_rows = batch if len(rows) == len(batch) else batch.select(rows)
+                minis.append(with_weights(chosen_rows, mode, norm))
         return minis
 
     def with_statistics(self, mini: Batch, step: int, number: int) -> Batch:

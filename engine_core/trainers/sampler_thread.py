@@ -138,7 +138,7 @@ class SamplerThread:
         )  # it had just ended, of itself or by its time
         with self._changed:
             for part in cut:
-                sampled = int(part.loss_mask.sum())
+                sampled = part.sampled_length
                 request = self._asked[part.request_id].request
                 self._new.append(dataclasses.replace(request, begun=part if sampled else None))
                 self.cut += 1

@@ -100,15 +100,19 @@ class RolloutSource:
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0, seen: Seen | None = None
     ) -> list[Rollout]:
         """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ...; see ``sample_as``."""
-        config = self.run.config_now.rollout
+        size, sampling = self.run.config_now.rollout.group_size, self._as_told(step)
+        return self._sample(self._requests(prompts, step, size, sampling, first_group), seen)
+
+    def _sample(self, requests: list[Request], seen: Seen | None) -> list[Rollout]:
+        """See ``sample``."""
 
         def settled(rollouts: Sequence[Rollout]) -> None:
             self._settle_late(rollouts)
             if seen is not None:
                 seen(rollouts)
 
-        told = settled if seen is not None or config.request_timeout_seconds else None
-        return self.sample_as(prompts, step, config.group_size, self._as_told(step), first_group, told)
+        timed = self.run.config_now.rollout.request_timeout_seconds
+        return self._generate(requests, settled if seen is not None or timed else None)
 
     def _settle_late(self, rollouts: Sequence[Rollout]) -> None:
         """What `rollout.on_timeout` says of responses that ran out of time.
@@ -160,16 +164,16 @@ class RolloutSource:
             rollouts = self.stragglers.sample(prompts, step, first_group, request_of)
             self._settle_late(rollouts)
             return rollouts, None
+        requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
         early = None
         if (
             config.score_early and config.group_size > 1
         ):  # fewer at a time would hide a wrong number of rewards
-            requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
             early = self.rewards.early(requests, step)
         if early is None:
-            return self.sample(prompts, step, first_group), None
+            return self._sample(requests, None), None
         try:
-            rollouts = self.sample(prompts, step, first_group, early.take)
+            rollouts = self._sample(requests, early.take)
         except BaseException:
             early.cancel()
             raise
@@ -245,7 +249,7 @@ class RolloutSource:
         return {
             "rollouts": float(len(rollouts)),
             "tokens/total": float(sum(len(r.token_ids) for r in rollouts)),
-            "tokens/generated": float(sum(int(r.loss_mask.sum()) for r in rollouts)),
+            "tokens/generated": float(sum(r.sampled_length for r in rollouts)),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/truncated_share": truncated / len(lengths),
@@ -320,7 +324,10 @@ class RolloutSource:
             sampling: without what the run says of all rollouts (`stop`, `stop_token_ids`).
             seen: is given rollouts as they finish, in any order; what it raises ends the sampling.
         """
-        requests = self._requests(prompts, step, group_size, sampling, first_group)
+        return self._generate(self._requests(prompts, step, group_size, sampling, first_group), seen)
+
+    def _generate(self, requests: list[Request], seen: Seen | None) -> list[Rollout]:
+        """See ``sample_as``."""
         sampler = self.run.groups["rollout"]
         if self.environment:
             return self.environment.run(sampler, requests, *([seen] if seen else []))
@@ -337,24 +344,33 @@ class RolloutSource:
         self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int
     ) -> list[Request]:
         """See ``sample_as``."""
+        told = self._of_the_run(sampling)
         return [
-            self._request(prompt, f"{step}:{group}:{index}", sampling)
+            self._asked(prompt, (step, group, index), told)
             for group, prompt in enumerate(prompts, first_group)
             for index in range(group_size)
         ]
 
     def _request(self, prompt: Prompt, id: str, sampling: Sampling) -> Request:
         """Of the response ``STEP:GROUP:INDEX``, which has a seed of its own."""
-        config = self.run.config_now.rollout
         step, group, index = map(int, id.split(":"))
-        own = dataclasses.replace(
+        return self._asked(prompt, (step, group, index), self._of_the_run(sampling))
+
+    def _of_the_run(self, sampling: Sampling) -> Sampling:
+        """With what the run says of all rollouts."""
+        config = self.run.config_now.rollout
+        return dataclasses.replace(
             sampling,
             stop=tuple(config.stop),
             stop_token_ids=tuple(config.stop_token_ids),
-            seed=sampling_seed(self.run.config.run.seed, step, group, index),
             timeout_s=config.request_timeout_seconds,
         )
-        return Request(id, prompt, own, group, index)
+
+    def _asked(self, prompt: Prompt, place: tuple[int, int, int], told: Sampling) -> Request:
+        """Of the response of a step, group and index."""
+        step, group, index = place
+        own = told.with_seed(sampling_seed(self.run.config.run.seed, step, group, index))
+        return Request(f"{step}:{group}:{index}", prompt, own, group, index)
 
 
 def environment_of(run: SampledRun, columns: Collection[str]) -> EnvironmentRunner | None:

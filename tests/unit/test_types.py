@@ -1,7 +1,9 @@
+import dataclasses
+
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Rollout, TrainOutput
+from engine_core.types import Batch, Prompt, Rollout, Sampling, TrainOutput
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -129,3 +131,18 @@ def test_the_parts_of_a_batch_are_what_each_would_be_alone():
         }
         assert found["rewards"].tolist() == alone["rewards"].tolist()
         assert found.temperature == 0.5
+
+
+def test_a_copy_of_a_rollout_has_all_its_fields_and_changes_alone():
+    one = rollout([5, 9], [7], 1.0, group_id=3, extras={"x": torch.ones(3)})
+    other = one.copy()
+    names = [field.name for field in dataclasses.fields(Rollout)]
+    assert all(getattr(other, name) is getattr(one, name) for name in names)
+    other.group_id, other.rewards = 4, {"math": 1.0}
+    assert (one.group_id, one.rewards) == (3, {})
+
+
+def test_a_seed_is_all_that_differs():
+    told = Sampling(0.5, 0.9, 7, 11, ("a",), (3,), 1, 5, False, 2.0)
+    assert told.with_seed(2) == dataclasses.replace(told, seed=2)
+    assert told.seed == 1

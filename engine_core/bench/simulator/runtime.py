@@ -21,6 +21,7 @@ from engine_core.runtime.codec import Encoded, decode, encode
 from engine_core.runtime.crew import Command, Crew, Reply, message_to
 from engine_core.runtime.crew_group import CrewGroup
 from engine_core.runtime.placement import Slice
+from engine_core.types import decode_texts
 from engine_core.weight_sync import SyncResult
 
 if TYPE_CHECKING:
@@ -204,8 +205,9 @@ STALL_SECONDS = 1800.0  # of the run file's default
 class SimulatedCrew(Crew):
     """``Crew`` without processes, sockets and threads: answers come when virtual time is there."""
 
-    def __init__(self, workers: Sequence[SimulatedWorker], cluster: Cluster) -> None:
+    def __init__(self, workers: Sequence[SimulatedWorker], cluster: Cluster, tokenizer: Any) -> None:
         self.workers: list[Any] = list(workers)
+        self.tokenizer = tokenizer
         self.cluster, self.broken = cluster, None
         self.open: dict[int, Command] = {}
         self.stall_seconds = STALL_SECONDS
@@ -249,7 +251,9 @@ class SimulatedCrew(Crew):
 
     def _told(self, rank: int, number: int, what: dict[str, Any], moment: float) -> None:
         """A worker will have answered."""
-        answer = encode({"id": number, **what}, prompts=False)  # as a worker does
+        if isinstance(found := what.get("value", what.get("part")), list):  # as a worker does
+            decode_texts((r for r in found if r.finish_reason != "abort"), self.tokenizer)
+        answer = encode({"id": number, **what}, prompts=False)
         self.cluster.clock.at(moment, lambda: self._sent(rank, answer))
 
     def _sent(self, rank: int, answer: Encoded) -> None:
@@ -282,7 +286,7 @@ class SimulatedRuntime(Runtime):
         self.cluster: Cluster = self.live["cluster"]
         count = self.cluster.trainers + (0 if self.cluster.shared else self.cluster.samplers)
         self.workers = [SimulatedWorker(rank, self.cluster) for rank in range(count)]
-        self.crew = SimulatedCrew(self.workers, self.cluster)
+        self.crew = SimulatedCrew(self.workers, self.cluster, self.live["tokenizer"])
         self.ranks = {
             "actor": range(self.cluster.trainers),
             "rollout": range(count)[-self.cluster.samplers :],

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from engine_core.engines.base import RolloutEngine
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the messages between owner and process; both sides must have the same."""
 BEAT_SECONDS = 1.0
 MODES = ("add", "abort", "pause", "resume", "sleep", "wake")

@@ -141,6 +141,19 @@ def test_tensors_of_rows_that_are_empty_or_no_vectors_come_back(count):
         assert torch.equal(each.rollout_log_probs, before.rollout_log_probs)
 
 
+def test_fields_of_rows_that_hold_their_default_cost_nothing_and_come_back_with_their_types():
+    usual = [Sampling(seed=index) for index in range(2)]
+    assert json.loads(encode(usual).header)["columns"].count(None) == 9
+    for sent in (usual, [Sampling(top_p=1, top_k=False)] * 2, [Sampling(0), Sampling(seed=1)]):
+        found = there_and_back(sent)
+        assert found == sent
+        assert [type(each.top_p) for each in found] == [type(each.top_p) for each in sent]
+        assert [type(each.top_k) for each in found] == [type(each.top_k) for each in sent]
+    negative = rollout(Prompt("train:1", [], ""), 0)
+    negative.reward = -0.0
+    assert math.copysign(1, there_and_back([negative])[0].reward) == -1
+
+
 def test_to_a_receiver_that_has_the_prompts_their_ids_alone_cross():
     prompt = Prompt("train:1", [5, 9], "2+2=", {"answer": "4"})
     for value in ([rollout(prompt, 0), rollout(prompt, 1)], [prompt, prompt], {"one": prompt}):
@@ -188,6 +201,9 @@ HOSTILE = [
     {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], "b", [{}]]},
     {"$": "rows", "of": "Prompt", "columns": [{"$": "empty", "kind": "list"}] * 4},
     {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], ["b"], {"$": "empty", "kind": "set"}]},
+    {"$": "rows", "of": "Prompt", "columns": [None] * 4},
+    {"$": "rows", "of": "Prompt", "columns": [["a"], [[1]], None, None]},  # a text has no default
+    {"$": "rows", "of": "Sampling", "columns": [None] * 10},  # of how many rows?
     {
         "$": "rows",
         "of": "Prompt",

@@ -69,6 +69,20 @@ def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_w
     assert found == ["new", "old"]
 
 
+@pytest.mark.parametrize(
+    ("before", "within"), [((700, 11, 12), 10_000), ((30_000, 11, 12), 30_000), ((0, 11, 12), 0)]
+)
+def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_so_already(before, within):
+    told = gc.get_threshold()
+    gc.set_threshold(*before)
+    try:
+        with set_up_is_kept():
+            assert gc.get_threshold() == (within, 11, 12)
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*told)
+
+
 def test_what_somebody_else_has_frozen_stays_so():
     gc.freeze()
     try:
