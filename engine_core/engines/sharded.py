@@ -7,6 +7,7 @@ sharded module as it does on a plain one.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,8 @@ def on_mesh(tensor: DTensor) -> DTensor:
 
 def here(tensor: Tensor) -> Tensor:
     """The part that lies on this rank: a view, so that writing to it changes the tensor."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    # not to_local(), which is a function of autograd: a step asks for hundreds of parts
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def copies(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return int(torch.tensor([size for size, placed in sizes if placed.is_replicate()]).prod())
+    return math.prod(size for size, placed in sizes if placed.is_replicate())
 
 
 def is_first_copy(tensor: Tensor) -> bool:

@@ -92,6 +92,19 @@ def test_every_configuration_keeps_the_contracts(ranks, name, case):
     ranks(2, case, OPTIONS[name])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sharding": "hybrid", "shard_group_size": 1}, {"tp": 2}, {"exclude": ["Qwen3RMSNorm"]}],
+    ids=str,
+)
+def test_a_step_over_parts_is_that_of_whole_lists(ranks, options):
+    ranks(2, "cases_step.py:a_step_is_that_of_whole_lists", options)
+
+
+def test_a_step_over_parts_keeps_no_optimizer_alive(ranks):
+    ranks(2, "cases_step.py:parts_are_freed_with_their_owner")
+
+
 @pytest.mark.parametrize("options", [{}, {"sharding": "none"}, {"sharding": "hybrid", "shard_group_size": 1}])
 def test_memory_is_spread_as_the_table_says(ranks, options):
     ranks(2, "memory_is_spread", options)

@@ -35,6 +35,7 @@ from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
 from engine_plugin_fsdp.host_memory import HostMemory
 from engine_plugin_fsdp.keeping import Keeping
 from engine_plugin_fsdp.loading import allocate, broadcast
+from engine_plugin_fsdp.local_step import step_on_parts
 from engine_plugin_fsdp.loss_scale import LossScale
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
@@ -103,6 +104,7 @@ class FSDPEngine(Keeping):
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None
         self._first_reads = self._each_reads = False
+        self._parameters: list[nn.Parameter] = []
         self._whole: Whole | None = None
         fp16 = self.precision.compute == torch.float16 and self.trainable
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
@@ -254,6 +256,8 @@ class FSDPEngine(Keeping):
             self.root = Root(self.module)
             check_distributed(self.root, self.ranks, self.trainable, self.context.role)
         self._sharded = sharded_modules(self.root)
+        if self.optimizer is not None:
+            step_on_parts(self.optimizer)
         made = self._new_forward()
         made.one_scale = self.options.fp8 == "tensorwise"
         with torch.no_grad():
@@ -305,7 +309,8 @@ class FSDPEngine(Keeping):
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
-        self._move_optimizer(self._step_device)
+        if self.options.cpu_offload != "none":
+            self._move_optimizer(self._step_device)
         if self._whole is not None:
             self._whole.sum_gradients(NAMED[self.options.mixed_precision.reduce_dtype])
         step = super().optimizer_step()
@@ -315,6 +320,12 @@ class FSDPEngine(Keeping):
             self.loss_scale.stepped(step.skipped)
         return step
 
+    def _trainable_parameters(self) -> list[nn.Parameter]:
+        """In the model's order; found once: walking through its modules takes a millisecond."""
+        if not self._parameters:
+            self._parameters = list(self.module.parameters())
+        return [p for p in self._parameters if p.requires_grad]
+
     def _grad_norm(self) -> Tensor:
         """The norm of the whole gradient: each element counts once, however many ranks hold it."""
         grads = self._grads()
@@ -323,9 +334,10 @@ class FSDPEngine(Keeping):
             torch._foreach_div_(parts, self.loss_scale.factor)
         square = torch.zeros((), dtype=torch.float64)
         if parts:
-            norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).double().cpu()
+            norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).double()
             held = [copies(grad) if isinstance(grad, DTensor) else self.ranks.size for grad in grads]
-            square = (norms**2 / torch.tensor(held, dtype=torch.float64)).sum()
+            alike = len(set(held)) == 1
+            square = (norms**2 / (held[0] if alike else torch.tensor(held).to(norms))).sum()
         return self.ranks.total(square).sqrt()
 
     def _clip(self, max_norm: float, norm: Tensor) -> None:
@@ -336,4 +348,5 @@ class FSDPEngine(Keeping):
     def close(self) -> None:
         super().close()
         self.root, self.skeleton, self._sharded, self._whole = None, None, [], None
+        self._parameters = []
         self.ranks.close()

@@ -129,8 +129,12 @@ def shard(
             split += names
             mesh = ranks.split_mesh
         part = [module.get_submodule(name) for name in names]
+        last = start + size >= len(units)  # the backward pass would gather it again at once
         fully_shard(
-            part if len(part) > 1 else part[0], mesh=mesh, **settings, reshard_after_forward=not keeps
+            part if len(part) > 1 else part[0],
+            mesh=mesh,
+            **settings,
+            reshard_after_forward=not (keeps or last),
         )
         made.append(part[0])
     if plan is not None and ranks.tp is not None:
