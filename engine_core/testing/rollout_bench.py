@@ -17,6 +17,7 @@ from engine_core.engines.base import WorkerContext
 from engine_core.runtime.sampler.group import sampler_apart
 from engine_core.testing.bench import EngineBench
 from engine_core.testing.reference import EOS, load_reference, logits_of, tokenizer
+from engine_core.testing.rollout_cuts import cuts
 from engine_core.testing.worker import resolve
 from engine_core.types import Prompt, Request, Rollout, Sampling
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from engine_core.engines.base import RolloutEngine
 
 TEXTS = ("2+2=", "Once upon a time", "x", "The answer to it is", "ab", "(a*b)-(c*d) = ?")
-EDGE = 1e-3  # a top-p border this near to a token's cumulative probability may go either way
 MARGIN = 0.02  # logits of the two best tokens: nearer ones may swap by rounding
 
 
@@ -102,44 +102,19 @@ def response(rollout: Rollout) -> list[int]:
     return found
 
 
-def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, float, bool]:
-    """What is sampled from: [V] log-probs after temperature, top-k, then top-p on what that left.
-
-    Returns:
-        The log-probs (-inf where cut), the log of the mass that was kept, and whether a border is so
-        near that rounding may decide.
-    """
-    probs = torch.softmax(logits.double() / (sampling.temperature or 1.0), -1)
-    ranked, order = probs.sort(descending=True)
-    kept = torch.ones(len(probs), dtype=torch.bool)
-    unsure = False
-    if sampling.top_k:
-        kept[sampling.top_k :] = False
-        if sampling.top_k < len(ranked):
-            unsure |= bool(ranked[sampling.top_k - 1] / ranked[sampling.top_k] < 1 + EDGE)
-    if sampling.top_p < 1:
-        left = ranked * kept / (ranked * kept).sum()
-        before = left.cumsum(0) - left
-        unsure |= bool(((before - sampling.top_p).abs() < EDGE).any())
-        kept &= before < sampling.top_p
-    mass = float((ranked * kept).sum())
-    log_probs = torch.full_like(probs, -torch.inf)
-    log_probs[order[kept]] = (ranked[kept] / mass).log()
-    return log_probs, float(torch.tensor(mass).log()), unsure
-
-
 @torch.no_grad()
-def expected_log_probs(
-    module: nn.Module, rollout: Rollout, sampling: Sampling
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sampled token: log-prob, log of the mass kept, and whether a border is unsure."""
+def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Of each sampled token: log-prob, and log of the mass that was kept; of several right cuts, those of the one nearest to what it says."""
     logits = logits_of(module, rollout.token_ids)
     found = []
     for at in range(rollout.prompt_length, len(rollout.token_ids)):
-        log_probs, mass, unsure = distribution(logits[at - 1], sampling)
-        found.append((float(log_probs[rollout.token_ids[at]]), mass, unsure))
-    columns = list(zip(*found, strict=True)) or [(), (), ()]
-    return torch.tensor(columns[0]), torch.tensor(columns[1]), torch.tensor(columns[2], dtype=torch.bool)
+        token, told = int(rollout.token_ids[at]), rollout.rollout_log_probs[at : at + 1].double()
+        right = cuts(logits[at - 1], sampling)
+        apart = [float((told - cut.log_probs[token]).abs().nan_to_num(torch.inf).sum()) for cut in right]
+        nearest = right[apart.index(min(apart))]
+        found.append((float(nearest.log_probs[token]), nearest.log_mass))
+    columns = list(zip(*found, strict=True)) or [(), ()]
+    return torch.tensor(columns[0]), torch.tensor(columns[1])
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ def _in_the_midst(rollouts: Sequence[Rollout]) -> list[int]:
 
 
 def _check_log_probs(bench: RolloutBench, module: nn.Module, rollout: Rollout, request: Request) -> None:
-    expected, _, _ = expected_log_probs(module, rollout, request.sampling)
+    expected, _ = expected_log_probs(module, rollout, request.sampling)
     found = rollout.rollout_log_probs[rollout.prompt_length :]
     close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}'")
 
@@ -99,7 +99,7 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
             assert whole.response_length == LONG, f"'{request.id}' was cut at {whole.response_length}."
         assert bool(whole.loss_mask[whole.prompt_length :].all()), "A sampled token is not in the loss mask."
         assert set(whole.policy_versions[count:].tolist()) == {5}, "New tokens have another version."
-        expected, _, _ = expected_log_probs(bench.reference(other), whole, request.sampling)
+        expected, _ = expected_log_probs(bench.reference(other), whole, request.sampling)
         found = whole.rollout_log_probs[count:]
         close(found, expected[count - whole.prompt_length :], bench.tolerance, f"'{request.id}', gone on")
 

@@ -13,14 +13,17 @@ from engine_core.testing.contracts import close, contract
 from engine_core.testing.reference import EOS, LIVELIER, VOCABULARY, logits_of
 from engine_core.testing.rollout_bench import (
     RolloutBench,
-    distribution,
     expected_log_probs,
     greedy,
     plain_text,
     response,
 )
+from engine_core.testing.rollout_cuts import cuts
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.testing.rollout_cuts import Cut
     from engine_core.types import Rollout
 
 SIGMAS = 5.0  # chance of a false alarm below one in a million
@@ -29,20 +32,12 @@ SIGMAS = 5.0  # chance of a false alarm below one in a million
 def _compared(bench: RolloutBench, **sampling: Any) -> None:
     requests, module = bench.requests(group=2, **sampling), bench.reference()
     for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
-        expected, mass, unsure = expected_log_probs(module, rollout, request.sampling)
-        sure = ~unsure
+        expected, mass = expected_log_probs(module, rollout, request.sampling)
         found = rollout.rollout_log_probs[rollout.prompt_length :]
-        close(
-            found[sure],
-            expected[sure],
-            bench.tolerance,
-            f"rollout_log_probs of '{request.id}' with {sampling}",
-        )
+        close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}' with {sampling}")
         if "support_log_mass" in rollout.extras:
             kept = rollout.extras["support_log_mass"][rollout.prompt_length :]
-            close(
-                kept[sure], mass[sure], bench.tolerance, f"support_log_mass of '{request.id}' with {sampling}"
-            )
+            close(kept, mass, bench.tolerance, f"support_log_mass of '{request.id}' with {sampling}")
 
 
 @contract(catches=("rollout log-probs shifted by one token",))
@@ -58,7 +53,7 @@ def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
     _compared(bench, temperature=1.6)
 
 
-@contract(catches=("log-probs before top-p and top-k",))
+@contract(catches=("log-probs before top-p and top-k", "a token too many left by top-p"))
 def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With top-p and top-k, log-probs are of the truncated distribution; ``support_log_mass``, if given, is the mass it kept."""
     _compared(bench, top_k=4)
@@ -81,12 +76,11 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
             with torch.no_grad():
                 logits = logits_of(module, rollout.token_ids)
             for at in range(rollout.prompt_length, len(rollout.token_ids)):
-                log_probs, _, unsure = distribution(logits[at - 1], request.sampling)
-                kept = set(log_probs.isfinite().nonzero().flatten().tolist())
-                told = [token for token in ids[at].tolist() if token >= 0]
-                expected = kept if len(kept) <= width else set()
-                assert unsure or (len(told) == len(expected) and set(told) == expected), (
-                    f"support_ids of token {at} of '{request.id}' with {sampling} are {sorted(told)}; expected {sorted(expected)}."
+                right = [cut.keeps() for cut in cuts(logits[at - 1], request.sampling)]
+                expected = [sorted(kept) if len(kept) <= width else [] for kept in right]
+                told = sorted(token for token in ids[at].tolist() if token >= 0)
+                assert told in expected, (
+                    f"support_ids of token {at} of '{request.id}' with {sampling} are {told}; expected {expected[0]}."
                 )
     plain = bench.engine().generate(bench.requests(top_k=4))
     assert all("support_ids" not in rollout.extras for rollout in plain), "support_ids came unasked."
@@ -102,17 +96,22 @@ def samples_follow_the_distribution(bench: RolloutBench) -> None:
         tokens = torch.tensor([response(r)[0] for r in engine.generate(requests)])
         with torch.no_grad():
             logits = logits_of(module, torch.tensor(requests[0].prompt.token_ids))[-1]
-        log_probs, _, unsure = distribution(logits, requests[0].sampling)
-        values = log_probs[tokens]
-        assert unsure or bool(values.isfinite().all()), f"{sampling}: tokens were sampled that it cuts away."
-        probs, finite = log_probs.exp(), torch.where(log_probs.isfinite(), log_probs, torch.zeros(()))
-        mean = float((probs * finite).sum())
-        spread = math.sqrt(float((probs * (finite - mean) ** 2).sum()) / len(tokens))
-        gap = float(values.mean()) - mean
-        assert unsure or abs(gap) <= SIGMAS * spread + 1e-6, (
-            f"{sampling}: the mean log-prob of 400 samples is {float(values.mean()):.3f}; expected {mean:.3f} "
-            f"within {SIGMAS * spread:.3f}. Is it applied?"
-        )
+        wrong = [_unlike(cut, tokens) for cut in cuts(logits, requests[0].sampling)]
+        assert "" in wrong, f"{sampling}: {wrong[0]}"
+
+
+def _unlike(cut: Cut, tokens: Tensor) -> str:
+    """What tells that samples are not of this distribution; nothing where they may be."""
+    values = cut.log_probs[tokens]
+    if not bool(values.isfinite().all()):
+        return "tokens were sampled that it cuts away."
+    kept = cut.log_probs[cut.log_probs.isfinite()]
+    mean = float((kept.exp() * kept).sum())
+    spread = SIGMAS * math.sqrt(float((kept.exp() * (kept - mean) ** 2).sum()) / len(tokens))
+    found = float(values.mean())
+    if abs(found - mean) <= spread + 1e-6:
+        return ""
+    return f"the mean log-prob of {len(tokens)} samples is {found:.3f}; expected {mean:.3f} within {spread:.3f}. Is it applied?"
 
 
 @contract(catches=("temperature 0 sampled at 1",))
@@ -297,9 +296,9 @@ def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
         request.sampling = dataclasses.replace(request.sampling, **change)
     for request, rollout in zip(requests, engine.generate(requests), strict=True):
         if request.sampling.temperature:
-            expected, _, unsure = expected_log_probs(module, rollout, request.sampling)
+            expected, _ = expected_log_probs(module, rollout, request.sampling)
             found = rollout.rollout_log_probs[rollout.prompt_length :]
-            close(found[~unsure], expected[~unsure], bench.tolerance, f"log-probs of {request.sampling}")
+            close(found, expected, bench.tolerance, f"log-probs of {request.sampling}")
         else:
             best = greedy(module, request.prompt.token_ids, request.sampling.max_response_tokens)
             assert response(rollout)[: len(best)] == best, (

@@ -26,7 +26,7 @@ def _check_policy(
     """What the engine samples now is of ``module``, and says ``version``."""
     requests = bench.requests(("2+2=", "Once upon a time"), seed=5)
     for request, rollout in zip(requests, engine.generate(requests), strict=True):
-        expected, _, _ = expected_log_probs(module, rollout, request.sampling)
+        expected, _ = expected_log_probs(module, rollout, request.sampling)
         close(
             rollout.rollout_log_probs[rollout.prompt_length :],
             expected,

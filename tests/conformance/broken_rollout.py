@@ -112,6 +112,11 @@ class NoTopK(Asked):
         return dataclasses.replace(sampling, top_k=0)
 
 
+class WiderTopP(Asked):
+    def asked(self, sampling):
+        return dataclasses.replace(sampling, top_p=min(sampling.top_p + 0.015, 1.0))
+
+
 class NoStop(Asked):
     def asked(self, sampling):
         return dataclasses.replace(sampling, stop=())

@@ -61,6 +61,7 @@ FAULTS = [
     (Rollout, "Shifted", "rollout log-probs shifted by one token", "log_probs_equal_the_reference"),
     (Rollout, "AtOne", "log-probs reported at temperature 1", "log_probs_are_at_the_temperature"),
     (Rollout, "BeforeTheCut", "log-probs before top-p and top-k", "log_probs_are_of_what_top_p_and_top_k_left"),
+    (Rollout, "WiderTopP", "a token too many left by top-p", "log_probs_are_of_what_top_p_and_top_k_left"),
     (Rollout, "NoTemperature", "temperature ignored in sampling", "samples_follow_the_distribution"),
     (Rollout, "NoTopK", "top-k ignored in sampling", "samples_follow_the_distribution"),
     (Rollout, "NoStop", "stop strings ignored", "a_stop_string_ends_a_response"),

@@ -1,0 +1,85 @@
+"""What a sampler may draw from: the distribution that temperature, top-k and top-p leave, by every cut that is right.
+
+Top-p keeps the most likely tokens until their probabilities sum up to it. Two things of that are not exact in floating point,
+and nothing else is excused:
+
+* the sum, where it comes within ``EDGE`` of top-p: a sampler may find it reached one token earlier or later;
+* the order of tokens whose probabilities are equal but for rounding (``TIED``). A sampler that searches for a threshold, as
+  vLLM's kernel does (18 halvings of the range of probabilities), cannot come between such tokens: it keeps all of
+  them or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine_core.types import Sampling
+
+EDGE = 1e-3  # of a sum of probabilities, and of which of two tokens is the more likely one
+TIED = 1e-4  # relative: of probabilities that a search for a threshold does not tell apart
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A distribution that is sampled from."""
+
+    log_probs: Tensor  # [V] float64, after temperature; -inf where cut
+    log_mass: float  # of what was kept
+
+    def keeps(self) -> set[int]:
+        """The tokens that are left."""
+        return set(self.log_probs.isfinite().nonzero().flatten().tolist())
+
+
+def cuts(logits: Tensor, sampling: Sampling) -> list[Cut]:
+    """All cuts that are right, the exact one first.
+
+    Args:
+        logits: [V].
+        sampling: temperature (0 counts as 1), top-k, then top-p on what that left.
+    """
+    probs = torch.softmax(logits.double() / (sampling.temperature or 1.0), -1)
+    ranked, order = probs.sort(descending=True)
+    most = min(sampling.top_k or len(ranked), len(ranked))
+    left = ranked[:most] / ranked[:most].sum()
+    counts = _counts(left, sampling.top_p) if sampling.top_p < 1 else [most]
+    found = []
+    for count in dict.fromkeys(counts):
+        for kept in _first(order, ranked, count):
+            mass = probs[kept].sum()
+            log_probs = torch.full_like(probs, -torch.inf)
+            log_probs[kept] = (probs[kept] / mass).log()
+            found.append(Cut(log_probs, float(mass.log())))
+    return found
+
+
+def _counts(left: Tensor, top_p: float) -> list[int]:
+    """How many of the most likely tokens top-p may keep.
+
+    Args:
+        left: [n] probabilities, falling.
+        top_p: below 1.
+    """
+    sums = left.cumsum(0)
+    exact = max(int((sums - left < top_p).sum()), 1)
+    counts = [exact]
+    counts += [n for n in range(1, exact) if float(sums[n - 1]) > top_p - EDGE]
+    counts += [n for n in range(exact + 1, len(left) + 1) if float(sums[n - 2]) < top_p + EDGE]
+    border = float(left[exact - 1])
+    above, down_to = int((left > border * (1 + TIED)).sum()), int((left >= border * (1 - TIED)).sum())
+    if down_to - above > 1:
+        counts += [down_to, *([above] if above else [])]
+    return counts
+
+
+def _first(order: Tensor, ranked: Tensor, count: int) -> Iterator[Tensor]:
+    """The ``count`` most likely tokens; and with the next one in place of the last, where they are as likely."""
+    yield order[:count]
+    if count < len(order) and float(ranked[count - 1]) < (1 + EDGE) * float(ranked[count]):
+        yield torch.cat([order[: count - 1], order[count : count + 1]])
