@@ -7,7 +7,6 @@ question where this rank is) is answered by it, and when the controller ends, so
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
@@ -220,11 +219,11 @@ class Worker:
 
     def _do_receive(self, message: dict[str, Any]) -> str:
         """Weights of another pool: into the sampler, or mixed into a model."""
-        from engine_core.runtime.transports.base import Update
+        from engine_core.runtime.transports.base import Update, begun
 
         engine: Any = self.host.engines[message["role"]]
         stream = self.links[message["link"]].receive(Update(message["update"], message["version"]))
-        with contextlib.closing(stream):
+        with begun(stream):
             if message["mix"] is not None:
                 engine.load_named_weights(stream, message["mix"])
                 return ""

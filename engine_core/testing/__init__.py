@@ -8,14 +8,15 @@
     class TestMine(TrainEngineSuite):
         backend = "mine"
 
-``pytest -v`` then shows one line a contract. Four suites: ``TrainEngineSuite``,
-``RolloutEngineSuite``, ``RewardSuite``, ``RuntimeSuite``; their attributes are documented at the classes (``suite``,
-``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``), their contracts in docs/conformance.md, which
+``pytest -v`` then shows one line a contract. Five suites: ``TrainEngineSuite``,
+``RolloutEngineSuite``, ``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``; their attributes are documented at the classes
+(``suite``, ``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``, ``transport_suite``), their contracts in
+docs/conformance.md, which
 ``python -m engine_core.testing`` prints.
 
 How it works: a *contract* is a function with a promise (``contracts``), in a module of cases
 (``train_outputs``, ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It is given a *bench*
-(``train_bench``, ``rollout_bench``, ``reward_bench``) that builds the plugin as a run would, and
+(``train_bench``, ``rollout_bench``, ``reward_bench``, ``transport_bench``) that builds the plugin as a run would, and
 compares with slow values of its own (``reference``). ``launcher`` starts the ``worker`` processes once
 for a class and has each contract run in all of them; contracts hold for any number of ranks.
 
@@ -32,15 +33,17 @@ if TYPE_CHECKING:
     from engine_core.testing.rollout_suite import RolloutEngineSuite
     from engine_core.testing.runtime_suite import RuntimeSuite
     from engine_core.testing.train_suite import TrainEngineSuite
+    from engine_core.testing.transport_suite import TransportSuite
 
 HOMES = {
     "TrainEngineSuite": "train_suite",
     "RolloutEngineSuite": "rollout_suite",
     "RewardSuite": "reward_suite",
     "RuntimeSuite": "runtime_suite",
+    "TransportSuite": "transport_suite",
 }
 
-__all__ = ["RewardSuite", "RolloutEngineSuite", "RuntimeSuite", "TrainEngineSuite"]
+__all__ = ["RewardSuite", "RolloutEngineSuite", "RuntimeSuite", "TrainEngineSuite", "TransportSuite"]
 
 
 def __getattr__(name: str) -> Any:

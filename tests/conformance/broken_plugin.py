@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from engine_core import hookimpl
 from engine_core.engines.torch_options import TorchOptions
-from engine_core.specs import Options, Reward, RolloutBackend, TrainBackend
+from engine_core.runtime.transports.options import TCPOptions
+from engine_core.specs import Options, Reward, RolloutBackend, TrainBackend, TransportSpec
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -27,6 +28,14 @@ def engine_train_engines():
     return {
         name: TrainBackend(load=f"broken_train:{name}", config=TorchOptions, capabilities=abilities)
         for name in classes_of("broken_train")
+    }
+
+
+@hookimpl
+def engine_weight_transports():
+    return {
+        name: TransportSpec(load=f"broken_transport:{name}", config=TCPOptions)
+        for name in classes_of("broken_transport")
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite
+from engine_core.testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite, TransportSuite
 from engine_core.testing.launcher import CaseFailed, Workers
 
 
@@ -28,6 +28,11 @@ class Rollout(RolloutEngineSuite):
 class Rewards(RewardSuite):
     plugins = ["broken_plugin.py"]
     examples = [(" 4.", 1.0), ("4", 1.0), ("5", 0.0)]
+
+
+class Transport(TransportSuite):
+    plugins = ["broken_plugin.py"]
+    world_size = 3
 
 
 FAULTS = [
@@ -106,6 +111,14 @@ FAULTS = [
     (Rollout, "ConstantChecksum", "a constant checksum", "the_checksum_is_of_what_was_received"),
     (Rollout, "OldVersion", "set_version ignored", "a_shared_module_is_followed_without_transport"),
     (Rollout, "SleepForgets", "weights lost in sleep", "an_engine_that_slept_samples_as_before"),
+    (Transport, "LosesLast", "the last bucket lost", "every_taker_receives_all_weights_bit_for_bit"),
+    (Transport, "CountsForEach", "bytes counted for each taker", "bytes_are_counted_once"),
+    (Transport, "ReusesBuffers", "buffers used again under the taker", "tensors_are_the_takers_to_keep"),
+    (Transport, "StopsAtLast", "a stream that is not run to its end", "the_stream_is_run_to_its_end_once"),
+    (Transport, "NoChecksum", "a checksum that nobody looks at", "a_damaged_bucket_is_refused"),
+    (Transport, "AnyVersion", "any version taken", "an_update_of_another_version_is_refused"),
+    (Transport, "BreaksAreEnds", "a broken stream taken for a whole one", "a_stream_that_fails_is_told_to_every_taker"),
+    (Transport, "WaitsForEver", "a taker that waits for ever", "a_sender_that_does_not_send_is_told_in_time"),
     (Rewards, "one_number", "wrong length returned", "values_are_right"),
     (Rewards, "draws", "a random reward", "it_is_deterministic"),
     (Rewards, "first_wins", "depends on the order of the samples", "order_and_company_do_not_matter"),
@@ -151,7 +164,7 @@ def test_a_planted_fault_is_caught_by_its_contract(workers, tmp_path, suite, nam
 def test_every_fault_that_a_contract_claims_to_catch_is_planted():
     claimed = {
         (made.name, fault)
-        for suite in (TrainEngineSuite, RolloutEngineSuite, RewardSuite)
+        for suite in (TrainEngineSuite, RolloutEngineSuite, RewardSuite, TransportSuite)
         for made in suite.contracts.values()
         for fault in made.catches
     }

@@ -7,6 +7,8 @@ link has a number and a policy version; what is left over from an update that fa
 from __future__ import annotations
 
 import abc
+import contextlib
+import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -125,6 +127,21 @@ class Transport(abc.ABC):
 
     def close(self) -> None:
         """Free everything; the link is not used again."""
+
+
+@contextlib.contextmanager
+def begun(stream: Generator[Any, None, None]) -> Iterator[None]:
+    """At its end a stream of ``receive`` is closed, and begun first where nobody has: the sender waits for this end.
+
+    So an engine that refuses an update before it looks at it (asleep) holds up neither the sender nor other takers.
+    """
+    try:
+        yield
+    finally:
+        if inspect.getgeneratorstate(stream) == inspect.GEN_CREATED:
+            with contextlib.suppress(TrainingFailed):
+                next(stream, None)
+        stream.close()
 
 
 @dataclass(slots=True)

@@ -69,7 +69,8 @@ class Folder(Transport):
             for number, tensors in enumerate(grouped(stream)):
                 file = folder / _part(number)
                 save_tensors(file, dict(tensors))
-                parts.append({"sum": _sum_of(file), "bytes": file.stat().st_size})
+                names = [name for name, _ in tensors]  # a file has an order of its own
+                parts.append({"sum": _sum_of(file), "bytes": file.stat().st_size, "names": names})
                 sent += sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
         except BaseException as error:
             _publish(folder, {"break": f"{type(error).__name__}: {error}"})
@@ -98,7 +99,7 @@ class Folder(Transport):
                 tensors = load_tensors(file)
             except DataError as error:
                 raise self.end.failed(update, str(error)) from error
-            yield from tensors.items()
+            yield from ((name, tensors[name]) for name in part["names"])
 
     def close(self) -> None:
         if self.end.place == 0 and self.root != Path():

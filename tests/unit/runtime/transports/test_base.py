@@ -6,7 +6,7 @@ import torch
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.sampler import buckets
 from engine_core.runtime.transports import base
-from engine_core.runtime.transports.base import Update, flattened, size_of
+from engine_core.runtime.transports.base import Update, begun, flattened, size_of
 
 ACROSS = ["tcp", "broadcast", "folder"]
 SECONDS = 30
@@ -157,3 +157,44 @@ def test_a_bucket_lies_whole_until_the_one_after_the_next_is_asked_for(weights, 
     next(stream)
     assert torch.equal(first.data, before)
     assert size_of(first.bucket) == 50 * 7 * 4
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_an_update_of_another_version_is_refused_before_a_tensor_is_given(link, weights, name):
+    ends, given = link(name), []
+
+    def take(at, update):
+        given.extend(at.receive(Update(update.number, update.version - 1)))
+
+    _, (taken,) = ends.update(take=take)
+    with pytest.raises(TrainingFailed, match=r"from actor\[0\] on here to rollout\[1\] on there"):
+        taken.result(SECONDS)
+    assert given == []
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_an_engine_that_is_asleep_holds_up_nobody(link, weights, monkeypatch, name):
+    """It refuses before it has looked at the stream; the sender's time-out is ten minutes."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+
+    def refuse(at, update):
+        with begun(at.receive(update)):
+            raise RuntimeError("asleep")
+
+    sent, (taken,) = link(name).update(take=refuse)
+    with pytest.raises(RuntimeError, match="asleep"):
+        taken.result(SECONDS)
+    error = sent.exception(SECONDS)
+    if name == "tcp":  # the sender sees the connection end
+        assert isinstance(error, TrainingFailed)
+        assert "rollout[1] on there" in str(error)
+    else:
+        assert error is None
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_weights_come_in_the_order_in_which_they_were_sent(link, name):
+    """A sampler with an adapter of its own needs the adapter's configuration first."""
+    sent = {"z": torch.zeros(3, dtype=torch.uint8), "a": torch.zeros(4), "m": torch.zeros(2).bfloat16()}
+    _, (taken,) = link(name).update(sent.items())
+    assert [found for found, _ in taken.result(SECONDS)] == ["z", "a", "m"]

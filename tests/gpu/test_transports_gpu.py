@@ -1,0 +1,44 @@
+"""The suite of weight transports between GPUs: each end is a process with a GPU of its own, and both on one.
+
+ENGINE_TEST_DEVICE=cuda pytest -m gpu tests/gpu/test_transports_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine_core.testing import TransportSuite
+
+pytestmark = pytest.mark.gpu
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+one = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+
+
+class OnGPUs(TransportSuite):
+    world_size = 2
+    device = "cuda"  # of the number of the rank
+
+
+@two
+class TestBroadcast(OnGPUs):
+    backend = "broadcast"
+
+
+@two
+class TestTCP(OnGPUs):
+    backend = "tcp"
+
+
+@two
+class TestFolder(OnGPUs):
+    backend = "folder"
+    damage = "../conformance/damaged_part.py:after_it_was_written"
+
+
+@one
+class TestBroadcastOnOne(OnGPUs):
+    """NCCL takes no two ranks of one GPU: bytes go through host memory."""
+
+    backend = "broadcast"
+    device = "cuda:0"
