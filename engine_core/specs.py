@@ -100,7 +100,8 @@ class RolloutBackend(Spec):
     For capabilities see ``engine_core.plugins.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
     the keys by which it samples from another policy than the weights that it is given (fewer bits), empty where
     there are none. Tokens are then always weighed; a run that switches this off is refused. And a field ``adapter``: true
-    where the engine has the base and ``update_weights`` takes ``weight_sync.stream_of`` an adapter alone.
+    where the engine has the base and ``update_weights`` takes ``weight_sync.stream_of`` an adapter alone. And a field
+    ``max_model_len``: tokens of a prompt and its response together that the engine is told to hold; a run with longer ones is refused.
 
     Args:
         frozen_only: its weights cannot be replaced: it samples for a judge alone.

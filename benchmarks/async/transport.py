@@ -48,6 +48,7 @@ name = "numeric"
 path = "{folder}"
 [data]
 train = "data.jsonl"
+max_prompt_tokens = 128
 [runtime]
 backend = "{runtime}"
 [runtime.{runtime}]

@@ -86,6 +86,7 @@ def settings(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) 
         "model.path": str(inputs.model),
         "data.train": str(inputs.data),
         "data.prompts_per_step": sizes.prompts,
+        "data.max_prompt_tokens": sizes.prompt_tokens,
         "actor.max_tokens_per_rank": sizes.micro_batch_tokens,
         "rollout.group_size": sizes.group_size,
         "rollout.max_response_tokens": sizes.response_tokens,

@@ -60,7 +60,11 @@ def main() -> None:
         data = [*at("data.train", "data/train.jsonl"), *at("data.validation", "data/heldout.jsonl")]
         gpu = ["--set", "rollout.vllm.enforce_eager=false"] if device().type == "cuda" else []
         words = [*runs, *at("model.path", "sft"), *data, *gpu, "--steps", str(arguments.steps)]
-        engine(end, "train", str(EXAMPLE / "grpo_vllm.toml"), *words)
+        ended = ""
+        try:
+            engine(end, "train", str(EXAMPLE / "grpo_vllm.toml"), *words)
+        except (SystemExit, subprocess.TimeoutExpired) as error:  # the steps that it has done are told
+            ended = str(error)
         lines = (folder / "runs" / "grpo_vllm" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     told = (
@@ -78,7 +82,9 @@ def main() -> None:
     third = max(1, len(found["reward/mean"]) // 3)
     found["reward_first_third"] = sum(found["reward/mean"][:third]) / third
     found["reward_last_third"] = sum(found["reward/mean"][-third:]) / third
-    write("learn", found)
+    write("learn", found | ({"ended": ended} if ended else {}))
+    if ended:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

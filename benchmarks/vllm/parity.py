@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
 from engine_core.data import load_tokenizer
 from engine_core.engines.base import WorkerContext
 from engine_core.engines.model_loading import load_hf_config
-from engine_core.errors import EngineError
 from engine_core.plugins import PluginSet
 from engine_core.types import Batch, Request, Rollout, Sampling
 
@@ -105,8 +105,10 @@ def main() -> None:
     parser.add_argument(
         "--eager", action="store_true", help="without compilation and graphs; always so on a CPU"
     )
+    parser.add_argument("--budget", type=float, default=300, help="seconds after which no sampler is started")
     arguments = parser.parse_args()
     alone()
+    end = time.monotonic() + arguments.budget
     eager = arguments.eager or device().type == "cpu"
     found: dict[str, Any] = {"device": str(device()), "eager": eager}
     with tempfile.TemporaryDirectory() as name:
@@ -121,16 +123,21 @@ def main() -> None:
             for cut in CUTS
         ]
         for sampler in arguments.sampler:
+            if time.monotonic() > end:
+                break
             try:
                 rollouts = sampled(path, SAMPLERS[sampler], asked, arguments.response, eager)
-            except (ValueError, EngineError) as error:  # this vLLM has no such key: the others go on
-                print(f"{sampler}: {str(error).splitlines()[-1]}")
+            except Exception as error:  # this vLLM has no such key, or no kernel: the others go on
+                print(
+                    f"{sampler}: {type(error).__name__}: {(str(error).splitlines() or [''])[-1]}", flush=True
+                )
+                found[f"{sampler} failed"] = str(error)[:500]
                 continue
             batches = [Batch.from_rollouts(r, c["temperature"]) for r, c in zip(rollouts, CUTS, strict=True)]
             for trainer, table in TRAINERS.items():
                 for cut, batch, scores in zip(CUTS, batches, scored(path, table, batches), strict=True):
                     found[f"{sampler} | {trainer} | {label(cut)}"] = difference(batch, scores)
-            write("parity", found)
+            write("parity", found, quiet=True)
     print("| vLLM | trainer | sampling | mean | largest | k3 |\n|---|---|---|---|---|---|")
     for row, values in found.items():
         if isinstance(values, dict):

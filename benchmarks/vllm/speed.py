@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,9 @@ from engine_core.engines.base import WorkerContext
 from engine_core.engines.weights import own_weights, published_weights
 from engine_core.plugins import PluginSet
 from engine_core.types import Sampling
+
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Of Student's t: 2.5% lie above, for 1, 2, ... degrees of freedom."""
 
 
 def build(path: Path, arguments: argparse.Namespace) -> Any:
@@ -196,15 +202,25 @@ def pairs(engine: Any, arguments: argparse.Namespace, end: float) -> dict[str, A
                 rates[name].append(way())
     found: dict[str, Any] = told | {f"tokens_per_s_{name}": median(values) for name, values in rates.items()}
     found |= {f"all_{name}": [round(value) for value in values] for name, values in rates.items()}
-    found["ours_to_bare_log_probs"] = _ratio(rates["ours_log_probs"], rates["bare_log_probs"])
-    found["ours_to_bare_defaults"] = _ratio(rates["ours_log_probs"], rates["bare_defaults"])
-    found["ours_to_bare_none"] = _ratio(rates["ours_none"], rates["bare_none"])
-    found["ours_none_to_bare_defaults"] = _ratio(rates["ours_none"], rates["bare_defaults"])
+    compared = {
+        "ours_to_bare_log_probs": ("ours_log_probs", "bare_log_probs"),
+        "ours_to_bare_defaults": ("ours_log_probs", "bare_defaults"),
+        "ours_to_bare_none": ("ours_none", "bare_none"),
+        "ours_none_to_bare_defaults": ("ours_none", "bare_defaults"),
+    }
+    for name, (ours_way, their_way) in compared.items():
+        ratios = [a / b for a, b in zip(rates[ours_way], rates[their_way], strict=False)]
+        found[name], found[f"{name}_95"] = median(ratios), interval(ratios)
     return found
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return median([a / b for a, b in zip(ours, theirs, strict=False)])
+def interval(values: list[float]) -> list[float]:
+    """Both ends of the 95% interval of the mean, by Student's t; nothing of one value."""
+    if len(values) < 2:
+        return []
+    t = T_95[min(len(values) - 2, len(T_95) - 1)]
+    half = t * statistics.stdev(values) / len(values) ** 0.5
+    return [statistics.fmean(values) - half, statistics.fmean(values) + half]
 
 
 def main() -> None:
@@ -231,13 +247,20 @@ def main() -> None:
             "torch": torch.__version__,
             "start_s": time.monotonic() - start,
         }
-        found |= updates(engine, path)
-        write("speed", found)
-        found |= switches(engine, path)
-        write("speed", found)
-        found |= pairs(engine, arguments, end)
-        write("speed", found)
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "updates": lambda: updates(engine, path),
+            "switches": lambda: switches(engine, path),
+            "pairs": lambda: pairs(engine, arguments, end),
+        }
+        for name, part in parts.items():
+            try:
+                found |= part()
+            except Exception:  # the next part may do better
+                found[f"{name}_failed"] = traceback.format_exc()[-2000:]
+            write("speed", found, quiet=name != "pairs")
         engine.close()
+    if any(name.endswith("_failed") for name in found):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

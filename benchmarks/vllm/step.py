@@ -9,14 +9,20 @@ sampler stay resident beside each other; ``--trade LEVEL`` hands memory over bet
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from setting import alone, device, write, write_model
+from setting import alone, device, median, write, write_model
 
 RUN = """
 plugins = ["coin.py"]
@@ -59,6 +65,7 @@ trade_memory = {trade}
 trackers = []
 rollouts_every_steps = 0
 """
+WARM_UP = 2  # steps
 COIN = '''
 import hashlib
 from engine_core import hookimpl
@@ -124,18 +131,71 @@ def main() -> None:
                 trade="true" if arguments.trade else "false",
             )
         )
-        code = "import sys; from engine_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, "bench", "step", str(folder / "run.toml")]
-        command += ["--steps", str(arguments.steps), "--warmup", "2", "--json"]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=arguments.budget, check=False
+        every = f"_every{arguments.log_probs_every}" if arguments.log_probs_every > 1 else ""
+        seeds = "_no_seeds" if arguments.without_seeds else ""
+        name = f"step_level{arguments.trade}{every}{seeds}"
+        found = run(folder, arguments, lambda so_far: write(name, so_far, quiet=True))
+    write(name, found)
+    if "ended" in found:
+        raise SystemExit(found["ended"])
+
+
+def run(
+    folder: Path, arguments: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """What ``engine bench step`` finds; where it does not come to its end, the steps that it has done.
+
+    Args:
+        folder: with ``run.toml``; the run's own files go there, too.
+        arguments: of the command line.
+        tell: called with the steps so far, after each.
+    """
+    code = "import sys; from engine_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "step", str(folder / "run.toml")]
+    command += ["--steps", str(arguments.steps), "--warmup", str(WARM_UP), "--json"]
+    out, log, end = folder / "out.json", folder / "log.txt", time.monotonic() + arguments.budget
+    with out.open("w") as file, log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=errors,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(folder)},
         )
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] or done.returncode)
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    every = f"_every{arguments.log_probs_every}" if arguments.log_probs_every > 1 else ""
-    seeds = "_no_seeds" if arguments.without_seeds else ""
-    write(f"step_level{arguments.trade}{every}{seeds}", found)
+    try:
+        count = 0
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.5)
+            if len(steps := steps_of(folder)) > count:
+                count = len(steps)
+                tell(medians(steps))
+        code_of_end = process.poll()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+        process.wait()
+    if code_of_end == 0:
+        text = out.read_text()
+        found: dict[str, Any] = json.loads(text[text.index("{") :])
+        return found | {"all_steps": medians(steps_of(folder))["all_steps"]}
+    why = "the time was up" if code_of_end is None else f"exit {code_of_end}"
+    print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+    return medians(steps_of(folder)) | {"ended": f"{why}, with {len(steps_of(folder))} steps done"}
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of the steps that have ended."""
+    lines = [line for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines(True)]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def medians(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of the phases, over the steps after the first ones; and of each step."""
+    timed = steps[WARM_UP:] or steps[-1:]
+    names = sorted({name for step in timed for name in step if name.startswith("time/")})
+    found: dict[str, Any] = {name: median([step[name] for step in timed if name in step]) for name in names}
+    told = ("time/step", "time/generate", "time/train", "time/switch", "time/sync")
+    return found | {"all_steps": [{name: step[name] for name in told if name in step} for step in steps]}
 
 
 if __name__ == "__main__":

@@ -104,6 +104,8 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
             "got 0, expected more: a greedy sampler gives a prompt the same response every time, and nothing is "
             "learned from it. For greedy evaluation set eval.temperature = 0.",
         )
+    if "rollout" in sections:
+        yield from _room(config, sections)
     if "algorithm" not in sections:
         return
     yield from _algorithm(config.algorithm)
@@ -120,6 +122,25 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         yield Problem(
             ("algorithm", "mini_batch_prompts"),
             f"got {mini}, expected a divisor of data.prompts_per_step ({prompts}), such as {nearest}; 0 takes all.",
+        )
+
+
+def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
+    """A sampler that is told how many tokens it holds: of a prompt and its response together, or responses are cut without a word."""
+    held = getattr(config.rollout.options, "max_model_len", None)
+    if not isinstance(held, int):
+        return
+    responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
+    if "eval" in sections and config.eval.max_response_tokens:
+        responses["eval.max_response_tokens"] = config.eval.max_response_tokens
+    key, response = max(responses.items(), key=lambda item: item[1])
+    prompt = config.data.max_prompt_tokens
+    if prompt + response > held:
+        left = f"data.max_prompt_tokens to {held - response}" if held > response else f"lower {key}"
+        yield Problem(
+            ("rollout", config.rollout.backend.rpartition(":")[2], "max_model_len"),
+            f"got {held}, but the longest prompt (data.max_prompt_tokens = {prompt}) and its response ({key} = {response}) "
+            f"have {prompt + response} tokens: responses would be cut short. Set it to {prompt + response}, or {left}.",
         )
 
 

@@ -8,6 +8,8 @@ from engine_plugin_vllm_rollout import installed
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from pydantic import ValidationError
 
+from engine_core import load_config
+from engine_core.errors import ConfigError
 from engine_core.testing.imports import HEAVY
 
 
@@ -91,3 +93,51 @@ def test_other_releases_of_vllm_are_refused(monkeypatch, version, fits):
     assert fits or installed.problem().startswith(
         f"vLLM {version} is installed; the plugin works with 0.25.1 to 0.32."
     )
+
+
+RUN = """
+[model]
+path = "model"
+[rollout]
+backend = "vllm"
+max_response_tokens = 36
+[rollout.vllm]
+max_model_len = {held}
+[[reward]]
+name = "numeric"
+[data]
+train = "data.jsonl"
+max_prompt_tokens = 12
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "words"),
+    [
+        (48, "", ""),
+        (
+            47,
+            "",
+            r"rollout\.vllm\.max_model_len: got 47, but the longest prompt \(data\.max_prompt_tokens = 12\) and its response "
+            r"\(rollout\.max_response_tokens = 36\) have 48 tokens: responses would be cut short\. Set it to 48, or "
+            r"data\.max_prompt_tokens to 11\.",
+        ),
+        (30, "", r"Set it to 48, or lower rollout\.max_response_tokens\."),
+        (48, "[eval]\nmax_response_tokens = 40", r"\(eval\.max_response_tokens = 40\) have 52 tokens"),
+        (
+            48,
+            "[schedule]\n'rollout.max_response_tokens' = [[3, 40]]",
+            r"from step 3 on \(\[schedule\]\): got 48",
+        ),
+    ],
+)
+def test_a_sampler_that_does_not_hold_prompt_and_response_is_refused_before_anything_starts(
+    tmp_path, held, more, words
+):
+    (tmp_path / "run.toml").write_text(RUN.format(held=held, more=more))
+    if not words:
+        assert load_config(tmp_path / "run.toml").rollout.options.max_model_len == held
+        return
+    with pytest.raises(ConfigError, match=words):
+        load_config(tmp_path / "run.toml")
