@@ -1,5 +1,6 @@
 """Cases for several ranks: functions of a bench, run by ``Workers``; see ``test_zero.py``."""
 
+import gc
 import json
 from pathlib import Path
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import torch
 from engine_plugin_deepspeed.engine import DeepSpeedEngine
 from safetensors import safe_open
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_core.engines.torch_build import TorchBuild
 from engine_core.testing.contracts import close, identical, refused
@@ -265,3 +267,25 @@ def held(engine, part):
         "optimizer": [v for state in engine.optimizer.state.values() for v in state.values() if v.ndim],
     }
     return sum(t.untyped_storage().nbytes() for t in tensors[part])
+
+
+def nothing_is_left_of_a_closed_engine(bench):
+    """The memory of weights, gradients and optimizer state is given back."""
+    engine = bench.engine()
+    for _ in range(2):
+        bench.step(engine, bench.batch())
+    zero = engine.zero.optimizer
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+    flat = getattr(zero, "grad_partitions_flat_buffer", None)
+    tensors = [
+        *(getattr(p, "ds_tensor", p) for p in engine.module.parameters()),
+        *masters,
+        *([] if flat is None else [flat]),
+        *(v for state in engine.optimizer.state.values() for v in state.values() if v.ndim),
+    ]
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    assert len(memory) > 3
+    del tensors, masters, flat, zero
+    engine.close()
+    gc.collect()
+    assert all(storage.expired() for storage in memory)

@@ -192,3 +192,11 @@ def test_what_does_not_fit_is_refused_before_a_model_is_read(ranks):
 )
 def test_an_engine_asleep_holds_no_memory_and_goes_on(ranks, options):
     ranks(2, "asleep_it_holds_no_memory", options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [IN_PARTS, slowly({**IN_PARTS, "compute_dtype": "bf16"}, id="3-bf16"), slowly({"stage": 2}, id="2")],
+)
+def test_nothing_is_left_of_a_closed_engine(ranks, options):
+    ranks(2, "nothing_is_left_of_a_closed_engine", options)

@@ -142,11 +142,34 @@ def each_parameter_has_its_own_step_count(bench):
     loaded.load(bench.folder / "state")
     counts = [state["step"] for inner in loaded.steps._inner() for state in inner.optimizer.state.values()]
     assert len({count.data_ptr() for count in counts}) == len(counts) > 1
+    for inner in loaded.steps._inner():  # a fused optimizer (apex) has it here
+        assert {group["step"] for group in inner.optimizer.param_groups} == {2}
     bench.step(loaded, batch)
     bench.step(engine, batch)
     counts = [state["step"] for inner in loaded.steps._inner() for state in inner.optimizer.state.values()]
     assert {float(count) for count in counts} == {3.0}
     identical(bench.weights(loaded), bench.weights(engine), "weights a step after load", bench.exact)
+
+
+def fp16_scales_and_recovers(bench):
+    """An overflow skips the step on all ranks and halves the scale, which a checkpoint keeps; then norms are unscaled ones."""
+    batch, module = bench.batch(), bench.reference()
+    norm = norm_of(gradient_of(module, nll_loss(module, batch)))
+    engine = bench.engine(optim={"lr": 0.0})
+    before, first = bench.weights(engine), engine.steps.loss_scale.factor
+    steps = [bench.step(engine, batch) for _ in range(16)]
+    skipped = [step.skipped for step in steps]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert engine.num_skipped_steps == sum(skipped)
+    assert engine.steps.loss_scale.factor == first / 2 ** sum(skipped)
+    assert abs(steps[-1].grad_norm / norm - 1) < 2e-2
+    identical(bench.weights(engine), before, "weights after steps of rate 0")
+    engine.save(bench.folder / "state").result()
+    bench.barrier()
+    again = bench.engine(optim={"lr": 0.0})
+    again.load(bench.folder / "state")
+    assert vars(again.steps.loss_scale) == vars(engine.steps.loss_scale)
 
 
 def the_copy_that_is_stepped_is_not_rounded(bench):

@@ -56,7 +56,7 @@ def ranks():
 REFUSED = [
     ({"tp": 3}, ["[actor.megatron] tp 3", "2 ranks", "tp = 2, pp = 1"]),
     ({"ep": 2, "tp": 2}, ["actor.megatron.ep is 2", "Set it to 1"]),
-    ({"pp": 2, "virtual_pp": 2}, ["virtual_pp is 2", "1 layers of a stage", "Set it to 1"]),
+    ({"pp": 2, "virtual_pp": 2}, ["[actor.megatron] virtual_pp is 2", "1 layers of a stage", "Set it to 1"]),
     ({"ep": 2}, ["no experts"]),
 ]
 
@@ -167,6 +167,36 @@ def test_a_run_in_bf16_resumes_bit_for_bit(ranks, options):
 @pytest.mark.parametrize("options", BF16)
 def test_float32_weights_of_a_folder_are_stepped_as_they_are(ranks, options):
     ranks(2, "the_copy_that_is_stepped_is_not_rounded", options)
+
+
+FP16 = {"compute_dtype": "fp16", "loss_scale": 2.0**24}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({}, {"pp": 2}, {"cp": 2}, {"distributed_optimizer": False})
+        ),
+    ],
+    ids=str,
+)
+def test_fp16_scales_the_loss(ranks, options):
+    ranks(2, "fp16_scales_and_recovers", {**FP16, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_fp16_has_one_scale_for_experts_and_what_ranks_share(ranks, options):
+    ranks(2, "fp16_scales_and_recovers", {**FP16, **options}, **EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"pp": 2}], ids=str)
+def test_a_run_in_fp16_resumes_bit_for_bit(ranks, options):
+    ranks(2, RESUME, {"compute_dtype": "fp16", "loss_scale": 64.0, **options})
 
 
 LAYOUTS = [

@@ -26,7 +26,7 @@ from engine_plugin_deepspeed.checks import check_machine, check_ranks
 from engine_plugin_deepspeed.keeping import Keeping
 from engine_plugin_deepspeed.loading import INSTEAD, model_in_parts, read_parts, shapes_shown
 from engine_plugin_deepspeed.options import DeepSpeedOptions
-from engine_plugin_deepspeed.partitions import Partitions
+from engine_plugin_deepspeed.partitions import Partitions, release
 from engine_plugin_deepspeed.settings import settings
 
 if TYPE_CHECKING:
@@ -234,9 +234,12 @@ class DeepSpeedEngine(Keeping):
 
     def close(self) -> None:
         """A process group of one process stays: what DeepSpeed has made over it lives as long as the process."""
+        module = self.__dict__.get("module")
         super().close()
         zero, self.zero, self.root = self.zero, None, None
         if zero is not None:
             zero.destroy()
+            if self.options.stage == 3 and module is not None and not (self.context.live or {}).get("model"):
+                release(zero, module)
         self.__dict__.pop("partitions", None)
         self.skeleton = None

@@ -277,3 +277,17 @@ def gathered(tensors: Iterable[Tensor], changed: bool = False) -> Iterator[None]
 def bytes_of(tensor: Tensor) -> int:
     """Of the whole weight."""
     return shape_of(tensor).numel() * tensor.element_size()
+
+
+def release(zero: Any, module: nn.Module) -> None:
+    """Give back the memory of stage 3, of an engine that DeepSpeed has destroyed: its own hooks and the parameters it
+    changed go on holding each other."""
+    for parameter in module.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+        if hasattr(parameter, "ds_tensor"):
+            parameter.ds_tensor.data = parameter.ds_tensor.data.new_empty(0)
+    for wrapped in (getattr(zero.optimizer, "optimizer", None), zero.optimizer):
+        if wrapped is not None:
+            wrapped.__dict__.clear()
+    zero.optimizer = None

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from engine_core.engines.blank import blank_model
 from engine_core.engines.feed_forward import chunk_feed_forwards, feed_forwards
 from engine_core.engines.folder_parts import check_folder, read_together
+from engine_core.engines.loss_scale import LossScale
 from engine_core.engines.model_loading import cast_parameters, load_hf_config
 from engine_core.engines.precision import NAMED
 from engine_core.engines.sharded import copies, here
@@ -36,7 +37,6 @@ from engine_plugin_fsdp.host_memory import HostMemory
 from engine_plugin_fsdp.keeping import Keeping
 from engine_plugin_fsdp.loading import allocate, broadcast
 from engine_plugin_fsdp.local_step import step_on_parts
-from engine_plugin_fsdp.loss_scale import LossScale
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
 from engine_plugin_fsdp.reading import INSTEAD, read_slices

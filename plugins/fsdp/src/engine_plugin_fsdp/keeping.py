@@ -15,9 +15,9 @@ from engine_core.engines.weights import own_weights, published_weights, take_wei
 from engine_plugin_fsdp.export import gathered
 
 if TYPE_CHECKING:
+    from engine_core.engines.loss_scale import LossScale
     from engine_core.engines.part_saver import Parts
     from engine_plugin_fsdp.host_memory import HostMemory
-    from engine_plugin_fsdp.loss_scale import LossScale
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
 

@@ -130,6 +130,7 @@ class MegatronEngine(Keeping):
             self.options,
             dtype=self.precision.compute,
             plugins=self.context.plugins,
+            table=f"{role}.megatron",
             calculate_per_token_loss=True,  # known when buffers of gradients are made: they are summed, not averaged
             **_recomputation(self.options.recompute),
         )
@@ -339,6 +340,8 @@ class MegatronEngine(Keeping):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.steps.clear()
+        if self.steps.loss_scale is not None:
+            self.steps.loss_scale.stepped(skipped)
         self.num_skipped_steps += skipped
         return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
 

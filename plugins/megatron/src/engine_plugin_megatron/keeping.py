@@ -91,6 +91,8 @@ class Keeping(DataParallelState):
                 "groups": [state.named_group(group, members) for group, members in groups],
                 "values": {},
             }
+        if self.steps is not None and self.steps.loss_scale is not None:
+            scalars["loss_scale"] = vars(self.steps.loss_scale)
         return scalars
 
     def _parts(self) -> dict[str, Parts]:
@@ -150,6 +152,8 @@ class Keeping(DataParallelState):
             count = self._steps_of(moments)
             self._fill(FromShards(shards))
             self._fill_state(moments, count)
+            if self.steps.loss_scale is not None and "loss_scale" in scalars:
+                vars(self.steps.loss_scale).update(scalars["loss_scale"])
         random = state.saved_random(folder, scalars, self.ranks.rank, self.device)
         self._take_scalars(folder, {**scalars, "random": random})
 

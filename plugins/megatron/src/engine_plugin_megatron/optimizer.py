@@ -18,6 +18,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from engine_core.engines.loss_scale import LossScale
+
 if TYPE_CHECKING:
     from engine_core.config import OptimConfig
     from engine_plugin_megatron.options import MegatronOptions
@@ -69,18 +71,34 @@ class Steps:
             adam_eps=optim.eps,
             clip_grad=0.0,  # clipped here, with the norm that is told
             bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            loss_scale=options.loss_scale if dtype == torch.float16 else None,  # constant: it is changed here
             params_dtype=dtype,
             use_distributed_optimizer=options.distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
         )
         self.optimizer: Any = get_megatron_optimizer(config, self.models, use_gloo_process_groups=False)
+        self.loss_scale = LossScale(options.loss_scale) if dtype == torch.float16 else None
+        for model in self.models if self.loss_scale is not None else ():
+            model.config.grad_scale_func = self.scaled
         self.count = 0  # steps taken
         self.holds_gradients = False
 
     # -- a step ---------------------------------------------------------------
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What goes backward in fp16."""
+        assert self.loss_scale is not None
+        return loss * self.loss_scale.factor
+
     def norm(self) -> float:
-        """The norm of the whole gradient over all ranks; it is made ready for a step. Collective."""
+        """The norm of the whole gradient over all ranks; it is made ready for a step. Collective.
+
+        In fp16 gradients are divided by the scale of the loss before. Dense weights and experts share one: megatron-core's own
+        scale is one for each, and what overflows in the one would not change the other, by which the loss is multiplied.
+        """
+        for inner in self._inner() if self.loss_scale is not None else ():
+            inner.grad_scaler._scale.fill_(self.loss_scale.factor)
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -140,7 +158,7 @@ class Steps:
             for parameter in model.parameters():
                 parameter.main_grad = None
                 parameter.data = parameter.new_empty(0)
-            model.config.no_sync_func = None
+            model.config.no_sync_func = model.config.grad_scale_func = None
             model.__dict__.clear()
         self.models = []
 
@@ -185,6 +203,10 @@ class Steps:
             inner.optimizer.state.clear()
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)
+                if count:
+                    group["step"] = (
+                        count  # where fused optimizers have it; torch's has one for each parameter
+                    )
                 for parameter in group["params"] if count else ():
                     inner.optimizer.state[parameter] = {
                         "step": torch.tensor(float(count)),

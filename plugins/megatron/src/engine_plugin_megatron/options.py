@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from engine_core.specs import Options
 
+LOSS_SCALE = 65536.0
+
 
 class MegatronOptions(Options):
     """``[actor.megatron]``: the model spread over ranks with megatron-core."""
@@ -36,8 +38,10 @@ class MegatronOptions(Options):
     """Parameters in one message of gradients, with `overlap_grad_reduce`; none: megatron-core's choice (40 million, or a million for each data-parallel rank)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """``full``: the activations of each layer are computed again in the backward pass (less memory, about a quarter more time). ``selective``: those of attention's core alone."""
-    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the forward pass and of the weights that it reads; ``auto`` is bf16 where the accelerator has it. With ``bf16`` a trained role keeps a float32 copy in its optimizer. Log-probs are always float32."""
+    compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of the forward pass and of the weights that it reads; ``auto`` is bf16 where the accelerator has it. With ``bf16`` and ``fp16`` a trained role keeps a float32 copy in its optimizer. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
+    loss_scale: float = Field(default=LOSS_SCALE, gt=0)
+    """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are kept and summed; ``bf16`` with `compute_dtype` ``bf16`` alone."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
@@ -57,8 +61,12 @@ class MegatronOptions(Options):
             raise ValueError(
                 "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce: set them, or leave it out."
             )
-        if self.grad_reduce_dtype == "bf16" and self.compute_dtype == "fp32":
-            raise ValueError("grad_reduce_dtype 'bf16' over compute_dtype 'fp32': set it to 'fp32'.")
+        if self.grad_reduce_dtype == "bf16" and self.compute_dtype in ("fp32", "fp16"):
+            raise ValueError(
+                f"grad_reduce_dtype 'bf16' over compute_dtype '{self.compute_dtype}': set it to 'fp32'."
+            )
+        if self.loss_scale != LOSS_SCALE and self.compute_dtype != "fp16":
+            raise ValueError("loss_scale has no effect without compute_dtype = 'fp16'.")
         if self.bucket_size is not None and not self.overlap_grad_reduce:
             raise ValueError(
                 "bucket_size has no effect without overlap_grad_reduce: set that, or leave it out."

@@ -49,6 +49,7 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     plugins: PluginSet | None = None,
+    table: str = "megatron",
     **further: Any,
 ) -> TransformerConfig:
     """megatron-core's config of a model on a layout.
@@ -58,6 +59,7 @@ def transformer_config(
         layout: of the ranks.
         options: ``sequence_parallel`` alone is read.
         dtype: of parameters, activations and what pipeline stages send.
+        table: of the options, for messages: ``actor.megatron``.
         plugins: of the run, where its `plugins = [...]` may offer architectures.
         further: other arguments of ``TransformerConfig``, such as those of recomputation; they win.
 
@@ -66,7 +68,7 @@ def transformer_config(
     """
     architecture = architecture_of(hf_config, plugins)
     if found := misfits(hf_config, layout, sequence_parallel=options.sequence_parallel):
-        raise ConfigError(found)
+        raise ConfigError([f"[{table}] {problem}" for problem in found])
     arguments = {
         **architecture.arguments(hf_config),
         **UNFUSED,
