@@ -162,6 +162,27 @@ def four():
     return found
 
 
+def host():
+    """1.7B in bf16, 8,192 tokens a GPU: where the host's time shows; ways of having less of it."""
+    found = [case("1.7B bf16 DDP recomputed", "qwen3-1.7b", "ddp", DDP_PURE, **_recomputed("ddp"))]
+    ways = {
+        "full": {},
+        "full, two layers a unit": {"wrap": {"layers_per_unit": 2}},
+        "full, four layers a unit": {"wrap": {"layers_per_unit": 4}},
+        "grad_op": {"sharding": "grad_op"},
+        "none": {"sharding": "none"},
+    }
+    for name, extra in ways.items():
+        options = {**PURE, "sharding": "full", **extra}
+        found.append(case(f"1.7B bf16 {name}", "qwen3-1.7b", "fsdp", options, **_recomputed("fsdp")))
+    for name, batch in (("x2", {"sequences": 16}), ("x4", {"sequences": 32})):
+        options = {**PURE, "sharding": "full"}
+        found.append(
+            case(f"1.7B bf16 full {name}", "qwen3-1.7b", "fsdp", options, **batch, **_recomputed("fsdp"))
+        )
+    return found
+
+
 def tiny():
     """The same program on a CPU, to see that it runs."""
     batch = {"sequences": 2, "length": 32, "prompt": 8, "compile": False}
@@ -193,5 +214,6 @@ CASES = {
     "memory_bf16": memory_of("bf16"),
     "memory_fp32": memory_of("fp32+bf16"),
     "four": four(),
+    "host": host(),
     "tiny": tiny(),
 }

@@ -64,3 +64,17 @@ def parts_are_freed_with_their_owner(bench):
         assert held() is None
     finally:
         gc.enable()
+
+
+def gathered_once_or_twice(bench):
+    """Messages of one step that gather weights: of each unit and the rest in the forward pass, of all units but the last anew."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    engine = bench.engine()
+    bench.forward_backward(engine, bench.batch())
+    with CommDebugMode() as seen:
+        bench.forward_backward(engine, bench.batch())
+    gathers = sum(n for name, n in seen.get_comm_counts().items() if "_allgather_base_" in str(name))
+    units = len(engine.module.model.layers)
+    freed = engine.options.sharding == "full" and engine.options.reshard_after_forward is not False
+    assert gathers == units + 1 + (units - 1 if freed else 0), seen.get_comm_counts()

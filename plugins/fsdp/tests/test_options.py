@@ -20,3 +20,12 @@ def test_a_loss_scale_without_fp16_is_refused():
 def test_ranks_that_share_a_pack_compile_nothing(name):
     with pytest.raises(ValidationError, match=f"{name} 2 cannot be combined with compile"):
         FSDPOptions(**{name: 2, "compile": True})
+
+
+@pytest.mark.parametrize("sharding", ["grad_op", "none"])
+def test_weights_that_stay_gathered_are_not_freed_after_the_forward_pass(sharding):
+    with pytest.raises(
+        ValidationError, match=f"reshard_after_forward true contradicts sharding '{sharding}'"
+    ):
+        FSDPOptions(sharding=sharding, reshard_after_forward=True)
+    assert FSDPOptions(sharding=sharding, reshard_after_forward=False).keeps_gathered

@@ -43,6 +43,7 @@ OPTIONS = {
     "grad_op": {"sharding": "grad_op"},
     "none": {"sharding": "none"},
     "hybrid": {"sharding": "hybrid", "shard_group_size": 1},
+    "hybrid_grad_op": {"sharding": "hybrid", "shard_group_size": 2, "reshard_after_forward": False},
     "each": {"gradient_sync": "each"},
     "params_offload": {"cpu_offload": "params"},
     "optimizer_offload": {"cpu_offload": "optimizer"},
@@ -108,6 +109,11 @@ def test_a_step_over_parts_keeps_no_optimizer_alive(ranks):
 @pytest.mark.parametrize("options", [{}, {"sharding": "none"}, {"sharding": "hybrid", "shard_group_size": 1}])
 def test_memory_is_spread_as_the_table_says(ranks, options):
     ranks(2, "memory_is_spread", options)
+
+
+@pytest.mark.parametrize("table", [{}, {"reshard_after_forward": False}, {"sharding": "grad_op"}], ids=str)
+def test_layers_are_gathered_anew_for_the_backward_pass_as_the_table_says(ranks, table):
+    ranks(2, "cases_step.py:gathered_once_or_twice", table)
 
 
 @pytest.mark.parametrize("sharding", ["full", "grad_op"])

@@ -44,7 +44,15 @@ def test_gradients_that_are_summed_each_time_are_spread_too():
     assert mine.gradients == whole.gradients // 4
 
 
-@pytest.mark.parametrize(("options", "shards"), [({"sharding": "none"}, 1), ({"sharding": "grad_op"}, 4)])
+@pytest.mark.parametrize(
+    ("options", "shards"),
+    [
+        ({"sharding": "none"}, 1),
+        ({"sharding": "grad_op"}, 4),
+        ({"reshard_after_forward": False}, 4),
+        ({"sharding": "hybrid", "shard_group_size": 2, "reshard_after_forward": False}, 2),
+    ],
+)
 def test_weights_that_stay_gathered_count_whole(options, shards):
     whole, mine = held(**options)
     assert mine.weights == whole.weights // shards

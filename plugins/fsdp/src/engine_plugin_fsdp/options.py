@@ -45,6 +45,8 @@ class FSDPOptions(ForwardOptions):
     """``full``: weights, gradients and optimizer are spread over all ranks (ZeRO-3). ``grad_op``: weights stay gathered between forward and backward pass (ZeRO-2): faster, more memory. ``hybrid``: ``full`` inside groups of `shard_group_size` ranks, copies between groups. ``none``: every rank holds everything."""
     shard_group_size: int = Field(default=0, ge=0)
     """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether a unit's gathered weights are freed after its forward pass, and gathered again for the backward pass. ``auto``: with ``full`` and ``hybrid``, as ``true`` says. ``false`` makes ``grad_op`` of ``full``, and lets ``hybrid`` keep weights whole between the passes while gradients and optimizer stay spread inside of groups."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
     exclude: list[str] = []
@@ -89,8 +91,18 @@ class FSDPOptions(ForwardOptions):
         """Type of the forward pass, by the name that the core asks for."""
         return self.mixed_precision.param_dtype
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether weights stay whole from the forward to the backward pass."""
+        return self.sharding in ("grad_op", "none") or self.reshard_after_forward is False
+
     @model_validator(mode="after")
     def _fits(self) -> FSDPOptions:
+        if self.reshard_after_forward is True and self.sharding in ("grad_op", "none"):
+            raise ValueError(
+                f"reshard_after_forward true contradicts sharding '{self.sharding}', which keeps weights gathered: "
+                "set sharding = 'full', or leave it out."
+            )
         if self.shard_group_size and self.sharding != "hybrid":
             raise ValueError(
                 f"shard_group_size {self.shard_group_size} has no effect with sharding '{self.sharding}': "

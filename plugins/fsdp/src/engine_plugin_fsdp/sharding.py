@@ -119,7 +119,6 @@ def shard(
         "offload_policy": offload(options, ranks.device),
         "ignored_params": None if whole is None else whole.parameters,
     }
-    keeps = options.sharding in ("grad_op", "none")
     made, split = [], []
     for start in range(0, len(units), size):
         names, mesh = units[start : start + size], ranks.mesh
@@ -134,7 +133,7 @@ def shard(
             part if len(part) > 1 else part[0],
             mesh=mesh,
             **settings,
-            reshard_after_forward=not (keeps or last),
+            reshard_after_forward=not (options.keeps_gathered or last),
         )
         made.append(part[0])
     if plan is not None and ranks.tp is not None:

@@ -54,5 +54,5 @@ def _gathered(module: nn.Module, options: FSDPOptions, precision: Precision) -> 
     total = sum(p.numel() for p in module.parameters())
     rest = total - sum(sizes)
     most = max(sizes, default=0) * GATHERED_UNITS * options.wrap.layers_per_unit
-    kept = total if options.sharding in ("grad_op", "none") else min(total, rest + most)
+    kept = total if options.keeps_gathered else min(total, rest + most)
     return kept * precision.compute.itemsize
