@@ -3,6 +3,7 @@
 python benchmarks/fsdp/tables.py memory_1.json memory_2.json memory_4.json
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -38,5 +39,11 @@ def _share(value, copied, key):
     return f"{value / copied[key]:.0%}" if copied and copied[key] else ""
 
 
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="what measure.py wrote, one file of each run")
+    print(table([json.loads(path.read_text("utf-8")) for path in parser.parse_args().files]))
+
+
 if __name__ == "__main__":
-    print(table([json.loads(Path(name).read_text("utf-8")) for name in sys.argv[1:]]))
+    sys.exit(main())
