@@ -63,6 +63,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "broadcast vllm": {"gpus": 2, "transport": "broadcast", "sampler": "vllm"},
     "broadcast vllm process": {"gpus": 2, "transport": "broadcast", "sampler": "vllm", "process": True},
     "tcp hf": {"gpus": 2, "transport": "tcp"},
+    "ipc hf, pools": {"gpus": 2, "transport": "ipc"},
+    "auto hf": {"gpus": 2, "transport": "auto"},
     "folder hf": {"gpus": 2, "transport": "folder"},
     "ipc hf": {"gpus": 1, "transport": "auto", "process": True},
     "broadcast hf, 2 ranks": {"gpus": 3, "transport": "broadcast", "trainers": 2},

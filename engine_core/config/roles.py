@@ -195,7 +195,7 @@ class RolloutConfig(Table):
     weights: Literal["auto", "shared", "own"] = "auto"
     """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits beside what the actor holds."""
     transport: str = "auto"
-    """How weights come to a sampler with a copy of its own, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
+    """How weights come to a sampler with a copy of its own, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory that both see), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
     score_early: bool = True
     """Rewards of a group are worked out as soon as it is complete, while others are still sampled. The results are the same; rewards that see all samples at once (``group_ids``), those of a model and those with `workers = 0` wait."""
     request_timeout_seconds: NonNegativeFloat = 0.0

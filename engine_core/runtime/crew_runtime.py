@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.assemble import portable
+from engine_core.config.choices import AUTO
 from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.runtime.base import Role, Runtime, WorkerGroup
@@ -31,7 +32,7 @@ from engine_core.runtime.links import Links
 from engine_core.runtime.placement import Pool, Slice, plan_pools, slices_of, wanted_processes
 from engine_core.runtime.replaceable import ReplaceableGroup
 from engine_core.runtime.replacing import Replacements
-from engine_core.runtime.transports.choice import Topology, by_topology, choose, make
+from engine_core.runtime.transports.choice import KIND, Seat, Topology, by_topology, choose, make
 from engine_core.weight_sync import SyncResult
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class CrewRuntime(Runtime):
         self.links: Links
         self.replacements: Replacements | None = None  # where samplers may be lost
         self._transport = ""  # of weights to the sampler
+        self._seats: dict[int, Seat] = {}  # of each rank, once it is there
         self._loan: Loan | None = None  # of the actor's module, where samplers of its pool share it
         self._token = new_token()
 
@@ -191,6 +193,7 @@ class CrewRuntime(Runtime):
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self.options.start_minutes * 60,
         ).result()
+        self._see_seats(ready)
         places = self._meeting, self._private_folder()
         self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, *places, self._token)
         self.links.replaceable = self.replacements is not None
@@ -209,21 +212,30 @@ class CrewRuntime(Runtime):
         return groups
 
     def _check_transport(self, roles: Mapping[str, Role]) -> None:
-        """Choose how weights come to samplers, before anything is started.
+        """See that weights can come to samplers as the file says, before anything is started.
 
         Raises:
             ConfigError: the transport that the file names cannot be.
         """
-        if {"actor", "rollout"} <= roles.keys():
+        if {"actor", "rollout"} <= roles.keys() and self.config.rollout.transport != AUTO[KIND]:
             topology = self._topology(self._pool("actor"), self._pool("rollout"))
             self._transport = choose(self.config, self.plugins, topology)
             if topology.apart:
                 kind, options = make(self.config, self.plugins, self._transport)
                 kind.check(options, self._one_machine())
 
+    def _see_seats(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
+        """What ``auto`` means is known when every rank has told what it is on."""
+        self._seats = {rank: Seat(**found["seat"]) for rank, found in ready.items()}
+        served = {role for pool in self.pools for role in pool.roles}
+        if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
+            topology = self._topology(self._pool("actor"), self._pool("rollout"))
+            self._transport = choose(self.config, self.plugins, topology)
+
     def _topology(self, source: Pool, target: Pool) -> Topology:
-        device = "cpu" if self.options.device == "cpu" else default_device().type
-        return Topology(source is not target, len(target.ranks), device)
+        seats = tuple(self._seats.get(rank, Seat()) for rank in (source.ranks[0], *target.ranks))
+        may_leave = self.replacements is not None and "rollout" in target.roles
+        return Topology(source is not target, seats, self._one_machine(), may_leave)
 
     def _transport_to(self, source: Pool, target: Pool) -> str:
         """That of the sampler; to a reference in another pool, where that cannot be it, the one that ``auto`` means."""

@@ -7,6 +7,7 @@ question where this rank is) is answered by it, and when the controller ends, so
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -105,13 +106,14 @@ class Worker:
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
         """Join the pool, load the run's plugins, build the engines; what each role is like."""
         from engine_core.runtime.starting import describe, join_pool, make_host
+        from engine_core.runtime.transports.choice import Seat
 
         self.order = message
         self._forward_logs(message["log_level"])
         device = join_pool(message)
         self.host = make_host(message, device)
         roles = {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
-        return {"shared": self.host.shared, "roles": roles}
+        return {"shared": self.host.shared, "roles": roles, "seat": dataclasses.asdict(Seat.of(device))}
 
     def _do_call(self, message: dict[str, Any]) -> Any:
         """A method of an engine's contract."""

@@ -13,6 +13,12 @@ class TestBroadcast(TransportSuite):
     backend = "broadcast"
 
 
+class TestIPC(TransportSuite):
+    """On a CPU: memory of the machine."""
+
+    backend = "ipc"
+
+
 class TestFolder(TransportSuite):
     backend = "folder"
     damage = "damaged_part.py:after_it_was_written"

@@ -31,6 +31,17 @@ class TestTCP(OnGPUs):
 
 
 @two
+class TestIPC(OnGPUs):
+    backend = "ipc"
+
+
+@one
+class TestIPCOnOne(OnGPUs):
+    backend = "ipc"
+    device = "cuda:0"
+
+
+@two
 class TestFolder(OnGPUs):
     backend = "folder"
     damage = "../conformance/damaged_part.py:after_it_was_written"

@@ -119,6 +119,7 @@ def test_two_ranks_sample_and_learn_the_same(settings, backend, weights):
         "auto",
         pytest.param("broadcast", marks=pytest.mark.slow),
         pytest.param("folder", marks=pytest.mark.slow),
+        pytest.param("ipc", marks=pytest.mark.slow),
     ],
 )
 def test_roles_in_pools_of_their_own_train_as_in_one(settings, transport):

@@ -20,6 +20,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.runtime.sampler.buckets import Bucket, checksum, fill, grouped, planned
 
 if TYPE_CHECKING:
+    from engine_core.runtime.sampler.buckets import Arena
     from engine_core.specs import Options
 
 Stream = Iterable[tuple[str, Tensor]]
@@ -177,13 +178,20 @@ class Memory:
         return {}
 
 
-def flattened(stream: Stream, device: torch.device) -> Iterator[Flat]:
+def flattened(
+    stream: Stream, device: torch.device, buffers: tuple[Arena, Arena] | None = None
+) -> Iterator[Flat]:
     """The stream in buckets, each flattened into one of two buffers in turn.
 
     So a bucket may still be on its way while the next one is gathered and filled; asked for the one after that, the
     caller has waited until it was taken.
+
+    Args:
+        stream: of weights.
+        device: of the buffers that are made.
+        buffers: those to fill; None: two are made.
     """
-    buffers = Memory(device), Memory(device)
+    buffers = buffers or (Memory(device), Memory(device))
     for number, tensors in enumerate(grouped(stream)):
         buffer, bucket = buffers[number % 2], planned(tensors, 0)
         buffer.reserve(bucket.size)
@@ -214,3 +222,8 @@ def check(end: End, update: Update, told: Mapping[str, Any], expected: int, data
             f"bucket {expected} came damaged: its checksum is not the one that was sent. The update is refused, and nothing "
             "is sampled until a whole one came. Look at the memory and the network of both.",
         )
+
+
+def gpu_of(device: torch.device) -> str:
+    """Its identity, the same in every process whatever number it has there; "" of another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

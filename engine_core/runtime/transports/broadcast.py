@@ -4,7 +4,7 @@ The group is none of ``torch.distributed``'s default ones, in which every pool i
 three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.
 Words go through host memory by gloo in any case, bytes by NCCL from device to device where that can be: who waits for
 a word is told when nobody will send it, and a kernel of NCCL is begun when the bytes are there.
-On a GPU this is experimental: it has not run on one.
+Whether NCCL works between these GPUs is tried where the ends are joined; where it does not, bytes too go by gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,16 @@ from torch import Tensor
 from engine_core.errors import TrainingFailed
 from engine_core.runtime.sampler.buckets import unpacked
 from engine_core.runtime.starting import store_at
-from engine_core.runtime.transports.base import Flat, Stream, Transport, Update, check, flattened, size_of
+from engine_core.runtime.transports.base import (
+    Flat,
+    Stream,
+    Transport,
+    Update,
+    check,
+    flattened,
+    gpu_of,
+    size_of,
+)
 
 MAX_HEADER_BYTES = 1 << 31
 SPIN_SECONDS = 0.05  # a bucket takes a millisecond; who waits longer waits for somebody
@@ -42,7 +51,7 @@ class Broadcast(Transport):
 
     def open(self) -> Any:
         """Which GPU weights are to come to; "" where it is none that NCCL reaches."""
-        return _gpu(self.end.device) if dist.is_nccl_available() else ""
+        return gpu_of(self.end.device) if dist.is_nccl_available() else ""
 
     def join(self, told: Sequence[Any]) -> None:
         seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
@@ -57,11 +66,37 @@ class Broadcast(Transport):
                 "rollout.transport = 'broadcast': processes share a GPU, so weights go through host memory."
             )
             return
-        self.device = self.end.device
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 2 * seconds  # past it NCCL ends the process: this module says before what is late
         data = dist.PrefixStore(f"{self.end.label}/bytes", store)
-        self.bytes_group = dist.ProcessGroupNCCL(data, place, size, options)
+        self.bytes_group, why = self._tried(lambda: dist.ProcessGroupNCCL(data, place, size, options))
+        if self.bytes_group is not None:
+            self.device = self.end.device
+        else:
+            log.warning(
+                "rollout.transport = 'broadcast': NCCL does not work between these GPUs (%s), so weights go through host memory, "
+                "which is slower.", why or "another process says so",
+            )  # fmt: skip
+
+    def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
+        """A group that has carried a first word between GPUs, or None and why not; the same answer on every end."""
+        group, why = None, ""
+        seconds = self.options.timeout_seconds / 2  # the others still wait for the answer then
+        try:
+            group = make()
+            word = torch.zeros(8, dtype=torch.uint8, device=self.end.device)
+            if not _done(group.broadcast(word, 0), seconds):
+                why = f"nothing came within {seconds:g} s"
+        except RuntimeError as error:
+            why = _first_line(error)
+        works = torch.tensor([0 if why else 1])
+        self.group.allreduce(works, dist.ReduceOp.MIN).wait()
+        if works.item():
+            return group, ""
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        return None, why
 
     def send(self, stream: Stream, update: Update) -> int:
         sent = 0
@@ -170,11 +205,6 @@ class Broadcast(Transport):
                 self._payload(told, update)
             except TrainingFailed:
                 return  # who sends is gone, too
-
-
-def _gpu(device: torch.device) -> str:
-    """Its identity, the same in every process whatever number it has there; "" of another device."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _done(work: Any, seconds: float) -> bool:

@@ -12,6 +12,8 @@ from engine_core.runtime.transports.options import TRANSPORTS
 from engine_core.weight_paths import misplaced
 
 if TYPE_CHECKING:
+    import torch
+
     from engine_core.config import EngineConfig
     from engine_core.plugins import PluginSet
     from engine_core.runtime.transports.base import Transport
@@ -23,12 +25,31 @@ KIND = "weight_transports"
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """What a process can be reached by."""
+
+    device: str = "cpu"  # its kind
+    gpu: str = ""  # its identity, the same in every process that sees it; "" of another device
+    nccl: bool = False  # torch is built with it
+
+    @classmethod
+    def of(cls, device: torch.device) -> Seat:
+        """Of this process."""
+        import torch.distributed as dist
+
+        from engine_core.runtime.transports.base import gpu_of
+
+        return cls(device.type, gpu_of(device), dist.is_nccl_available())
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Where weights go."""
 
     apart: bool  # to processes of another pool
-    takers: int = 1  # processes
-    device: str = "cpu"  # kind of the accelerator of these processes
+    seats: tuple[Seat, ...] = (Seat(), Seat())  # of the one that sends, and of those that take
+    one_machine: bool = False  # the run has started all processes itself, on one machine
+    may_leave: bool = False  # those that take may be lost one by one
 
 
 def choose(config: EngineConfig, plugins: PluginSet, topology: Topology) -> str:
@@ -61,13 +82,37 @@ def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Tran
 
 def by_topology(topology: Topology) -> tuple[str, str]:
     """What ``auto`` means, and why."""
+    takers = len(topology.seats) - 1
     if not topology.apart:
         return "same_process", "the sampler is in the actor's processes"
-    if topology.device != "cpu":
+    if any(seat.device != "cpu" for seat in topology.seats):
+        return _between_accelerators(topology)
+    if takers > 1:
+        return "broadcast", f"the sampler has {takers} processes of its own, which all take the same"
+    return "tcp", "the sampler has one process of its own"
+
+
+def _between_accelerators(topology: Topology) -> tuple[str, str]:
+    """NCCL where it can, a GPU's memory where that is seen, and else what always works."""
+    gpus = [seat.gpu for seat in topology.seats]
+    if not all(gpus):
+        kinds = ", ".join(sorted({seat.device for seat in topology.seats}))
         return (
             "tcp",
-            "the sampler is in a pool of its own ('broadcast' has not been run on accelerators by us)",
+            f"not every end is on a CUDA device (there are {kinds}), so weights go through host memory",
         )
-    if topology.takers > 1:
-        return "broadcast", f"the sampler has {topology.takers} processes of its own, which all take the same"
-    return "tcp", "the sampler has one process of its own"
+    if topology.may_leave:
+        return "tcp", (
+            "samplers may be lost one by one (max_replacements), and a group of NCCL would wait for one that is; "
+            "'broadcast' is faster where none is lost"
+        )
+    shared, nccl = len(set(gpus)) < len(gpus), all(seat.nccl for seat in topology.seats)
+    if nccl and not shared:
+        return (
+            "broadcast",
+            f"each of the {len(gpus)} ends has a GPU of its own, and NCCL carries between them",
+        )
+    why = "ends share a GPU, which NCCL refuses" if shared else "torch is built without NCCL"
+    if topology.one_machine:
+        return "ipc", f"{why}; all ends are on one machine and see the sender's memory"
+    return "tcp", f"{why}, and the ends need not be on one machine, so weights go through host memory"

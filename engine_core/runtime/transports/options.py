@@ -25,6 +25,10 @@ class BroadcastOptions(TransportOptions):
     """``[rollout.broadcast]``: a process group over the trainer's first rank and the sampler's processes; gloo, or NCCL where each has a GPU of its own."""
 
 
+class IPCOptions(TransportOptions):
+    """``[rollout.ipc]``: memory that both sides see, of a GPU or of the machine, for processes of one machine."""
+
+
 class FolderOptions(TransportOptions):
     """``[rollout.folder]``: files in a folder that both sides see."""
 
@@ -42,6 +46,7 @@ HERE = "engine_core.runtime.transports."
 TRANSPORTS: Mapping[str, TransportSpec] = {
     "broadcast": TransportSpec(load=HERE + "broadcast:Broadcast", config=BroadcastOptions),
     "folder": TransportSpec(load=HERE + "folder:Folder", config=FolderOptions),
+    "ipc": TransportSpec(load=HERE + "ipc:IPC", config=IPCOptions),
     "same_process": TransportSpec(
         load="engine_core.weight_sync:same_process", serves=frozenset({"together"})
     ),

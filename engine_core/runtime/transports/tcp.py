@@ -77,15 +77,25 @@ class TCP(Transport):
                 if "end" in message:
                     channel.send({"taken": True})
                     return
-                check(self.end, update, message, expected, message["data"])
+                data = self._data(message, update)
+                check(self.end, update, message, expected, data)
+                self._took(channel, expected, update)
                 expected += 1
-                yield from unpacked(message["data"], message["entries"])
+                yield from unpacked(data, message["entries"])
         finally:
             channel.close()
 
     def close(self) -> None:
         if self.listener is not None:
             self.listener.close()
+
+    def _data(self, message: Any, update: Update) -> Tensor:
+        """The bytes of a bucket."""
+        data: Tensor = message["data"]
+        return data
+
+    def _took(self, channel: Channel, number: int, update: Update) -> None:
+        """It is whole, and this end's own; not told here: what has arrived is nobody else's."""
 
     def _connected(self, address: tuple[str, int], place: int, update: Update) -> Channel:
         try:
@@ -111,11 +121,14 @@ class TCP(Transport):
 
     def _to_all(self, channels: Sequence[Channel], message: Any, update: Update) -> None:
         for place, channel in enumerate(channels, 1):
-            try:
-                channel.send(message)
-            except Closed as error:
-                what = f"{self.end.names[place]} did not take the next bucket"
-                raise self._broken(error, update, what) from error
+            self._to_one(channel, place, message, update)
+
+    def _to_one(self, channel: Channel, place: int, message: Any, update: Update) -> None:
+        try:
+            channel.send(message)
+        except Closed as error:
+            what = f"{self.end.names[place]} did not take the next bucket"
+            raise self._broken(error, update, what) from error
 
     def _taken(self, channel: Channel, place: int, update: Update) -> None:
         try:

@@ -8,7 +8,7 @@ from engine_core.runtime.sampler import buckets
 from engine_core.runtime.transports import base
 from engine_core.runtime.transports.base import Update, begun, flattened, size_of
 
-ACROSS = ["tcp", "broadcast", "folder"]
+ACROSS = ["tcp", "broadcast", "folder", "ipc"]
 SECONDS = 30
 
 
@@ -47,7 +47,7 @@ def test_a_stream_that_fails_is_told_to_who_takes_and_raised_where_it_failed(
         taken.result(SECONDS)
 
 
-@pytest.mark.parametrize("name", ["tcp", "broadcast"])
+@pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
 def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
     link, weights, monkeypatch, name
 ):
@@ -61,7 +61,7 @@ def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
             data[0] ^= 1
         return check(end, update, told, expected, data)
 
-    module = __import__(type(damaged).__module__, fromlist=["check"])
+    module = __import__(type(damaged).receive.__module__, fromlist=["check"])
     check = module.check
     monkeypatch.setattr(module, "check", checked)
     sent, taken = ends.update()
@@ -84,7 +84,7 @@ def test_a_sender_that_does_not_send_is_told_in_time_with_both_sides_and_the_key
         list(ends.ends[1].receive(Update(1, 7)))
 
 
-@pytest.mark.parametrize("name", ["tcp", "broadcast"])
+@pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
 def test_a_sender_that_ends_on_the_way_is_told(link, weights, monkeypatch, name):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     ends = link(name, timeout_seconds=2)
@@ -112,7 +112,7 @@ def _nothing_more(end):
     return posted
 
 
-@pytest.mark.parametrize("name", ["tcp", "broadcast"])
+@pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
 def test_a_taker_that_takes_no_more_is_told_to_the_sender_in_time(link, weights, monkeypatch, name):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     ends = link(name, timeout_seconds=1)
@@ -185,7 +185,7 @@ def test_an_engine_that_is_asleep_holds_up_nobody(link, weights, monkeypatch, na
     with pytest.raises(RuntimeError, match="asleep"):
         taken.result(SECONDS)
     error = sent.exception(SECONDS)
-    if name == "tcp":  # the sender sees the connection end
+    if name in ("tcp", "ipc"):  # the sender sees the connection end
         assert isinstance(error, TrainingFailed)
         assert "rollout[1] on there" in str(error)
     else:

@@ -3,12 +3,15 @@
 import logging
 
 import pytest
+import torch
 
 from engine_core import load_config
 from engine_core.assemble import check_complete, plugins_for
 from engine_core.errors import ConfigError
-from engine_core.runtime.transports.choice import Topology, choose, make
+from engine_core.runtime.transports.choice import Seat, Topology, choose, make
 from engine_core.runtime.transports.folder import Folder
+from engine_core.runtime.transports.ipc import IPC
+from engine_core.runtime.transports.options import IPCOptions
 from engine_core.runtime.transports.tcp import TCP
 
 POOLS = {
@@ -30,13 +33,31 @@ def config(tmp_path):
     return load
 
 
+CPU, XPU = Seat(), Seat("xpu")
+
+
+def gpu(name, nccl=True):
+    return Seat("cuda", name, nccl)
+
+
 @pytest.mark.parametrize(
     ("topology", "name", "why"),
     [
         (Topology(False), "same_process", "in the actor's processes"),
+        (Topology(False, (gpu("a"), gpu("a"))), "same_process", "in the actor's processes"),
         (Topology(True), "tcp", "one process of its own"),
-        (Topology(True, 2), "broadcast", "2 processes of its own"),
-        (Topology(True, 2, "cuda"), "tcp", "not been run on accelerators"),
+        (Topology(True, (CPU, CPU, CPU)), "broadcast", "2 processes of its own"),
+        (Topology(True, (CPU, CPU, CPU), True, True), "broadcast", "2 processes of its own"),
+        (Topology(True, (gpu("a"), gpu("b"))), "broadcast", "each of the 2 ends has a GPU of its own"),
+        (Topology(True, (gpu("a"), gpu("b"), gpu("c")), True), "broadcast", "each of the 3 ends has a GPU"),
+        (Topology(True, (gpu("a"), gpu("a")), True), "ipc", "ends share a GPU, which NCCL refuses"),
+        (Topology(True, (gpu("a"), gpu("b"), gpu("b")), True), "ipc", "ends share a GPU"),
+        (Topology(True, (gpu("a"), gpu("a"))), "tcp", "need not be on one machine"),
+        (Topology(True, (gpu("a"), gpu("b", nccl=False)), True), "ipc", "torch is built without NCCL"),
+        (Topology(True, (gpu("a"), gpu("b", nccl=False))), "tcp", "without NCCL, and the ends need not"),
+        (Topology(True, (gpu("a"), gpu("b")), True, True), "tcp", "samplers may be lost one by one"),
+        (Topology(True, (gpu("a"), CPU)), "tcp", "not every end is on a CUDA device (there are cpu, cuda)"),
+        (Topology(True, (XPU, XPU), True), "tcp", "not every end is on a CUDA device (there are xpu)"),
     ],
 )
 def test_auto_chooses_by_where_actor_and_sampler_are_and_says_why(config, caplog, topology, name, why):
@@ -46,6 +67,16 @@ def test_auto_chooses_by_where_actor_and_sampler_are_and_says_why(config, caplog
     assert why in caplog.text
 
 
+def test_the_seat_of_a_cpu_is_no_gpu():
+    assert (Seat.of(torch.device("cpu")).device, Seat.of(torch.device("cpu")).gpu) == ("cpu", "")
+
+
+def test_shared_memory_is_refused_where_the_run_need_not_be_on_one_machine():
+    with pytest.raises(ConfigError, match=r"rollout\.transport: got 'ipc', which needs .* on one machine"):
+        IPC.check(IPCOptions(), one_machine=False)
+    IPC.check(IPCOptions(), one_machine=True)
+
+
 def test_a_name_is_taken_with_its_table_and_another_is_made_of_its_defaults(config):
     made = config(**POOLS, **{"rollout.transport": "folder", "rollout.folder.timeout_seconds": 3})
     kind, options = make(made, plugins_for(made), choose(made, plugins_for(made), Topology(True)))
@@ -53,7 +84,7 @@ def test_a_name_is_taken_with_its_table_and_another_is_made_of_its_defaults(conf
     assert make(made, plugins_for(made), "tcp")[0] is TCP
 
 
-@pytest.mark.parametrize("name", ["tcp", "broadcast", "folder"])
+@pytest.mark.parametrize("name", ["tcp", "broadcast", "folder", "ipc"])
 def test_one_between_processes_is_refused_where_the_sampler_is_with_the_actor(config, name):
     with pytest.raises(
         ConfigError, match=rf"rollout\.transport: got '{name}'.*but the sampler is in the actor's"
