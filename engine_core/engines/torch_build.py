@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from engine_core.engines.attention_choice import choose_attention, with_attention
 from engine_core.engines.device_map import SpreadModel, check_device_map
 from engine_core.engines.feed_forward import chunk_feed_forwards
+from engine_core.engines.linear_products import use_quicker_products
 from engine_core.engines.lora import attach
 from engine_core.engines.memory import Held, Settings
 from engine_core.engines.model_loading import adopt_live, cast_parameters, load_hf_config, load_model
+from engine_core.engines.norms import use_own_gradients
 from engine_core.engines.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_core.engines.packed_forward import PackedForward
 from engine_core.engines.precision import Precision, choose, find_device
@@ -263,6 +265,9 @@ class TorchBuild(Sizing):
         chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
             compile_units(module, units, self.options.compile_mode)
+        elif self.device.type == "cpu":
+            use_quicker_products(module)
+            use_own_gradients(module)
         asked = self.options.activation_checkpointing
         if self.trainable and (self._recomputes(module) if asked == "auto" else asked):
             checkpoint_units(module, units)

@@ -158,3 +158,25 @@ def test_short_sequences_in_bfloat16_are_as_near_to_a_dense_mask_as_the_fused_ke
     fused = apart()
     assert max(products) < 0.01
     assert products != fused  # another way to compute it
+
+
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.bfloat16])
+def test_one_token_sees_turned_keys_as_it_sees_others(masked):
+    """Four heads of queries, two of keys; the first row has two tokens of padding."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(3, heads, length, 8, generator=generator).bfloat16()
+        for heads, length in ((4, 1), (2, 9), (2, 9))
+    )
+    seen = torch.ones(3, 1, 1, 9, dtype=torch.bool)
+    seen[0, ..., :2] = False
+    mask = seen
+    if masked is None:
+        seen, mask = torch.ones_like(seen), None
+    elif masked == torch.bfloat16:
+        mask = torch.zeros(seen.shape, dtype=masked).masked_fill(~seen, torch.finfo(masked).min)
+    turned = keys.mT.contiguous().mT
+    found, _ = attention.varlen(nn.Module(), query, turned, values, mask, scaling=0.4)
+    shares = (query.double() @ keys.double().repeat_interleave(2, 1).mT * 0.4).masked_fill(~seen, -torch.inf)
+    expected = shares.softmax(-1) @ values.double().repeat_interleave(2, 1)
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=0.02, atol=0.02)

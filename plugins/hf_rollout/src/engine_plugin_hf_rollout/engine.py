@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine_core.data import load_tokenizer
 from engine_core.engines.base import RolloutEngine
+from engine_core.engines.linear_products import use_quicker_products
 from engine_core.engines.model_loading import adopt_live, load_model
 from engine_core.engines.precision import DTYPES
 from engine_core.engines.requests import check_request
@@ -59,6 +60,7 @@ class HFRolloutEngine(RolloutEngine):
         self._adapter: OwnAdapter | None = None  # over ``_own``, once an update has brought one
         if self._given is None:
             self._own = load_model(model_config, context.device, DTYPES[self.options.dtype]).eval()
+            use_quicker_products(self._own)
         self._queue: dict[str, Request] = {}
         self._steps = self.options.tokens_per_step if config.stops_responses else 0
         self._batch: list[Request] = []  # under way, and waiting in the queue too
@@ -237,6 +239,7 @@ class HFRolloutEngine(RolloutEngine):
             assert self._given is not None
             copied = adopt_live(self._given, self.model_config, self.context.role, self.context.device)
             self._own = copied.to(self.context.device).eval()
+            use_quicker_products(self._own)
         return self._own
 
     def _model_config(self) -> Any:
