@@ -163,6 +163,26 @@ class Rollout:
         return Rollout(*_fields_of(self))
 
 
+def sampled_lengths(rollouts: Sequence[Rollout]) -> Tensor:
+    """[B] int64: tokens of each rollout that the policy sampled; in one pass, for a call a rollout takes longer."""
+    import torch
+
+    if not rollouts:
+        return torch.zeros(0, dtype=torch.int64)
+    ends = torch.tensor([rollout.loss_mask.numel() for rollout in rollouts]).cumsum(0)  # [B]
+    sampled = torch.cat([rollout.loss_mask for rollout in rollouts])
+    so_far = sampled.cumsum(0, dtype=torch.int32).cpu()  # [T]
+    until = torch.cat([so_far.new_zeros(1), so_far])[ends]  # [B]
+    return until.diff(prepend=until.new_zeros(1)).long()
+
+
+def sampled_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of all of them that the policy sampled."""
+    import torch
+
+    return int(torch.cat([rollout.loss_mask for rollout in rollouts]).count_nonzero()) if rollouts else 0
+
+
 _fields_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Rollout)))
 
 
@@ -351,7 +371,7 @@ class Batch:
             whole = []
         names = set.intersection(*(set(r.extras) for r in rollouts)) if rollouts else set()
         tokens = {
-            "loss_mask": cat([r.loss_mask & r.valid for r in rollouts]).bool(),
+            "loss_mask": cat([r.loss_mask if r.valid else r.loss_mask & False for r in rollouts]).bool(),
             "rollout_log_probs": cat([r.rollout_log_probs for r in rollouts]),
             "policy_versions": cat([r.policy_versions for r in rollouts]),
             **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names - {mass, SUPPORT})},
@@ -371,7 +391,7 @@ class Batch:
         sequences = {
             "rewards": torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
             "group_ids": torch.tensor([r.group_id for r in rollouts], dtype=torch.int64),
-            "response_lengths": torch.tensor([r.sampled_length for r in rollouts], dtype=torch.int64),
+            "response_lengths": sampled_lengths(rollouts),
             "truncated": torch.tensor([r.finish_reason in CUT for r in rollouts]),
             "valid": torch.tensor([r.valid for r in rollouts], dtype=torch.bool),
         }
@@ -380,7 +400,7 @@ class Batch:
             sequences[f"reward/{name}"] = torch.tensor(values, dtype=torch.float32)
         return cls(
             token_ids=cat([r.token_ids for r in rollouts]).long(),
-            lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.int64),
+            lengths=torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.int64),
             tokens=tokens,
             sequences=sequences,
             temperature=temperature,

@@ -15,6 +15,7 @@ A list of requests or rollouts crosses by field, for a controller reads and writ
     {"$": "each", "value": ...}                                       the same in all rows
     null                                                              the default of the field in all rows
     {"$": "prompts", "new": {"$": "rows", ...}, "at": [0, 0, 1]}      those of the message, by number
+    {"$": "prompts", "new": {"$": "texts", "of": [[0, 96]]}, ...}     as JSON in the payload, for several messages
 
 So do the columns of a batch, of which every rank gets its own::
 
@@ -95,6 +96,7 @@ MAKERS: Mapping[type, tuple[Callable[[], Any] | None, ...]] = {
 }
 """What makes the default of each field; None: it has none."""
 ALIGNMENT = 16  # of a tensor's bytes in the payload
+NOTHING = memoryview(b"")
 GAPS = tuple(memoryview(bytes(size)) for size in range(ALIGNMENT))
 
 
@@ -115,19 +117,41 @@ class Encoded:
         return sum(len(buffer) for buffer in self.buffers)
 
 
-def encode(value: Any, prompts: bool = True) -> Encoded:
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor to be sent whose rows lie in several places: it is put together by whoever writes it down."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    buffers: Sequence[memoryview]  # of rows, one after another
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """As of a tensor."""
+        return math.prod(self.shape)
+
+
+Texts = dict[int, bytes]
+"""Prompts as they cross, by identity, for messages with the same ones; they must be there as long as it is."""
+
+
+def encode(value: Any, prompts: bool = True, texts: Texts | None = None) -> Encoded:
     """A value as bytes; the bytes of CPU tensors are not copied.
 
     Args:
         value: of the closed set.
         prompts: False: of a prompt its id alone crosses, to a receiver that has it.
+        texts: of the prompts in lists of requests; those that are not there are added.
 
     Raises:
         TypeError: something in it does not cross between processes; the message says where it stands.
     """
-    writer = _Writer(prompts)
+    writer = _Writer(prompts, texts)
     tree = writer.tree(value, "value")
-    return Encoded(json.dumps(tree, separators=(",", ":")).encode(), writer.buffers)
+    return Encoded(_text(tree), writer.buffers)
 
 
 def decode(header: bytes, payload: bytearray) -> Any:
@@ -146,9 +170,12 @@ def decode(header: bytes, payload: bytearray) -> Any:
         raise NotOurs(f"No encoded value: {type(error).__name__}: {error}") from error
 
 
+VECTORS = (Tensor, Pieces)
+
+
 class _Writer:
-    def __init__(self, whole_prompts: bool) -> None:
-        self.whole_prompts = whole_prompts
+    def __init__(self, whole_prompts: bool, texts: Texts | None = None) -> None:
+        self.whole_prompts, self.texts = whole_prompts, texts if whole_prompts else None
         self.buffers: list[memoryview] = []
         self.prompts: dict[int, int] = {}  # by identity: the rollouts of a group share their prompt
         self._at = 0
@@ -171,7 +198,7 @@ class _Writer:
             return {"$": "tuple", "items": self.tree(list(value), where)}
         if isinstance(value, Mapping):
             return self._mapping(value, where)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Pieces):
             return self._tensor(value)
         if isinstance(value, bytes):
             return {"$": "bytes", "at": self._put(memoryview(value)), "size": len(value)}
@@ -187,7 +214,7 @@ class _Writer:
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
         if all(type(key) is str and key[:1] != "$" for key in value):
-            if value and all(type(column) is Tensor for column in value.values()):
+            if value and all(type(column) in VECTORS for column in value.values()):
                 return self._columns(value)
             return {key: self.tree(entry, f"{where}.{key}") for key, entry in value.items()}
         pairs = [
@@ -213,6 +240,8 @@ class _Writer:
             field = [getattr(value, name) for value in values]
             usual = make is not None and _all_are(field, make())
             columns.append(None if usual else self._column(field, f"{where}[].{name}"))
+        if not any(columns):  # something must say how many rows there are
+            columns[0] = [getattr(value, FIELDS[cls][0]) for value in values]
         return {"$": "rows", "of": cls.__name__, "columns": columns}
 
     def _column(self, values: list[Any], where: str) -> Any:
@@ -235,8 +264,22 @@ class _Writer:
 
     def _prompts(self, values: list[Prompt], where: str) -> Any:
         new = [self._noted(value) for value in values if id(value) not in self.prompts]
-        rows = self._rows(new, Prompt, where) if new else None
-        return {"$": "prompts", "new": rows, "at": [self.prompts[id(value)] for value in values]}
+        at = [self.prompts[id(value)] for value in values]
+        if self.texts is not None and new:
+            texts = [text for prompt in new if (text := self._prompt_text(prompt, self.texts, where))]
+            if len(texts) == len(new):
+                made = {"$": "texts", "of": [(self._put(memoryview(text), 1), len(text)) for text in texts]}
+                return {"$": "prompts", "new": made, "at": at}
+        return {"$": "prompts", "new": self._rows(new, Prompt, where) if new else None, "at": at}
+
+    @staticmethod
+    def _prompt_text(prompt: Prompt, texts: Texts, where: str) -> bytes:
+        """What is in ``texts`` of a prompt; nothing: it has values that lie in the payload."""
+        if (found := texts.get(id(prompt))) is None:
+            alone = _Writer(whole_prompts=True)
+            tree = alone.tree(prompt, where)
+            found = texts[id(prompt)] = b"" if alone.buffers else _text(tree)
+        return found
 
     def _noted(self, prompt: Prompt) -> Prompt:
         """A prompt that the message has not had, as it crosses."""
@@ -246,20 +289,29 @@ class _Writer:
     def _cat(self, values: list[Tensor]) -> Any:
         name = _dtype_name(values[0])
         at, *_ = [
-            self._put(_bytes_of(value), ALIGNMENT if not number else 1) for number, value in enumerate(values)
+            self._put(bytes_of(value), ALIGNMENT if not number else 1) for number, value in enumerate(values)
         ]
         return {"$": "cat", "dtype": name, "sizes": [value.numel() for value in values], "at": at}
 
-    def _tensor(self, value: Tensor) -> Any:
+    def _tensor(self, value: Tensor | Pieces) -> Any:
         name = _dtype_name(value)
-        return {"$": "tensor", "dtype": name, "shape": list(value.shape), "at": self._put(_bytes_of(value))}
+        return {"$": "tensor", "dtype": name, "shape": list(value.shape), "at": self._put_tensor(value)}
 
-    def _columns(self, columns: Mapping[str, Tensor]) -> Any:
+    def _put_tensor(self, value: Tensor | Pieces) -> int:
+        """Where its bytes will lie."""
+        if isinstance(value, Tensor):
+            return self._put(bytes_of(value))
+        at = self._put(NOTHING)
+        for rows in value.buffers:
+            self._put(rows, 1)
+        return at
+
+    def _columns(self, columns: Mapping[str, Tensor | Pieces]) -> Any:
         """Vectors of one length, by name."""
         first = next(iter(columns.values()))
         if any(column.dim() != 1 or column.numel() != first.numel() for column in columns.values()):
             return {name: self._tensor(column) for name, column in columns.items()}
-        told = [(name, _dtype_name(column), self._put(_bytes_of(column))) for name, column in columns.items()]
+        told = [(name, _dtype_name(column), self._put_tensor(column)) for name, column in columns.items()]
         return {"$": "columns", "count": first.numel(), "of": told}
 
     def _put(self, data: memoryview, alignment: int = ALIGNMENT) -> int:
@@ -345,8 +397,7 @@ class _Reader:
         if kind == "cat":
             return self._cat(tree["dtype"], tree["sizes"], tree["at"])
         if kind == "prompts":
-            if tree["new"] is not None:
-                self.prompts += self._rows("Prompt", tree["new"]["columns"])
+            self._new_prompts(tree["new"])
             return [self.prompts[_index(at, len(self.prompts))] for at in tree["at"]]
         if kind == "each":
             value = tuple(self.value(tree["value"]))  # which nobody can change
@@ -355,6 +406,17 @@ class _Reader:
         if not isinstance(found, list):
             raise NotOurs("No encoded value: a field of rows is no list.")
         return found
+
+    def _new_prompts(self, tree: Any) -> None:
+        """Those that the message has not had."""
+        if tree is None:
+            return
+        if tree["$"] != "texts":
+            self.prompts += self._rows("Prompt", tree["columns"])
+            return
+        for at, size in tree["of"]:
+            if type(self.value(json.loads(bytes(self._bytes(at, size))))) is not Prompt:
+                raise NotOurs("No encoded value: a prompt's text is none.")
 
     def _cat(self, dtype: str, sizes: list[int], at: int) -> Sequence[Tensor]:
         if len(sizes) == 1:
@@ -385,6 +447,10 @@ class _Reader:
             raise NotOurs(f"No encoded value: bytes {at} to {at + size} of {len(self.payload)}.")
 
 
+def _text(tree: Any) -> bytes:
+    return json.dumps(tree, separators=(",", ":")).encode()
+
+
 def _all_are(values: list[Any], default: Any) -> bool:
     """Whether all are the default of their field, and of its type."""
     kind = type(default)
@@ -395,7 +461,7 @@ def _all_are(values: list[Any], default: Any) -> bool:
     return values.count(default) == len(values)
 
 
-def _dtype_name(value: Tensor) -> str:
+def _dtype_name(value: Tensor | Pieces) -> str:
     name = NAMES.get(value.dtype)
     if name is None:
         raise TypeError(
@@ -404,10 +470,10 @@ def _dtype_name(value: Tensor) -> str:
     return name
 
 
-def _bytes_of(value: Tensor) -> memoryview:
-    """Of a CPU tensor itself, of others a copy."""
+def bytes_of(value: Tensor) -> memoryview:
+    """The bytes of a tensor: of one on the CPU its own, of others a copy."""
     if not value.numel():
-        return memoryview(b"")
+        return NOTHING
     if value.dtype is not torch.bfloat16 and value.is_cpu and not value.requires_grad:  # most of them
         found = value.numpy().data
         if found.c_contiguous:

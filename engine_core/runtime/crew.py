@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine_core.errors import EngineError, WorkerLost
 from engine_core.logs import FILE_ONLY
 from engine_core.runtime.channel import Closed
-from engine_core.runtime.codec import Encoded, NotOurs, encode
+from engine_core.runtime.codec import Encoded, NotOurs, Texts, encode
 from engine_core.runtime.remote_errors import unpack
 from engine_core.runtime.split import Merge, merge_futures
 from engine_core.runtime.stalls import Stack, told
@@ -471,3 +471,8 @@ def _encoded(message: Any) -> Encoded:
 def message_to(number: int, kind: str, **fields: Any) -> Encoded:
     """A command, ready to be sent to any number of ranks."""
     return encode({"kind": kind, "id": number, **fields})
+
+
+def request_to(number: int, kind: str, texts: Texts, **fields: Any) -> Encoded:
+    """As ``message_to``; ``texts``: of prompts that other commands have, too."""
+    return encode({"kind": kind, "id": number, **fields}, texts=texts)

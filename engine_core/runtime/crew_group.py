@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from engine_core.runtime.base import WorkerGroup
-from engine_core.runtime.crew import Crew, Reply, message_to
+from engine_core.runtime.crew import Crew, Reply, request_to
 from engine_core.runtime.flow import Flow
 from engine_core.runtime.portions import Portions, portions_of
 from engine_core.runtime.split import Merge, Running, in_order, merge_plain, split_batch, split_requests
 
 if TYPE_CHECKING:
-    from engine_core.runtime.codec import Encoded
+    from engine_core.runtime.codec import Encoded, Texts
     from engine_core.runtime.placement import Slice
     from engine_core.types import Batch, Request, Rollout
 
@@ -80,12 +80,13 @@ class CrewGroup(WorkerGroup):
                 batches = batches[: len(busy)]
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
+        texts: Texts = {}
         encoded: dict[tuple[int, int], Encoded] = {}  # once for all ranks that are given the same
         for at, rows, given in zip(slices, batches, arguments, strict=True):
             same = id(rows), id(given)
             if same not in encoded:
-                encoded[same] = message_to(
-                    number, "call", role=self.role, method=method, batch=rows, plain=given
+                encoded[same] = request_to(
+                    number, "call", texts, role=self.role, method=method, batch=rows, plain=given
                 )
             messages |= dict.fromkeys(at.ranks, encoded[same])
         return self.crew.send(
@@ -130,8 +131,9 @@ class CrewGroup(WorkerGroup):
         shares, merge = split_requests(requests, count)
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
+        texts: Texts = {}  # a group's requests go to several samplers
         for at, share in zip(self.slices, shares, strict=True):
-            messages |= dict.fromkeys(at.ranks, self._message(number, share, on_part is not None))
+            messages |= dict.fromkeys(at.ranks, self._message(number, share, on_part is not None, texts))
         return self.crew.send(
             messages,
             (self.role, "generate"),
@@ -148,7 +150,7 @@ class CrewGroup(WorkerGroup):
         """Have one slice sample these."""
         number, chosen = self.crew.next_number(), self.slices[at]
         return self.crew.send(
-            dict.fromkeys(chosen.ranks, self._message(number, requests, on_part is not None)),
+            dict.fromkeys(chosen.ranks, self._message(number, requests, on_part is not None, {})),
             (self.role, "generate"),
             number,
             leaders=[chosen.leader],
@@ -156,10 +158,10 @@ class CrewGroup(WorkerGroup):
             on_part=on_part or _nobody,
         )
 
-    def _message(self, number: int, requests: Sequence[Request], parts: bool) -> Encoded:
+    def _message(self, number: int, requests: Sequence[Request], parts: bool, texts: Texts) -> Encoded:
         plain = {"requests": list(requests)}
-        return message_to(
-            number, "call", role=self.role, method="generate", batch=None, plain=plain, parts=parts
+        return request_to(
+            number, "call", texts, role=self.role, method="generate", batch=None, plain=plain, parts=parts
         )
 
 

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_core.runtime.crew import Reply, message_to
+from engine_core.runtime.crew import Reply, request_to
 
 if TYPE_CHECKING:
-    from engine_core.runtime.codec import Encoded
+    from engine_core.runtime.codec import Texts
     from engine_core.runtime.crew_group import CrewGroup
     from engine_core.types import Request, Rollout
 
@@ -65,12 +65,13 @@ class Flow:
         resting = {at for at in resting if group.running.under_way[at]}
         asked = {at for at, share in enumerate(shares) if share} | set(forgotten) | resting
         same: dict[str, Any] | None = None  # what all are told that have nothing new
+        texts: Texts = {}  # a group's requests go to several samplers
         for at in sorted(asked):
             if shares[at] or at in forgotten:
-                self._send(at, {"requests": shares[at], "dropped": forgotten.get(at, [])})
+                self._send(at, {"requests": shares[at], "dropped": forgotten.get(at, [])}, texts)
             else:
                 same = same or {"requests": [], "dropped": []}
-                self._send(at, same)
+                self._send(at, same, texts)
 
     def close(self) -> None:
         """Nobody waits for anything of it any more."""
@@ -81,9 +82,9 @@ class Flow:
             if isinstance(reply, Reply):
                 reply.give_up()
 
-    def _send(self, at: int, plain: dict[str, Any]) -> None:
+    def _send(self, at: int, plain: dict[str, Any], texts: Texts) -> None:
         group, number = self.group, self.group.crew.next_number()
-        message: Encoded = message_to(number, "flow", role=group.role, seconds=self._seconds, **plain)
+        message = request_to(number, "flow", texts, role=group.role, seconds=self._seconds, **plain)
         rank = group.slices[at].leader
         with self._lock:  # an answer that comes at once waits until it is known
             reply = group.crew.send(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from engine_core.errors import PluginError
 from engine_core.packing import partition, sequence_cost
+from engine_core.runtime.codec import Pieces, bytes_of
 from engine_core.types import Batch, Request, Rollout
 
 Merge = Callable[[Sequence[Any]], Any]
@@ -22,7 +26,8 @@ Merge = Callable[[Sequence[Any]], Any]
 def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch], Merge]:
     """Each slice's sequences, balanced by cost, and what puts the results back.
 
-    Sequences with one ``keep_together`` id stay together. One slice gets the batch as it is.
+    Sequences with one ``keep_together`` id stay together. One slice gets the batch as it is. The shares of several are
+    there to be sent: their columns are ``Pieces`` of the batch's, which are not copied.
 
     Args:
         batch: of B sequences.
@@ -34,7 +39,7 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
     costs = [sequence_cost(length, attention) for length in batch.lengths.tolist()]
     together = None if batch.keep_together is None else batch.keep_together.tolist()
     parts = partition(costs, slices, together)
-    shares = batch.split(parts)
+    shares = _shares(batch, parts)
 
     def merge(results: Sequence[Any]) -> Any:
         if not isinstance(results[0], Mapping):
@@ -42,6 +47,49 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
         return {name: _put_back(name, [r[name] for r in results], parts, batch) for name in results[0]}
 
     return shares, merge
+
+
+def _shares(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
+    """The sequences of each part, with ``Pieces`` in place of tensors."""
+    offsets, order = batch.offsets.tolist(), [index for part in parts for index in part]
+    chosen = torch.tensor(order, dtype=torch.int64)
+    ends = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    spans = [[(offsets[index], offsets[index + 1]) for index in part] for part in parts]
+    rows = list(itertools.pairwise(ends))
+
+    def of_tokens(column: Tensor) -> list[Any]:
+        return _pieces(column, spans)
+
+    def of_sequences(column: Tensor) -> list[Any]:
+        return _pieces(column[chosen], [[span] for span in rows])
+
+    tokens = {name: of_tokens(column) for name, column in batch.tokens.items()}
+    sequences = {name: of_sequences(column) for name, column in batch.sequences.items()}
+    ids, counts = of_tokens(batch.token_ids), of_sequences(batch.lengths)
+    together = None if batch.keep_together is None else of_sequences(batch.keep_together)
+    return [
+        dataclasses.replace(
+            batch,
+            token_ids=ids[number],
+            lengths=counts[number],
+            tokens={name: column[number] for name, column in tokens.items()},
+            sequences={name: column[number] for name, column in sequences.items()},
+            keep_together=None if together is None else together[number],
+        )
+        for number in range(len(parts))
+    ]
+
+
+def _pieces(column: Tensor, parts: Sequence[Sequence[tuple[int, int]]]) -> list[Pieces]:
+    """The rows of each part, given as (first, end)."""
+    data, shape = bytes_of(column), tuple(column.shape[1:])
+    size = column.dtype.itemsize * math.prod(shape)  # bytes of a row
+    made = []
+    for spans in parts:
+        rows = sum(end - start for start, end in spans)
+        buffers = [data[start * size : end * size] for start, end in spans]
+        made.append(Pieces(column.dtype, (rows, *shape), buffers))
+    return made
 
 
 def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[Request]], Merge]:

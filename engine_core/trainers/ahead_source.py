@@ -26,7 +26,7 @@ from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
 from engine_core.trainers.sampling import RolloutSource
 from engine_core.trainers.scoring_thread import ScoringThread
-from engine_core.types import Prompt
+from engine_core.types import Prompt, sampled_lengths, sampled_tokens
 
 if TYPE_CHECKING:
     from engine_core.async_trainer import AsyncTrainer
@@ -54,12 +54,13 @@ class AheadSource(RolloutSource):
         self.queue = AheadQueue(self.per_step, options.max_staleness, options.order == "admitted")
         self.returned: deque[Group] = deque()  # prompts of a checkpoint that wait to be admitted again
         self.admitted = 0  # prompts taken from the data, since the beginning
-        self.tokens = 0  # sampled, of all responses that have come
+        self.tokens = 0  # sampled, of all responses that had come by the end of the last step
         self.resampled = 0  # responses that a checkpoint knew only as asked for
         self.thread: SamplerThread | None = None
         self.scoring: ScoringThread | None = None
         self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
+        self._uncounted: list[Rollout] = []  # that have come since then
         self._ready = 0  # groups in the queue that are
         self._wanted = 0  # groups that somebody waits for
         self._before: dict[str, float] = {}  # counters at the end of the last step
@@ -202,8 +203,9 @@ class AheadSource(RolloutSource):
     def _arrived(self, group: Group, rollouts: Sequence[Rollout]) -> None:
         """Some responses of a group are there; in the sampler's thread."""
         with self._changed:
-            group.rollouts |= {rollout.request_id: rollout for rollout in rollouts}
-            self.tokens += sum(rollout.sampled_length for rollout in rollouts)
+            for rollout in rollouts:
+                group.rollouts[rollout.request_id] = rollout
+            self._uncounted += rollouts
             complete = group.complete
         if complete:
             self._completed(group)
@@ -242,28 +244,46 @@ class AheadSource(RolloutSource):
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
         """The rule of ``ahead``, held against what came."""
         most = self.run.options.max_staleness
-        if not len(ages := self._ages(rollouts)) or int(ages.max()) <= most:
+        if not rollouts or self.version - self._oldest(*_versions(rollouts)) <= most:
             return
         for rollout in rollouts:
-            if (old := self.version - _oldest(rollout, self.version)) > most:
+            if (old := self.version - self._oldest(*_versions([rollout]))) > most:
                 raise TrainingFailed(
                     f"Rollout '{rollout.request_id}' has a token that is {old} policy versions old (async.max_staleness = "
                     f"{most}). The weights were left alone. This is a bug of the sampler or of the engine."
                 )
 
-    def _ages(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        """How many versions ago each sampled token was sampled, of all rollouts one after another."""
+    def _oldest(self, versions: torch.Tensor, sampled: torch.Tensor) -> int:
+        """The lowest version of a sampled token."""
+        return int(versions.where(sampled, self.version).min()) if len(versions) else self.version
+
+    def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """How many versions ago the tokens of a step were sampled."""
+        found = {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
         if not rollouts:
-            return torch.zeros(0, dtype=torch.int32)
-        mask = torch.cat([rollout.loss_mask for rollout in rollouts])
-        return self.version - torch.cat([rollout.policy_versions for rollout in rollouts])[mask]
+            return found
+        versions, sampled = _versions(rollouts)
+        if not (count := int(sampled.count_nonzero())):
+            return found
+        ages = (self.version - versions).where(sampled, 0)
+        oldest, newest = self._oldest(versions, sampled), int(versions.where(sampled, -1).max())
+        found["async/staleness_mean"] = int(ages.sum()) / count
+        found["async/staleness_max"] = float(self.version - oldest)
+        if newest != oldest:
+            mixed = _changes(versions[sampled], sampled_lengths(rollouts))
+            found["async/mixed_share"] = mixed / len(rollouts)
+        return found
+
+    def _count(self) -> None:
+        """Count the tokens of what has come."""
+        with self._changed:
+            came, self._uncounted = self._uncounted, []
+        self.tokens += sampled_tokens(came)
 
     def _told(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Metrics of what a step took and what is left."""
         assert self.thread is not None
-        ages, counts = self._ages(rollouts), [r.sampled_length for r in rollouts]
-        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))  # rollout of each age
-        mixed = len(of[1:][(ages.diff() != 0) & (of.diff() == 0)].unique())
+        self._count()
         with self._changed:
             ready = sum(group.ready for group in self.queue.groups)
             waiting = len(self.queue.groups) - ready
@@ -280,9 +300,7 @@ class AheadSource(RolloutSource):
         speed = sampled / since["time/sampling"] if since["time/sampling"] else 0.0
         return since | {
             "throughput/generated_tokens_per_second": speed,
-            "async/staleness_mean": float(ages.double().mean()) if len(ages) else 0.0,
-            "async/staleness_max": float(ages.max()) if len(ages) else 0.0,
-            "async/mixed_share": mixed / max(len(rollouts), 1),
+            **self._staleness(rollouts),
             "async/ready_groups": float(ready),
             "async/groups_in_flight": float(waiting),
         }
@@ -343,10 +361,25 @@ class AheadSource(RolloutSource):
         self.queue.groups = list(groups)
 
 
-def _oldest(rollout: Rollout, newest: int) -> int:
-    """The lowest version of a token that the policy sampled."""
-    versions = rollout.policy_versions[rollout.loss_mask]
-    return int(versions.min()) if len(versions) else newest
+def _versions(rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] policy version of each token, and whether the policy sampled it, of all rollouts one after another."""
+    versions = torch.cat([rollout.policy_versions for rollout in rollouts])
+    return versions, torch.cat([rollout.loss_mask for rollout in rollouts])
+
+
+def _changes(versions: torch.Tensor, counts: torch.Tensor) -> int:
+    """Rollouts with sampled tokens of more than one version.
+
+    Args:
+        versions: of the sampled tokens.
+        counts: [B] of them in each rollout.
+    """
+    changed = (
+        versions.diff().nonzero().flatten()
+    )  # the last token before each change, most often its rollout's last
+    ends = counts.cumsum(0)
+    of, of_next = (torch.searchsorted(ends, at, right=True) for at in (changed, changed + 1))
+    return len(of[of == of_next].unique())
 
 
 def _as_json(group: Group) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from engine_core.rollout_files import read_rollouts, rollout_path, write_rollout
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.stages import Stages
 from engine_core.trainers.stragglers import Stragglers
-from engine_core.types import CUT, Batch, Request, Sampling
+from engine_core.types import CUT, Batch, Request, Sampling, sampled_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -248,8 +248,8 @@ class RolloutSource:
         )
         return {
             "rollouts": float(len(rollouts)),
-            "tokens/total": float(sum(len(r.token_ids) for r in rollouts)),
-            "tokens/generated": float(sum(r.sampled_length for r in rollouts)),
+            "tokens/total": float(sum(r.token_ids.numel() for r in rollouts)),
+            "tokens/generated": float(sampled_tokens(rollouts)),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/truncated_share": truncated / len(lengths),

@@ -62,7 +62,7 @@ class VirtualClock(Clock):
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ready: deque[Turn] = deque()
-        self._turns = {threading.get_ident(): Turn()}
+        self._first = self._mine = Turn()  # of the thread that began, of the one that runs
         self._error: BaseException | None = None
 
     def now(self) -> float:
@@ -96,8 +96,8 @@ class VirtualClock(Clock):
     # -- turns, for conditions, threads and futures ---------------------------
 
     def turn(self) -> Turn:
-        """Of the calling thread."""
-        return self._turns[threading.get_ident()]
+        """Of the calling thread, which is the one that runs."""
+        return self._mine
 
     def wake(self, turn: Turn) -> None:
         """This thread can go on."""
@@ -111,6 +111,7 @@ class VirtualClock(Clock):
         if following is not mine:
             following.given.release()
             mine.given.acquire()
+            self._mine = mine
         self.controller.switch(before)
         if self._error is not None:
             raise self._error
@@ -118,19 +119,18 @@ class VirtualClock(Clock):
     def leave(self) -> None:
         """The calling thread ends."""
         before = self.controller.switch(False)
-        del self._turns[threading.get_ident()]
         try:
             following = self._next()
         except BaseException as error:
             self._error = error  # raised in the thread that began
-            following = next(iter(self._turns.values()))
+            following = self._first
         following.given.release()
         del before  # whoever runs next switches it as it was for it
 
     def enter(self, turn: Turn) -> None:
         """A new thread, in itself, before anything else."""
         turn.given.acquire()
-        self._turns[threading.get_ident()] = turn
+        self._mine = turn
         self.controller.switch(True)
 
     def _next(self) -> Turn:
@@ -157,11 +157,12 @@ class VirtualCondition(threading.Condition):
         self._asleep: list[list[Any]] = []  # of each waiting thread: its turn, whether it was notified
 
     def __enter__(self) -> bool:
-        mine = self.clock.turn()
+        mine = self.clock._mine
         while self._owner is not None and self._owner is not mine:
             self._locked_out.append(mine)
             self.clock.wait()
-        self._owner, self._depth = mine, self._depth + 1
+        self._owner = mine
+        self._depth += 1
         return True
 
     def __exit__(self, *error: object) -> None:

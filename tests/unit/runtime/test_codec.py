@@ -144,7 +144,12 @@ def test_tensors_of_rows_that_are_empty_or_no_vectors_come_back(count):
 def test_fields_of_rows_that_hold_their_default_cost_nothing_and_come_back_with_their_types():
     usual = [Sampling(seed=index) for index in range(2)]
     assert json.loads(encode(usual).header)["columns"].count(None) == 9
-    for sent in (usual, [Sampling(top_p=1, top_k=False)] * 2, [Sampling(0), Sampling(seed=1)]):
+    for sent in (
+        usual,
+        [Sampling()] * 3,
+        [Sampling(top_p=1, top_k=False)] * 2,
+        [Sampling(0), Sampling(seed=1)],
+    ):
         found = there_and_back(sent)
         assert found == sent
         assert [type(each.top_p) for each in found] == [type(each.top_p) for each in sent]
@@ -163,6 +168,27 @@ def test_to_a_receiver_that_has_the_prompts_their_ids_alone_cross():
     first, second = decode(encode([prompt, prompt], prompts=False).header, bytearray())
     assert first is second
     assert first == Prompt("train:1", [], "")
+
+
+def test_prompts_of_several_messages_are_written_once_and_come_back_in_each():
+    prompts = [Prompt("train:1", [5, 9], "2+2=", {"answer": "4", "day": datetime.date(2026, 1, 2)})]
+    prompts += [Prompt("train:2", [5], "a"), Prompt("train:3", [6], "b", {"picture": b"\x00\x01"})]
+    requests = [
+        Request(f"0:{n}:{m}", prompt, Sampling(), n, m) for m in (0, 1) for n, prompt in enumerate(prompts)
+    ]
+    texts = {}
+    for sent in (requests[:2], requests[3:5], requests[:1], requests, requests[1:2] * 2):
+        encoded = encode({"requests": sent}, texts=texts)
+        found = decode(encoded.header, bytearray(b"".join(encoded.buffers)))["requests"]
+        assert found == sent
+        for each, other in zip(found, sent, strict=True):
+            same = [one.prompt is each.prompt for one in found]
+            assert same == [one.prompt is other.prompt for one in sent]
+    assert list(texts) == [id(prompt) for prompt in prompts]
+    assert texts[id(prompts[0])].count(b"2+2=") == 1
+    prompts[1].text = "another, which a receiver has not seen"
+    assert b"another" not in b"".join(encode(requests[1:2], texts=texts).buffers)  # it is not written again
+    assert encode(requests[:1], prompts=False, texts=texts).buffers == []
 
 
 class Mine:
@@ -217,6 +243,11 @@ HOSTILE = [
     {"$": "rows", "of": "Prompt", "columns": [["a"], {"$": "each", "value": 3}, ["b"], [{}]]},
     {"$": "prompts", "new": None, "at": [0]},
     {"$": "prompts", "new": {"$": "rows", "of": "Prompt", "columns": []}, "at": []},
+    {"$": "prompts", "new": {"$": "texts", "of": [[0, 9]]}, "at": [0]},  # 9 bytes of 8
+    {"$": "prompts", "new": {"$": "texts", "of": [[0, 8]]}, "at": [0]},  # no JSON
+    {"$": "columns", "count": 3, "of": [["x", "float32", 0]]},
+    {"$": "columns", "count": -1, "of": [["x", "int8", 0]]},
+    {"$": "columns", "count": 1, "of": [["x", "object", 0]]},
 ]
 
 

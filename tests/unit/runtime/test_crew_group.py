@@ -67,5 +67,5 @@ def test_samplers_that_are_told_the_same_share_one_message(group):
     messages, _ = group.crew.sent[-1]
     first, second, third = (messages[rank] for rank in (0, 2, 4))
     assert second is third
-    assert decode(first.header, bytearray())["plain"]["requests"][0].id == "1:3:0"
+    assert decode(first.header, bytearray(b"".join(first.buffers)))["plain"]["requests"][0].id == "1:3:0"
     assert decode(second.header, bytearray())["plain"] == {"requests": [], "stopped": ["1:0:0"]}

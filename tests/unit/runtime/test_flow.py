@@ -27,7 +27,7 @@ class Crew:
     def send(self, messages, what, number, *, interruptible, on_part=None, leaders=None, merge=None):
         ((rank, message),) = messages.items()
         reply = Reply(lambda: self.left.append(rank))
-        self.sent.append((rank, decode(message.header, bytearray()), reply, on_part))
+        self.sent.append((rank, decode(message.header, bytearray(b"".join(message.buffers))), reply, on_part))
         return reply
 
 

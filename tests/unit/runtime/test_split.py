@@ -4,13 +4,26 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.errors import PluginError
 from engine_core.packing import plan_micro_batches
+from engine_core.runtime.codec import decode, encode
 from engine_core.runtime.split import Running, merge_futures, merge_plain, split_batch, split_requests
 from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, TrainOutput
+
+
+def read(share):
+    """What the rank reads that it is sent to."""
+    encoded = encode(share)
+    return decode(encoded.header, bytearray(b"".join(encoded.buffers)))
+
+
+def shares_of(lengths, slices, attention):
+    batch = batch_of(lengths)
+    shares, _ = split_batch(batch, slices, attention)
+    return shares if slices == 1 else [read(share) for share in shares]
 
 
 def batch_of(lengths, keep_together=None):
@@ -30,6 +43,7 @@ def test_values_per_token_and_per_sequence_come_back_in_order(lengths, slices):
     batch = batch_of(lengths)
     shares, merge = split_batch(batch, slices, attention=0.01)
     assert len(shares) == slices
+    shares = [read(share) for share in shares]
     outputs = [
         {
             "tokens": share.token_ids.float(),
@@ -44,6 +58,31 @@ def test_values_per_token_and_per_sequence_come_back_in_order(lengths, slices):
     assert torch.equal(found["sequences"], batch["r"])
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 9), max_size=12),
+    st.integers(2, 5),
+    st.sampled_from(["bfloat16", "float32", "bool"]),
+)
+def test_a_rank_reads_the_whole_of_its_sequences(lengths, slices, dtype):
+    batch, total = batch_of(lengths), sum(lengths)
+    batch.tokens["wide"] = (
+        torch.arange(3 * total).reshape(3, total).t().to(getattr(torch, dtype))
+    )  # in strides
+    shares, _ = split_batch(batch, slices, attention=0.01)
+    seen = 0
+    for share in map(read, shares):
+        rows = [int(value) // 3 for value in share["r"]]
+        wanted = batch.select(rows)
+        seen += len(rows)
+        assert torch.equal(share.token_ids, wanted.token_ids)
+        assert torch.equal(share.lengths, wanted.lengths)
+        assert share["wide"].dtype == batch["wide"].dtype
+        assert torch.equal(share["wide"], wanted["wide"])
+        assert torch.equal(share["x"], wanted["x"])
+    assert seen == len(lengths)
+
+
 def test_one_slice_gets_the_batch_as_it_is():
     batch = batch_of([3, 1, 2])
     shares, merge = split_batch(batch, 1, 0.0)
@@ -54,6 +93,7 @@ def test_one_slice_gets_the_batch_as_it_is():
 def test_pairs_stay_together_and_the_work_is_even():
     lengths, pairs = [9, 1, 5, 5, 4, 6], [0, 0, 1, 1, 2, 2]
     shares, _ = split_batch(batch_of(lengths, pairs), 3, 0.0)
+    shares = [read(share) for share in shares]
     assert [sorted(share.keep_together.tolist()) for share in shares] == [[0, 0], [1, 1], [2, 2]]
     assert [share.num_tokens for share in shares] == [10, 10, 10]
 
@@ -80,7 +120,7 @@ def test_every_slice_runs_as_many_micro_batches_and_none_is_over_the_budget(
     lengths, slices, budget, attention
 ):
     """As ranks do: each plans its share, then all fill up to the one with the most."""
-    shares, _ = split_batch(batch_of(lengths), slices, attention)
+    shares = shares_of(lengths, slices, attention)
     assert sorted(n for share in shares for n in share.lengths.tolist()) == sorted(lengths)
     own = [plan_micro_batches(share.lengths.tolist(), budget) for share in shares]
     most = max(map(len, own))
@@ -97,7 +137,7 @@ def test_every_slice_runs_as_many_micro_batches_and_none_is_over_the_budget(
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.integers(1, 8), st.floats(0, 0.1))
 def test_slices_are_even_in_the_work_that_sequences_are(lengths, slices, attention):
     """Never more apart than the longest sequence is work: what the largest differencing method gives."""
-    shares, _ = split_batch(batch_of(lengths), slices, attention)
+    shares = shares_of(lengths, slices, attention)
     work = [sum(n + attention * n * n for n in share.lengths.tolist()) for share in shares]
     longest = max(n + attention * n * n for n in lengths)
     assert max(work) - min(work) <= longest * (1 + 1e-9)
