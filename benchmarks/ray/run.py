@@ -121,18 +121,13 @@ class Comparison:
     def _session(self, backend: str, number: int) -> Iterator[Session]:
         """A run that is warm."""
         config = of_runtime(self.config, self.given, backend)
-        try:
-            session = Session(self.folder, f"{backend}{number}", config, self.deadline)
-        except Failed as error:
-            raise Failed(f"{backend}: {error}") from None
+        session = Session(self.folder, f"{backend}{number}", config, self.deadline)
         try:
             for _ in range(self.given.warmup):
                 session.step()
             self.starts[backend].append(session.start_seconds)
             self.calls[backend].append(session.calls(CALLS))
             yield session
-        except Failed as error:
-            raise Failed(f"{backend}: {error}") from None
         finally:
             session.close()
 
