@@ -64,7 +64,11 @@ class Preparer:
     @property
     def limit_key(self) -> str:
         """The key of ``limit``, for messages."""
-        return "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
+        if self.learn:
+            return "[sft] max_tokens"
+        if self.limit < self.config.max_prompt_tokens:
+            return "the longest prompt that model and sampler have room for with a response"
+        return "[data] max_prompt_tokens"
 
     def prepare(self, index: int) -> Outcome:
         """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""

@@ -249,6 +249,8 @@ class PromptSource(Source[Prompt]):
         seed: of the order.
         split: ``train`` or ``validation``.
         rows: rows as dicts in place of files; they are prepared without workers.
+        held: tokens of prompt and response together that there is room for; a prompt without room for a response is
+            over-long, too.
 
     Raises:
         DataError: no files, an unreadable file, or a first row that shows that none can be used.
@@ -261,9 +263,11 @@ class PromptSource(Source[Prompt]):
         seed: int,
         split: str = "train",
         rows: Sequence[Any] | None = None,
+        held: int | None = None,
     ) -> None:
         opened = _open(config, split, rows)
-        super().__init__(Preparer(opened, tokenizer, config, split, config.max_prompt_tokens), seed)
+        limit = config.max_prompt_tokens if held is None else min(config.max_prompt_tokens, held - 1)
+        super().__init__(Preparer(opened, tokenizer, config, split, limit), seed)
 
 
 class SFTSource(Source[Example]):

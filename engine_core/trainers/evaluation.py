@@ -18,6 +18,7 @@ from engine_core.config.evaluation import UNNAMED, HeldOut, held_out_sets
 from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
 from engine_core.rollout_files import write_rollouts
+from engine_core.trainers.sampling import held_tokens
 from engine_core.types import Sampling
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Evaluation:
         if held_out.name not in self._prompts:
             data = held_out.data(self.run.config)
             split = f"validation/{held_out.name}".rstrip("/")
-            source = PromptSource(data, self.run.tokenizer, self.run.config.run.seed, split)
+            seed, held = self.run.config.run.seed, held_tokens(self.run)
+            source = PromptSource(data, self.run.tokenizer, seed, split, held=held)
             try:
                 columns = source.columns()
                 if self.sampling.environment:

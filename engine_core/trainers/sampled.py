@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
 from engine_core.trainers.evaluation import Evaluation
-from engine_core.trainers.sampling import RolloutSource
+from engine_core.trainers.sampling import RolloutSource, held_tokens
 from engine_core.trainers.support import check_adapter, check_partial
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class SampledRun(TrainingRun):
         self.sampling = self.make_sampling()
         self._cleanup.callback(self.sampling.close)
         self.evaluation = Evaluation(self, self.sampling)
+
+    def make_source(self) -> Any:
+        """Prompts that can be continued; others go the way of ``[data] over_long``."""
+        data, rows = self.config.data, self.live.get("data")
+        held = held_tokens(self)
+        return PromptSource(data, self.tokenizer, self.config.run.seed, rows=rows, held=held)
 
     def make_sampling(self) -> RolloutSource:
         """Where rollouts come from."""

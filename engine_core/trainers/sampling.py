@@ -379,10 +379,16 @@ def environment_of(run: SampledRun, columns: Collection[str]) -> EnvironmentRunn
     if config is None:
         return None
     known = {reward.name for reward in run.config.reward}
-    return EnvironmentRunner(config, run.plugins, run.tokenizer, _model_length(run), columns, known)
+    return EnvironmentRunner(config, run.plugins, run.tokenizer, model_length(run), columns, known)
 
 
-def _model_length(run: SampledRun) -> int:
+def held_tokens(run: SampledRun) -> int:
+    """Tokens of prompt and response together that both the model and a sampler that is told its length can hold."""
+    told = getattr(run.config.rollout.options, "max_model_len", None)
+    return min(model_length(run), told or 1 << 30)
+
+
+def model_length(run: SampledRun) -> int:
     """Tokens that the model can hold; one that does not say sets no limit."""
     if "model" in run.live:
         hf_config = getattr(run.live["model"], "config", None)

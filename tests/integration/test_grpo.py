@@ -97,6 +97,20 @@ def test_two_steps_write_metrics_rollouts_and_a_checkpoint(grpo):
     assert (run.folder.checkpoints / "step_00000002" / "manifest.json").exists()
 
 
+def test_a_prompt_that_the_model_has_no_room_for_is_skipped_by_name_or_ends_the_run_before_it_samples(
+    grpo, caplog
+):
+    rows = [{"prompt": f"{n} + {n} = "} for n in range(7)]
+    rows.insert(2, {"prompt": "1 + " * 5000})
+    changes = {"data.max_prompt_tokens": 100_000, "data.shuffle": False}
+    run = trainer(grpo, changes, data=rows)
+    run.train()
+    assert [line["step"] for line in metrics_of(run)] == [1, 2]
+    assert "the longest prompt that model and sampler have room for with a response is" in caplog.text
+    with pytest.raises(DataError, match=r"tokens; the longest prompt that model and sampler have room for"):
+        trainer(grpo, changes | {"data.over_long": "error", "run.name": "e"}, data=rows).train()
+
+
 def test_sampler_and_trainer_agree_before_the_first_update(grpo):
     run = trainer(grpo)
     run.train()
