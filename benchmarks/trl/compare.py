@@ -72,17 +72,17 @@ def commands(arguments: argparse.Namespace) -> dict[str, Command]:
 
 
 def plan(arguments: argparse.Namespace, folder: Path) -> list[Job]:
-    """All jobs, in their order: lanes with their figures, then their gates, then learning.
+    """All jobs, in their order: the gates of all lanes, without which figures say nothing, then figures, then learning.
 
     Args:
         arguments: of the command line.
         folder: where TRL's batches go.
     """
     jobs: list[Job] = []
-    for lane in () if arguments.gates_only else arguments.lanes:
-        jobs += timing(arguments, lane)
     for lane in arguments.lanes:
         jobs += checking(arguments, lane, folder / f"{lane}.safetensors")
+    for lane in () if arguments.gates_only else arguments.lanes:
+        jobs += timing(arguments, lane)
     return jobs + ([] if arguments.no_learning else learning(arguments))
 
 
@@ -112,19 +112,15 @@ def timing(arguments: argparse.Namespace, lane: str) -> list[Job]:
 
 
 def checking(arguments: argparse.Namespace, lane: str, batch: Path) -> list[Job]:
-    """G1 to G3: TRL dumps a batch, the engine reads it."""
-    trl, engine = (f"{lane} {name} gates" for name in FRAMEWORKS)
-    options = {"lane": lane, "steps": GATE_STEPS, "batch": batch}
+    """G1 to G3. TRL dumps a batch; what the engine makes of it needs no sampler, so vLLM does not start for that."""
+    trl = f"{lane} trl gates"
+    steps, of_batch = {"lane": lane, "steps": GATE_STEPS}, {"lane": lane, "batch": batch}
+    ours, theirs = ({"set": changes(arguments, name)} for name in ("engine", "trl"))
+    workload = arguments.workload
     return [
-        Job(trl, "trl", "gates", arguments.workload, options | {"set": changes(arguments, "trl")}),
-        Job(
-            engine,
-            "engine",
-            "gates",
-            arguments.workload,
-            options | {"set": changes(arguments, "engine")},
-            (trl,),
-        ),
+        Job(trl, "trl", "gates", workload, steps | of_batch | theirs),
+        Job(f"{lane} engine gates", "engine", "gates", workload, steps | ours),
+        Job(f"{lane} engine same", "engine", "same", workload, of_batch | ours, (trl,)),
     ]
 
 

@@ -111,7 +111,12 @@ def changes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def make_trainer(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> TimedTrainer:
     """A trainer that has not begun."""
-    config = load_config(FOLDER / "engine.toml", settings(arguments, inputs, run_dir))
+    return trainer_of(settings(arguments, inputs, run_dir), arguments)
+
+
+def trainer_of(keys: dict[str, Any], arguments: argparse.Namespace) -> TimedTrainer:
+    """With these keys of the run file over those of ``engine.toml``."""
+    config = load_config(FOLDER / "engine.toml", keys)
     trainer = TimedTrainer(config, rewards=[even])
     trainer.step_clock = measure.Clock(arguments.device)
     return trainer
@@ -135,10 +140,9 @@ def learned(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -
 
 
 def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> dict[str, Any]:
-    """G1 on the batch that TRL dumped; then steps, with the weights of sampler and trainer after each."""
+    """G2 and G3: steps, with the weights of sampler and trainer after each."""
     trainer = make_trainer(arguments, inputs, run_dir)
     trainer.setup(training=True)
-    found = {"same_batch": same_batch(trainer, load_file(arguments.batch))}
     actor, sampler = (trainer.groups[role].engine for role in ("actor", "rollout"))  # type: ignore[attr-defined]
     used: list[str] = []
     generate, push = sampler.generate, trainer.runtime.push_weights
@@ -170,7 +174,19 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
     actor.optimizer_step = stepped
     trainer.train()
     trainer.close()
-    return found | {"sampler": used, "trainer": after[: len(used)], "steps": trainer.step_clock.steps}
+    return {"sampler": used, "trainer": after[: len(used)], "steps": trainer.step_clock.steps}
+
+
+def same(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> dict[str, Any]:
+    """G1 on the batch that TRL dumped. Nothing is sampled: there is no vLLM, whatever the lane has."""
+    keys = settings(arguments, inputs, run_dir) | {"rollout.backend": "hf"}
+    trainer = trainer_of(
+        {key: value for key, value in keys.items() if not key.startswith("rollout.vllm.")}, arguments
+    )
+    trainer.setup(training=True)
+    found = {"same_batch": same_batch(trainer, load_file(arguments.batch))}
+    trainer.close()
+    return found
 
 
 def same_batch(trainer: TimedTrainer, dumped: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -244,7 +260,7 @@ def in_float32(engine: Any, micro_batch_tokens: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("time", "gates", "learn"))
+    parser.add_argument("what", choices=("time", "gates", "same", "learn"))
     parser.add_argument("--workload", choices=given.WORKLOADS, default="cpu")
     parser.add_argument("--lane", choices=LANES["cpu"], default="matched")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -258,14 +274,15 @@ def main() -> None:
     )
     parser.add_argument("--cache", type=Path, default=given.CACHE / "workloads")
     parser.add_argument("--warm-up", type=int, default=0, help="of time: steps that the report leaves out")
-    parser.add_argument("--batch", type=Path, help="of gates: what trl_run.py dumped")
+    parser.add_argument("--batch", type=Path, help="of same: what trl_run.py dumped")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         torch.set_float32_matmul_precision("highest")
     inputs = given.make(given.WORKLOADS[arguments.workload], arguments.cache)
     with tempfile.TemporaryDirectory() as run_dir:
-        result = {"time": timed, "gates": gates, "learn": learned}[arguments.what](arguments, inputs, run_dir)
+        runs = {"time": timed, "gates": gates, "same": same, "learn": learned}
+        result = runs[arguments.what](arguments, inputs, run_dir)
     measure.write(
         arguments.out,
         {

@@ -33,12 +33,13 @@ def gates(found: Found, lanes: Sequence[str], rounding: Mapping[str, str]) -> li
 def lane_gates(results: Results, lane: str, rounding: str) -> list[figures.Gate]:
     """G1 to G3 and G5 of one lane."""
     trl, engine = (results.get(f"{lane} {name} gates") for name in FRAMEWORKS)
+    same = results.get(f"{lane} engine same")
     steps = {name: [step for each in processes(results, lane, name) for step in each] for name in FRAMEWORKS}
     for name, result in zip(FRAMEWORKS, (trl, engine), strict=True):
         steps[name] += result["steps"] if result else []
     made = [
-        figures.same_maths(trl["same_batch"], engine["same_batch"], rounding)
-        if trl and engine
+        figures.same_maths(trl["same_batch"], same["same_batch"], rounding)
+        if trl and same
         else missing("G1 same batch, same maths"),
         figures.same_policy(engine["steps"], rounding) if engine else missing("G2 sampler and trainer"),
     ]

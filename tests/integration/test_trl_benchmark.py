@@ -316,7 +316,8 @@ def test_gates_alone_have_no_timed_steps_and_learn_on_the_cpu_once(benchmark, mo
     monkeypatch.setattr(sys, "argv", ["compare.py", *words])
     jobs = benchmark["compare"].plan(benchmark["compare"].parse(), tmp_path)
     assert [job.name for job in jobs] == [
-        "matched trl gates", "matched engine gates", "best-effort trl gates", "best-effort engine gates",
+        "matched trl gates", "matched engine gates", "matched engine same",
+        "best-effort trl gates", "best-effort engine gates", "best-effort engine same",
         "learn trl 0", "learn engine 0",
     ]  # fmt: skip
     learning = [job for job in jobs if job.on_cpu]
@@ -337,6 +338,7 @@ def test_without_timed_steps_tokens_are_counted_in_the_steps_of_the_gates(benchm
             "steps": [step], "same_batch": found_of(), "sampler": ["a", "b"], "trainer": ["a", "b"],
             "inputs": {"model_sha256": "m", "data_sha256": "d"},
         }  # fmt: skip
+    found.results["matched engine same"] = found.results["matched engine gates"]
     gates = {gate.name[:2]: gate for _, gate in report.gates(found, ["matched"], {"matched": "fp32"})}
     assert {name for name, gate in gates.items() if not gate.passed} == {"G4", "G5"}
     assert gates["G5"].found == "trl 8,192, engine 8,000"
