@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from engine_core.config.choices import OPTIONAL_ROLES
@@ -15,7 +15,10 @@ from engine_core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig
-    from engine_core.config.roles import OptimConfig
+    from engine_core.config.roles import OptimConfig, RoleConfig
+
+FROZEN_READERS = ("ref", "teacher")
+"""Roles whose model may be a frozen one of an inference engine, and which read what was sampled."""
 
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
@@ -126,21 +129,44 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
 
 
 def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
-    """A sampler that is told how many tokens it holds: of a prompt and its response together, or responses are cut without a word."""
-    held = getattr(config.rollout.options, "max_model_len", None)
-    if not isinstance(held, int):
-        return
+    """Engines that are told how many tokens they hold: a prompt and its response together.
+
+    A sampler would cut responses short without a word, and a frozen model, which needs room for a token more, would end the run
+    at the first long one.
+    """
     responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
     if "eval" in sections and config.eval.max_response_tokens:
         responses["eval.max_response_tokens"] = config.eval.max_response_tokens
+    yield from _too_short("rollout", config.rollout, 0, config.data.max_prompt_tokens, responses)
+    for role in FROZEN_READERS:
+        if role in sections and (table := getattr(config, role)) is not None:
+            learned = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
+            yield from _too_short(role, table, 1, config.data.max_prompt_tokens, learned)
+
+
+def _too_short(
+    role: str, table: RolloutConfig | RoleConfig, more: int, prompt: int, responses: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Of one engine.
+
+    Args:
+        role: name of its table.
+        table: with its backend and options.
+        more: tokens that it holds beside prompt and response.
+        prompt: tokens of the longest.
+        responses: tokens of the longest, by the key that says so.
+    """
+    held = getattr(table.options, "max_model_len", None)
     key, response = max(responses.items(), key=lambda item: item[1])
-    prompt = config.data.max_prompt_tokens
-    if prompt + response > held:
-        left = f"data.max_prompt_tokens to {held - response}" if held > response else f"lower {key}"
+    needed = prompt + response + more
+    if isinstance(held, int) and needed > held:
+        room = held - response - more
+        instead = f"data.max_prompt_tokens to {room}" if room > 0 else f"lower {key}"
+        one_more = " and a token more" if more else ""
         yield Problem(
-            ("rollout", config.rollout.backend.rpartition(":")[2], "max_model_len"),
-            f"got {held}, but the longest prompt (data.max_prompt_tokens = {prompt}) and its response ({key} = {response}) "
-            f"have {prompt + response} tokens: responses would be cut short. Set it to {prompt + response}, or {left}.",
+            (role, table.backend.rpartition(":")[2], "max_model_len"),
+            f"got {held}, but the longest prompt (data.max_prompt_tokens = {prompt}) and its response ({key} = {response})"
+            f"{one_more} have {needed} tokens: long ones would be cut short or refused. Set it to {needed}, or {instead}.",
         )
 
 

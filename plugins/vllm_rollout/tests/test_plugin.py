@@ -112,6 +112,17 @@ max_prompt_tokens = 12
 """
 
 
+TEACHER = """
+[algorithm]
+advantage = "distill"
+[teacher]
+path = "teacher"
+backend = "vllm"
+[teacher.vllm]
+max_model_len = {held}
+"""
+
+
 @pytest.mark.parametrize(
     ("held", "more", "words"),
     [
@@ -120,11 +131,17 @@ max_prompt_tokens = 12
             47,
             "",
             r"rollout\.vllm\.max_model_len: got 47, but the longest prompt \(data\.max_prompt_tokens = 12\) and its response "
-            r"\(rollout\.max_response_tokens = 36\) have 48 tokens: responses would be cut short\. Set it to 48, or "
+            r"\(rollout\.max_response_tokens = 36\) have 48 tokens: long ones would be cut short or refused\. Set it to 48, or "
             r"data\.max_prompt_tokens to 11\.",
         ),
         (30, "", r"Set it to 48, or lower rollout\.max_response_tokens\."),
         (48, "[eval]\nmax_response_tokens = 40", r"\(eval\.max_response_tokens = 40\) have 52 tokens"),
+        (
+            48,
+            TEACHER.format(held=48),
+            r"teacher\.vllm\.max_model_len: got 48, .* and a token more have 49 tokens",
+        ),
+        (48, TEACHER.format(held=49), ""),
         (
             48,
             "[schedule]\n'rollout.max_response_tokens' = [[3, 40]]",
