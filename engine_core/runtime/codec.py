@@ -377,17 +377,18 @@ class _Reader:
         cls = CLASSES.get(kind)
         if cls not in ROWS or len(trees) != len(FIELDS[cls]):
             raise NotOurs(f"No encoded value: rows of '{kind!s:.40}' with {len(trees)} columns.")
-        columns = []
-        for tree, make in zip(trees, MAKERS[cls], strict=True):
-            column = make if tree is None else self._column(tree)
-            if column is None:
-                raise NotOurs(f"No encoded value: a field of '{kind}' that has no default is not there.")
-            columns.append(column)
-        count = next((len(column) for column in columns if not callable(column)), None)
+        told = {
+            name: self._column(tree)
+            for name, tree in zip(FIELDS[cls], trees, strict=True)
+            if tree is not None
+        }
+        count = next((len(column) for column in told.values() if not callable(column)), None)
         if count is None:
             raise NotOurs(f"No encoded value: nothing says how many rows of '{kind}' there are.")
-        filled = [[column() for _ in range(count)] if callable(column) else column for column in columns]
-        return [cls(*row) for row in zip(*filled, strict=True)]
+        columns = [
+            [column() for _ in range(count)] if callable(column) else column for column in told.values()
+        ]
+        return [cls(**dict(zip(told, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _column(self, tree: Any) -> Sequence[Any] | Callable[[], Any]:
         """One field of all rows; or, where all are alike, what makes one."""
@@ -454,7 +455,7 @@ def _text(tree: Any) -> bytes:
 def _all_are(values: list[Any], default: Any) -> bool:
     """Whether all are the default of their field, and of its type."""
     kind = type(default)
-    if not all(type(value) is kind for value in values):
+    if set(map(type, values)) != {kind}:
         return False
     if kind is float:  # -0.0 equals 0.0
         return all(map(repr(default).__eq__, map(repr, values)))

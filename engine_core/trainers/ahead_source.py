@@ -155,7 +155,7 @@ class AheadSource(RolloutSource):
         if self.thread is None:
             return super().fresh(batch)
         fresh = batch["policy_versions"] == self.version
-        return {} if bool(fresh[batch["loss_mask"]].all()) else {"fresh": fresh}
+        return {} if bool((fresh | ~batch["loss_mask"]).all()) else {"fresh": fresh}
 
     # -- groups -------------------------------------------------------------
 
