@@ -58,12 +58,14 @@ class Flow:
         """Have these sampled, forget those, and have all go on that rest."""
         group = self.group
         group.before(group.role, "advance")
+        dropped = set(dropped)
         forgotten = group.running.forget(dropped)
-        shares = group.running.share(requests)
+        shares = self._shares(requests, dropped)
         with self._lock:
             resting, self._resting = self._resting, set()
         resting = {at for at in resting if group.running.under_way[at]}
         asked = {at for at, share in enumerate(shares) if share} | set(forgotten) | resting
+        asked &= self._there()
         same: dict[str, Any] | None = None  # what all are told that have nothing new
         texts: Texts = {}  # a group's requests go to several samplers
         for at in sorted(asked):
@@ -82,10 +84,25 @@ class Flow:
             if isinstance(reply, Reply):
                 reply.give_up()
 
+    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
+        """What each sampler is asked anew."""
+        return self.group.running.share(requests)
+
+    def _there(self) -> set[int]:
+        """Numbers of the slices that can be told something."""
+        return set(range(len(self.group.running.under_way)))
+
+    def _leader(self, at: int) -> int:
+        return self.group.slices[at].leader
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        """Whether it is the loss of a sampler that the others make up for."""
+        return False
+
     def _send(self, at: int, plain: dict[str, Any], texts: Texts) -> None:
         group, number = self.group, self.group.crew.next_number()
         message = request_to(number, "flow", texts, role=group.role, seconds=self._seconds, **plain)
-        rank = group.slices[at].leader
+        rank = self._leader(at)
         with self._lock:  # an answer that comes at once waits until it is known
             reply = group.crew.send(
                 {rank: message}, (group.role, "advance"), number, interruptible=True, on_part=self._part
@@ -109,9 +126,9 @@ class Flow:
                 del self._open[at]
                 if self.group.running.under_way[at]:
                     self._resting.add(at)
-        if error is not None:
+        if error is not None and not self._goes_on_without(error):
             self._failed(error)
-        elif newest:
+        elif error is not None or newest:
             self._changed()
 
     def _failed(self, error: BaseException) -> None:

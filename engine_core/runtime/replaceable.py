@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import WorkerLost
 from engine_core.runtime.crew import Reply, message_to
 from engine_core.runtime.crew_group import ONE_BY_ONE, CrewGroup
+from engine_core.runtime.flow import Flow
 from engine_core.runtime.portions import Portions, portions_of
 from engine_core.runtime.split import in_order, split_requests
 
@@ -35,7 +36,8 @@ class ReplaceableGroup(CrewGroup):
             group.crew, group.role, group.slices, group.attention, True, group.capacity, group.before
         )
         self.every, self.replacements = list(group.slices), replacements
-        self._again: list[Request] = []  # of lost processes, for the next ``advance``
+        self._again: list[Request] = []  # of lost processes, for the next ``advance`` or ``go``
+        self._seen = [0] * len(self.every)  # losses of each slice whose requests were taken back
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
         if method in ONE_BY_ONE:
@@ -44,8 +46,32 @@ class ReplaceableGroup(CrewGroup):
         self.slices = [self.every[at] for at in self._present()]
         return super().call(method, batch, split, **plain)
 
-    def flow(self, tell: Told, changed: Callable[[], None]) -> None:
-        """Not here: in rounds it is seen who was lost, and what is asked again of whom."""
+    def flow(self, tell: Told, changed: Callable[[], None]) -> Flow:
+        return SurvivingFlow(self, tell, changed)
+
+    @property
+    def lost_some(self) -> bool:
+        """Whether a slice was lost whose requests nobody else was asked yet."""
+        return self._seen != [self.replacements.losses[each.leader] for each in self.every]
+
+    def take_lost(self) -> None:
+        """What lost slices had not finished is for others, also where one in its place is there already."""
+        for at, each in enumerate(self.every):
+            if (losses := self.replacements.losses[each.leader]) != self._seen[at]:
+                self._seen[at] = losses
+                self._again += self.running.lose(at)
+
+    def shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
+        """New requests, and those of lost slices, for those that are there.
+
+        Args:
+            requests: new ones.
+            dropped: ids that nobody waits for.
+        """
+        self.take_lost()
+        again, self._again = [each for each in self._again if each.id not in dropped], []
+        self.replacements.reissue(len(again))
+        return self.running.share([*requests, *again], self._present())
 
     def _present(self) -> list[int]:
         """Numbers of the slices that are there."""
@@ -57,8 +83,7 @@ class ReplaceableGroup(CrewGroup):
     def _one_by_one(self, method: str, plain: Mapping[str, Any]) -> Future[Any]:
         """A command to each slice that is there; what a lost one had is asked of the others in the next call."""
         present = self._present()
-        for at in set(range(len(self.every))) - set(present):
-            self._again += self.running.lose(at)
+        self.take_lost()
         dropped, stopped = set(plain.get("dropped", ())), set(plain.get("stopped", ()))
         self.running.forget(dropped)
         again = [request for request in self._again if request.id not in dropped]
@@ -119,6 +144,33 @@ class ReplaceableGroup(CrewGroup):
         return self.crew.send(
             {rank: message}, (self.role, method), number, interruptible=True, on_part=on_part or (lambda part: None)
         )  # fmt: skip
+
+
+class SurvivingFlow(Flow):
+    """``Flow`` that outlives its samplers: what a lost one had not told is asked of the others when they are told next.
+
+    A loss has ``resting`` be true, so that whoever looks after the flow calls ``go``. One that comes in the place of a lost one
+    knows of nothing and is asked again like the others.
+    """
+
+    group: ReplaceableGroup
+
+    @property
+    def resting(self) -> bool:
+        return super().resting or self.group.lost_some
+
+    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
+        return self.group.shares(requests, dropped)
+
+    def _there(self) -> set[int]:
+        return set(self.group._present())
+
+    def _leader(self, at: int) -> int:
+        return self.group.every[at].leader
+
+    def _goes_on_without(self, error: BaseException) -> bool:
+        present = self.group.replacements.present
+        return isinstance(error, WorkerLost) and bool(present) and error.rank not in present
 
 
 class Surviving(Portions):

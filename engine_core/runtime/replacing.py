@@ -49,6 +49,7 @@ class Replacements:
         self.begin, self.start_seconds = begin, start_seconds
         self.away: set[int] = set()  # lost, or not there yet
         self.counts = dict.fromkeys(("sampling/lost", "sampling/joined", "sampling/reissued"), 0)
+        self.losses = dict.fromkeys(self.ranks, 0)  # of each rank, so far
         self._used = 0
         self._ready: list[int] = []
         self._lock = threading.RLock()
@@ -68,6 +69,7 @@ class Replacements:
                 return False
             self._used += 1
             self.away.add(rank)
+            self.losses[rank] += 1
             self.counts["sampling/lost"] += 1
             number = self._used
         log.warning(

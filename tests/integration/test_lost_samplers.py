@@ -8,7 +8,7 @@ import pytest
 from engine_core import load_config
 from engine_core.assemble import plugins_for
 from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.replaceable import ReplaceableGroup
+from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
 from engine_core.runtime.replacing import Replacements
 
 pytestmark = pytest.mark.slow
@@ -66,15 +66,23 @@ def run(grpo, tmp_path):
 @pytest.fixture
 def killed(monkeypatch):
     """The second sampler is killed when it has been given its third piece of work; an update waits for its successor."""
-    to, join, given = ReplaceableGroup._to, Replacements.join, []
+    to, send, join, given = ReplaceableGroup._to, SurvivingFlow._send, Replacements.join, []
+
+    def count(crew, at):
+        if at == 1:
+            given.append(at)
+            if len(given) == 3:
+                crew.workers[2].process.kill()
 
     def counting(group, at, *arguments):
         reply = to(group, at, *arguments)
-        if at == 1:
-            given.append(arguments)
-            if len(given) == 3:
-                group.crew.workers[2].process.kill()
+        count(group.crew, at)
         return reply
+
+    def flowing(flow, at, plain, texts):
+        send(flow, at, plain, texts)
+        if plain["requests"]:
+            count(flow.group.crew, at)
 
     def waiting(replacements):
         deadline = time.monotonic() + JOIN_SECONDS
@@ -83,6 +91,7 @@ def killed(monkeypatch):
         return join(replacements)
 
     monkeypatch.setattr(ReplaceableGroup, "_to", counting)
+    monkeypatch.setattr(SurvivingFlow, "_send", flowing)
     monkeypatch.setattr(Replacements, "join", waiting)
 
 
