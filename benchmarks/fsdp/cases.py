@@ -170,16 +170,14 @@ def host():
         "full, two layers a unit": {"wrap": {"layers_per_unit": 2}},
         "full, four layers a unit": {"wrap": {"layers_per_unit": 4}},
         "grad_op": {"sharding": "grad_op"},
-        "none": {"sharding": "none"},
     }
     for name, extra in ways.items():
         options = {**PURE, "sharding": "full", **extra}
         found.append(case(f"1.7B bf16 {name}", "qwen3-1.7b", "fsdp", options, **_recomputed("fsdp")))
-    for name, batch in (("x2", {"sequences": 16}), ("x4", {"sequences": 32})):
-        options = {**PURE, "sharding": "full"}
-        found.append(
-            case(f"1.7B bf16 full {name}", "qwen3-1.7b", "fsdp", options, **batch, **_recomputed("fsdp"))
-        )
+    options, batch = {**PURE, "sharding": "full"}, {"sequences": 32}
+    found.append(case("1.7B bf16 full x4", "qwen3-1.7b", "fsdp", options, **batch, **_recomputed("fsdp")))
+    for name, of in (("DDP", found[0]), ("full", found[1])):
+        found.append({**of, "name": f"1.7B bf16 {name}, in the graph", "in_graph": True})
     return found
 
 
@@ -195,7 +193,7 @@ def tiny():
 
 def shrunk(case):
     """The same case of a tiny model, to see on a CPU that it runs."""
-    shared = {**case["shared"], "compile": False}
+    shared = {**case["shared"], "compile": case.get("in_graph", False)}
     return {
         **case,
         "shape": "tiny",

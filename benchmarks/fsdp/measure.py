@@ -11,6 +11,8 @@ says that cases compute the same. Rows are written after every case; one that fa
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import sys
@@ -20,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from cases import CASES, shape_config, shrunk
 from tables import table
@@ -28,10 +31,13 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "engines"))
 
 from copied import CopiedEngine
+from engine_plugin_fsdp import recompute
 from steps import empty, now, peak_gib, speed_of
+from torch.utils.checkpoint import checkpoint
 
 from engine_core.assemble import load_config, plugins_for
 from engine_core.bench.work import train_batch
+from engine_core.engines import torch_build, units
 from engine_core.engines.base import WorkerContext
 from engine_core.types import LossCall
 
@@ -56,10 +62,35 @@ def engine_of(case, folder, rank, world, device):
     return engine(config.actor, config.model, context)
 
 
+@contextlib.contextmanager
+def recomputed_in_the_graph():
+    """Units that are built within it compile their recomputation: one graph of the backward pass, instead of a second call of the forward's."""
+
+    def checkpointed(module, names):
+        for name in names:
+            unit = module.get_submodule(name)
+            again = functools.partial(
+                checkpoint, unit.forward.plain, use_reentrant=False, preserve_rng_state=False
+            )
+            unit.forward = units.CompiledForward(again, name)
+
+    users = (torch_build, recompute)
+    try:
+        for user in users:
+            user.checkpoint_units = checkpointed
+        yield
+    finally:
+        for user in users:
+            user.checkpoint_units = units.checkpoint_units
+
+
 def measure(case, folder, rank, world, device, steps, warmup):
     model = shape_config(case["shape"])
     begun = now(device)
-    engine = engine_of(case, folder, rank, world, device)
+    in_graph = case.get("in_graph", False)
+    torch._dynamo.config.optimize_ddp = not in_graph  # it cannot cut a graph that recomputes
+    with recomputed_in_the_graph() if in_graph else contextlib.nullcontext():
+        engine = engine_of(case, folder, rank, world, device)
     built_s = now(device) - begun
     empty(device)
     seconds, norms, layout = [], [], engine.layout
