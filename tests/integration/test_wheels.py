@@ -47,7 +47,7 @@ def build(folder, distributions):
 
 
 def environment(folder, wheels, without=()):
-    """A virtual environment in ``folder``: our wheels, and this environment's third-party packages but ``without``."""
+    """A virtual environment in ``folder``: our wheels, and this environment's third-party packages but the entries ``without``."""
     venv.create(folder, with_pip=True, symlinks=True)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", *wheels]
@@ -58,14 +58,10 @@ def environment(folder, wheels, without=()):
     others.mkdir()
     for entry in Path(torch.__file__).parents[1].iterdir():
         ours = entry.name.startswith(("engine_", "__editable__", "_engine")) or entry.suffix == ".pth"
-        if not ours and not any(entry.name in (name, *_metadata(name)) for name in without):
+        if not ours and entry.name not in without:
             (others / entry.name).symlink_to(entry)
     (site / "others.pth").write_text(f"{others}\n")
     return folder
-
-
-def _metadata(name):
-    return (f"{name}-{importlib.metadata.version(name)}.dist-info",)
 
 
 @pytest.fixture(scope="module")
@@ -126,32 +122,40 @@ name = "wheels"
     assert str(fresh) in where.stdout
 
 
+ALONE = {
+    "deepspeed": ("deepspeed", "deepspeed", "deepspeed {}, ZeRO 0 to 3"),
+    "megatron": ("megatron", "megatron-core", "megatron-core {}; without Transformer Engine and apex"),
+}
+"""Of a plugin: the package that it imports, its distribution, what its health begins with."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_deepspeed_alone_beside_the_core_is_told_without_being_imported(tmp_path):
-    """First with a DeepSpeed that fails when it is imported, then with none."""
+@pytest.mark.parametrize("name", ALONE)
+def test_a_plugin_alone_beside_the_core_is_told_without_its_library_being_imported(tmp_path, name):
+    """First with a library that fails when it is imported, then with none."""
+    package, library, begins = ALONE[name]
     (tmp_path / "wheels").mkdir()
-    ours = build(tmp_path / "wheels", [ROOT, ROOT / "plugins" / "deepspeed"]).glob("*.whl")
-    folder = environment(tmp_path / "venv", ours, without=["deepspeed"])
-    (metadata,) = _metadata("deepspeed")
-    broken = folder / "others" / "deepspeed"
+    ours = build(tmp_path / "wheels", [ROOT, ROOT / "plugins" / name]).glob("*.whl")
+    metadata = f"{library.replace('-', '_')}-{importlib.metadata.version(library)}.dist-info"
+    folder = environment(tmp_path / "venv", ours, without=[package, metadata])
+    broken = folder / "others" / package
     broken.mkdir()
-    (broken / "__init__.py").write_text("raise RuntimeError('DeepSpeed was imported')\n")
+    (broken / "__init__.py").write_text("raise RuntimeError('The library was imported')\n")
     (folder / "others" / metadata).symlink_to(Path(torch.__file__).parents[1] / metadata)
     engine = folder / "bin" / "engine"
 
     def told(*command):
         done = run(engine, *command, cwd=tmp_path)
-        assert "DeepSpeed was imported" not in done.stdout + done.stderr
+        assert "The library was imported" not in done.stdout + done.stderr
         return done.stdout
 
     listed = json.loads(told("plugins", "--check", "--json"))
     entries = {entry["name"]: entry for entry in listed}
-    assert {e["distribution"] for e in listed} == {"engine-core-rl", "engine-plugin-deepspeed"}
-    assert entries["deepspeed"]["healthy"]
-    version = importlib.metadata.version("deepspeed")
-    assert entries["deepspeed"]["health"].startswith(f"deepspeed {version}, ZeRO 0 to 3")
+    assert {e["distribution"] for e in listed} == {"engine-core-rl", f"engine-plugin-{name}"}
+    assert entries[name]["healthy"]
+    assert begins.format(importlib.metadata.version(library)) in entries[name]["health"]
     (folder / "others" / metadata).unlink()
-    missing = "deepspeed is not installed. Try: pip install engine-plugin-deepspeed"
+    missing = f"{library} is not installed. Try: pip install engine-plugin-{name}"
     assert f"warning: {missing}" in told("plugins", "--check")
     assert missing in told("doctor")
