@@ -84,6 +84,8 @@ class TrainBackend(Spec):
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
             name it. ``load`` is then best a subclass of ``engine_core.engines.frozen.FrozenEngine``.
         elsewhere: the model is held by somebody else: of its folder only config and tokenizer are read here.
+        experts_apart: its checkpoints hold each expert's weights by themselves, as folders of Hugging Face do; those of others hold
+            all experts of a layer in one tensor, as transformers does in memory. The one cannot go on from the other's.
     """
 
     kind = "train_engines"
@@ -91,6 +93,7 @@ class TrainBackend(Spec):
     capabilities: frozenset[str] = frozenset()
     frozen_only: bool = False
     elsewhere: bool = False
+    experts_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Nothing of the run folder changes before the checkpoint was verified, compared a
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine_core.config.differences import ROLES, Difference, Verdict, check, di
 from engine_core.config.dump import as_data
 from engine_core.config.schedule import config_at
 from engine_core.data import tokenizer_hash
+from engine_core.engines.shards import Shards
 from engine_core.engines.state import FORMAT, STATE, load_json, reading
 from engine_core.errors import ConfigError, DataError
 from engine_core.redaction import Redactor
@@ -44,6 +46,17 @@ KEYS: Mapping[str, Any] = {
     "versions": dict,
 }
 """What ``state.json`` holds."""
+
+
+EXPERT = re.compile(r"\.experts\.(\d+\.)?")
+
+
+def experts_apart(folder: Path) -> bool | None:
+    """Whether a role's checkpoint holds each expert's weights by themselves; None: it has no experts, or a format of its own."""
+    if not (folder / STATE).is_file() or load_json(folder / STATE).get("format") != FORMAT:
+        return None
+    found = [match for name in Shards(folder, "weights").shapes if (match := EXPERT.search(name))]
+    return any(match[1] for match in found) if found else None
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Resume:
         Raises:
             ConfigError: something that would not fit changed, and is not forced.
         """
+        self._check_experts(run)
         now_data = as_data(run.config)
         now_config = Redactor.of(now_data).tree(now_data)
         found = differences(self.state["config"], now_config, self.state["roles"], self._movable(run))
@@ -126,6 +140,22 @@ class Resume:
             if not file.exists() or (common and spec and "common_checkpoints" in spec.capabilities):
                 found.append(role)
         return found
+
+    def _check_experts(self, run: TrainingRun) -> None:
+        """Refuse an engine that keeps experts otherwise than the one that saved them."""
+        for role in sorted(set(ROLES) & set(self.state["roles"])):
+            table, now = self.state["config"].get(role), run.config.role(role).backend
+            if not isinstance(table, dict) or not isinstance(was := table.get("backend"), str) or was == now:
+                continue
+            spec: Any = run.plugins.find("train_engines", now)
+            apart = experts_apart(self.path / role)
+            if spec is not None and apart is not None and apart != spec.experts_apart:
+                one, each = "all experts of a layer in one tensor", "each expert's weights by themselves"
+                raise ConfigError(
+                    f"{role}.backend: {self.path.name} was written with '{was}' and holds {each if apart else one}; '{now}' reads "
+                    f"{one if apart else each}. Put '{was}' back, or begin a new run with its weights: `engine export RUN OUT`, "
+                    "then model.path = 'OUT'."
+                )
 
     def check_inputs(self, run: TrainingRun) -> None:
         """Set the data to its position, before any model is built.

@@ -29,6 +29,13 @@ steps = 3
 [checkpoint]
 every_steps = 2
 """
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 SPLIT = [
     'plugins=["on_cpu.py"]',
     "actor.backend=megatron",
@@ -49,10 +56,10 @@ def folder(tmp_path_factory):
     return made
 
 
-def engine(folder, *arguments):
+def engine(folder, *arguments, ends=0):
     command = [sys.executable, "-m", "engine_core.cli.main", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == ends, done.stderr
     return done.stderr
 
 
@@ -93,3 +100,28 @@ def test_a_run_that_stopped_goes_on_in_the_torch_engine(folder):
         assert one["reward/mean"] == two["reward/mean"]
         for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_of_experts_of_another_engine_is_refused_before_a_model_is_built(folder):
+    """Its weights go on, as an exported folder."""
+    reference.write_model(folder / "experts", EXPERTS, 0, True)
+    mixture = ("model.path=experts", "run.steps=1", "checkpoint.every_steps=1")
+    both = [*SPLIT, "actor.megatron.ep=2"]
+    train(folder, "joined", *mixture)
+    train(folder, "apart", *mixture, *both)
+    here = [f'plugins=["{folder / "on_cpu.py"}"]', *both[1:]]
+    there = ["plugins=[]", "actor.backend=torch", "runtime.backend=local"]
+    for name, words, told in (
+        ("joined", here, "'megatron' reads each"),
+        ("apart", there, "'torch' reads all"),
+    ):
+        settings = [w for word in (*words, "run.steps=2") for w in ("--set", word)]
+        refused = engine(folder, "resume", f"runs/{name}", *settings, ends=2)
+        assert "actor.backend: step_00000001 was written with" in refused
+        assert told in refused
+        assert "engine export RUN OUT" in refused
+    engine(folder, "export", "runs/joined", "exported")
+    _, found = train(folder, "went_on", "model.path=exported", *mixture[1:], *both)
+    assert found[0]["mismatch/max_abs"] < 1e-4

@@ -17,6 +17,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             config=MegatronOptions,
             health="engine_plugin_megatron.health:health",
             capabilities=frozenset({"common_checkpoints", "set_lr", "sleep", "support"}),
+            experts_apart=True,
         )
     }
 
