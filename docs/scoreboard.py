@@ -47,6 +47,41 @@ gave, on the day and with the versions below. `passes`: in every setting of the 
 declares, with its reason; `not yet` a capability that the backend does not declare, so that a run file that needs it is refused;
 `not tested` has no other number of ranks to go on with; `not run` has no outcome yet."""
 
+BESIDE_INTRO = """What no contract asks. `tested`: by tests of the plugin, on CPUs. `experimental`: a run file can ask for it, and nobody has run it for this
+project. `refused`: with what to do instead. `no option`: nothing in the table asks for it."""
+BESIDE = {
+    "float16 with a scaled loss": ["no option", "tested", "tested", "tested: stages 1 to 3"],
+    "LoRA": ["tested", "tested", "refused: its layers are joined and cut over ranks", "tested"],
+    "products in 8 bits (fp8)": ["no option", "tested: `fp8`, with torchao", "no option", "no option"],
+    "kernels of Transformer Engine and apex": [
+        "no option",
+        "no option",
+        "experimental: the fused AdamW that megatron-core takes where they are; no layer of them",
+        "no option",
+    ],
+    "tokens of a sequence on several ranks": ["no option", "tested: `sp`", "tested: `cp`", "no option"],
+    '`max_tokens_per_rank = "auto"`': ["tested", "tested", "refused: nothing estimates its layers", "tested"],
+    "offload to disks (nvme)": [
+        "no option",
+        "no option",
+        "no option",
+        "experimental: refused where libaio or a compiler is missing",
+    ],
+    "ZeRO++": [
+        "no option",
+        "no option",
+        "no option",
+        "`hpz_partition_size` tested; quantised messages experimental, refused without nvcc",
+    ],
+    "AutoTP": [
+        "no option",
+        "no option",
+        "no option",
+        "no option: pieces of weights would pass for whole ones",
+    ],
+}
+"""State by backend, in the order of ``SUITES``."""
+
 
 def suites_of(backend: str) -> Iterator[type[TrainEngineSuite]]:
     """The suites of a backend, in the order of their file."""
@@ -156,6 +191,9 @@ def page() -> str:
         rows(["backend", "ran with"], ran_with(record)),
         "## Contracts",
         rows(["contract", *suites], contracts),
+        "## Beside the contracts",
+        BESIDE_INTRO,
+        rows(["what", *suites], [[what, *states] for what, states in BESIDE.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
