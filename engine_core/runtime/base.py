@@ -38,7 +38,14 @@ class Role:
 
 
 class WorkerGroup(abc.ABC):
-    """The workers of one role, behind one ordered mailbox each."""
+    """The workers of one role, behind one ordered mailbox each.
+
+    Attributes:
+        repeatable: the same seed gives the same values here, so whoever stops samplers early asks them in rounds: which
+            rollouts are finished by a round does not depend on the time.
+    """
+
+    repeatable: bool = True
 
     @property
     def world_size(self) -> int:

@@ -207,7 +207,10 @@ class CrewRuntime(Runtime):
         log.info("Workers: %s.", shown)
         groups: dict[str, WorkerGroup] = {}
         for pool in self.pools:
-            groups |= {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
+            made = {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
+            for group in made.values():
+                group.repeatable = self._repeatable(pool)
+            groups |= made
         self._trade("start")  # a reward's model sleeps until it is asked
         return groups
 
@@ -231,6 +234,10 @@ class CrewRuntime(Runtime):
         if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
             topology = self._topology(self._pool("actor"), self._pool("rollout"))
             self._transport = choose(self.config, self.plugins, topology)
+
+    def _repeatable(self, pool: Pool) -> bool:
+        """Accelerators promise no bits but where the file asks for them."""
+        return self.config.run.deterministic or all(self._seats[rank].device == "cpu" for rank in pool.ranks)
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
         seats = tuple(self._seats.get(rank, Seat()) for rank in (source.ranks[0], *target.ranks))

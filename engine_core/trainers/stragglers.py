@@ -9,9 +9,11 @@ Left out: episodes of an environment, which have state of their own, and rewards
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
+import queue
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from engine_core.rollout_files import read_rollouts, write_rollouts
 from engine_core.types import Prompt, Request, Rollout
 
 if TYPE_CHECKING:
+    from engine_core.runtime.base import WorkerGroup
     from engine_core.trainers.sampling import RolloutSource
 
 COUNTS = (
@@ -37,6 +40,80 @@ FILE = "carried.parquet"
 log = logging.getLogger("engine")
 
 RequestOf = Callable[[Prompt, str], Request]
+
+
+class Rounds:
+    """Rollouts in rounds of all samplers: which are finished by a round does not depend on how quick each sampler is.
+
+    Args:
+        group: of the sampler.
+        requests: that it is asked.
+    """
+
+    def __init__(self, group: WorkerGroup, requests: Sequence[Request]) -> None:
+        self._group, self._requests = group, requests
+
+    def __next__(self) -> list[Rollout]:
+        requests, self._requests = self._requests, []
+        found: list[Rollout] = self._group.call("advance", requests=requests).result()
+        return found
+
+    def rest(self) -> list[list[Rollout]]:
+        """What has finished besides, once all were stopped: nothing, a round tells all."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is left of it."""
+
+
+class Flowing:
+    """Rollouts as they finish, of samplers that go on by themselves and wait for no other.
+
+    consumes: requests, when it is made; waits for: ``next`` for a rollout, or for a sampler that rests or has failed;
+    unblocked by: the threads that read answers; produces: rollouts, once each.
+
+    Args:
+        group: of the sampler; it has a ``flow``.
+        requests: that it is asked.
+    """
+
+    def __init__(self, group: WorkerGroup, requests: Sequence[Request]) -> None:
+        self._arrived: queue.SimpleQueue[list[Rollout]] = queue.SimpleQueue()
+        self._requests = requests
+        self.flow = group.flow(self._arrived.put, partial(self._arrived.put, []))
+
+    def __next__(self) -> list[Rollout]:
+        assert self.flow is not None
+        requests, self._requests = self._requests, []
+        if requests:
+            self.flow.go(requests)
+        while self.flow.resting and self.flow.error is None:  # also of one that was lost while it was told
+            self.flow.go()
+        found = self._arrived.get()
+        if self.flow.error is not None:
+            raise self.flow.error
+        return found
+
+    def rest(self) -> list[list[Rollout]]:
+        """What has finished besides, once all were stopped: samplers tell it before they answer the stop."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._arrived.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Nobody waits for anything of it any more."""
+        if self.flow is not None:
+            self.flow.close()
+
+
+def _arrivals(group: WorkerGroup, requests: Sequence[Request]) -> Rounds | Flowing:
+    """In rounds where a run is to take the same course again, and where samplers wait for each other."""
+    if group.repeatable:
+        return Rounds(group, requests)
+    flowing = Flowing(group, requests)
+    return flowing if flowing.flow is not None else Rounds(group, requests)
 
 
 @dataclass
@@ -185,23 +262,27 @@ class Stragglers:
     def _run(self, groups: Sequence[Group]) -> dict[str, Rollout]:
         """Sample until enough groups are complete; what was stopped, by request."""
         sampler = self.source.run.groups["rollout"]
-        fresh = [request for group in groups for request in group.left]
         running = {request.id: group for group in groups for request in group.left}
+        if not running or self._enough(groups):  # what was never asked for needs no stop
+            return {}
+        arrivals = _arrivals(sampler, [request for group in groups for request in group.left])
         try:
-            while running and sum(group.complete for group in groups) < self._wanted:
-                for rollout in sampler.call("advance", requests=fresh).result():
-                    running.pop(rollout.request_id).done[rollout.request_id] = rollout
-                fresh = []
-            if not running or fresh:  # what was never asked for needs no stop
-                return {}
-            found = sampler.call("advance", stopped=sorted(running)).result()
+            while running and not self._enough(groups):
+                _settle(next(arrivals), running)
+            found = sampler.call("advance", stopped=sorted(running)).result() if running else []
+            _settle([r for part in arrivals.rest() for r in part], running)
         except BaseException:  # a signal included: whoever goes on after it finds nothing of ours queued
             sampler.call("advance", dropped=sorted(running)).result()
             raise
+        finally:
+            arrivals.close()
         for rollout in found:
             if rollout.finish_reason != "abort" or rollout.failure:  # it had just finished
                 running[rollout.request_id].done[rollout.request_id] = rollout
         return {rollout.request_id: rollout for rollout in found}
+
+    def _enough(self, groups: Sequence[Group]) -> bool:
+        return sum(group.complete for group in groups) >= self._wanted
 
     def _put_away(self, groups: Sequence[Group], stopped: dict[str, Rollout]) -> None:
         """Carry groups over that this step does not use, or drop them."""
@@ -223,6 +304,13 @@ class Stragglers:
         kept = [group for group in groups if _oldest_version(group, self.source.version) >= oldest]
         self._counts["sampling/too_old_groups"] += len(groups) - len(kept)
         self.carried = [rollout for group in kept for rollout in group]
+
+
+def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> None:
+    """These are done, and running no more. Of a request that a lost sampler had, and another was asked, the first one counts."""
+    for rollout in finished:
+        if (group := running.pop(rollout.request_id, None)) is not None:
+            group.done[rollout.request_id] = rollout
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

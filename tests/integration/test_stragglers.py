@@ -11,6 +11,7 @@ from engine_core import Trainer, load_config
 from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.rollout_files import read_rollouts
+from engine_core.runtime.crew_runtime import CrewRuntime
 from engine_core.testing.rollout_bench import expected_log_probs
 from engine_core.types import Sampling
 
@@ -91,16 +92,31 @@ def test_a_step_has_whole_groups_and_every_prompt_is_used_or_counted(early):
     assert max(line["sampling/stopped"] for line in lines) > 0
 
 
+TWO_RANKS = {"runtime.backend": "torchrun", "runtime.torchrun.processes": 2, "actor.backend": "fsdp"}
+SAMPLERS = {
+    "runtime.backend": "torchrun",
+    "runtime.torchrun.max_replacements": 1,
+    "placement.pools": {"train": 1, "serve": 2},
+    "placement.actor": "train",
+    "placement.rollout": "serve",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "where",
+    ("where", "repeatable"),
     [
-        {"rollout.process": {}},
-        {"runtime.backend": "torchrun", "runtime.torchrun.processes": 2, "actor.backend": "fsdp"},
+        ({"rollout.process": {}}, True),
+        (TWO_RANKS, True),
+        (TWO_RANKS, False),
+        (SAMPLERS, False),
     ],
-    ids=["a process of its own", "two ranks"],
+    ids=["a process of its own", "two ranks", "two ranks, by themselves", "two that come and go"],
 )
-def test_wherever_samplers_are_a_step_has_whole_groups_and_no_token_of_another_policy(early, tmp_path, where):
+def test_wherever_samplers_are_a_step_has_whole_groups_and_no_token_of_another_policy(
+    early, tmp_path, monkeypatch, where, repeatable
+):
+    monkeypatch.setattr(CrewRuntime, "_repeatable", lambda runtime, pool: repeatable)
     reward = tmp_path / "digits.py"
     reward.write_text(
         "from engine_core import hookimpl\nfrom engine_core.specs import Reward\n\n\n"

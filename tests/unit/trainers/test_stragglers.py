@@ -1,0 +1,113 @@
+"""Where rollouts of a step that ends early come from: rounds of all samplers, or each by itself."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from engine_core.errors import WorkerLost
+from engine_core.runtime.base import WorkerGroup
+from engine_core.trainers.stragglers import Flowing, Group, Rounds, _arrivals, _settle
+from engine_core.types import Prompt, Request, Sampling
+
+
+def request(number):
+    return Request(f"r{number}", Prompt(f"p{number}", [1, 2], "a"), Sampling(max_response_tokens=8))
+
+
+class Flow:
+    """Notes what it is told; says what a test has it say."""
+
+    def __init__(self, tell, changed):
+        self.tell, self.changed = tell, changed
+        self.error, self.resting, self.gone, self.closed = None, False, [], False
+
+    def go(self, requests=(), dropped=()):
+        self.resting = False
+        self.gone.append([each.id for each in requests])
+
+    def close(self):
+        self.closed = True
+
+
+class Samplers(WorkerGroup):
+    def __init__(self, flows=True, repeatable=False):
+        self.flows, self.repeatable, self.rounds, self.made = flows, repeatable, [], None
+
+    def call(self, method, batch=None, split="dp", **plain):
+        self.rounds.append([each.id for each in plain["requests"]])
+        done = Future()
+        done.set_result([request(len(self.rounds)).unsampled()])
+        return done
+
+    def flow(self, tell, changed):
+        self.made = Flow(tell, changed) if self.flows else None
+        return self.made
+
+
+def ids(rollouts):
+    return [each.request_id for each in rollouts]
+
+
+def test_where_the_same_seed_is_to_give_the_same_samplers_are_asked_in_rounds():
+    group = Samplers(repeatable=True)
+    arrivals = _arrivals(group, [request(1), request(2)])
+    assert isinstance(arrivals, Rounds)
+    assert [ids(next(arrivals)), ids(next(arrivals))] == [["r1"], ["r2"]]
+    assert group.rounds == [["r1", "r2"], []]  # asked once
+    assert group.made is None
+
+
+def test_samplers_that_wait_for_each_other_are_asked_in_rounds():
+    assert isinstance(_arrivals(Samplers(flows=False), []), Rounds)
+
+
+def test_samplers_that_go_on_by_themselves_are_told_once_and_again_when_they_rest():
+    group = Samplers()
+    arrivals = _arrivals(group, [request(1), request(2)])
+    assert isinstance(arrivals, Flowing)
+    threading.Timer(0.05, lambda: group.made.tell([request(1).unsampled()])).start()
+    assert ids(next(arrivals)) == ["r1"]
+    group.made.resting = True
+    group.made.changed()
+    assert next(arrivals) == []  # it was told to go on before it was waited for
+    group.made.tell([request(2).unsampled()])
+    assert [ids(part) for part in arrivals.rest()] == [["r2"]]
+    assert group.made.gone == [["r1", "r2"], []]
+    arrivals.close()
+    assert group.made.closed
+
+
+def test_one_that_is_lost_while_it_is_told_is_made_up_for_before_anybody_waits():
+    """Nothing of it is open that could tell the loss."""
+    group = Samplers()
+    arrivals = _arrivals(group, [request(1)])
+    go = group.made.go
+
+    def lost(requests=(), dropped=()):
+        go(requests, dropped)
+        group.made.resting = bool(requests)
+        if not requests:
+            group.made.tell([request(1).unsampled()])
+
+    group.made.go = lost
+    assert ids(next(arrivals)) == ["r1"]
+    assert group.made.gone == [["r1"], []]
+
+
+def test_a_sampler_that_fails_ends_the_wait():
+    group = Samplers()
+    arrivals = _arrivals(group, [request(1)])
+    group.made.error = WorkerLost("rollout", 1, "here", "gone")
+    group.made.changed()
+    with pytest.raises(WorkerLost, match="gone"):
+        next(arrivals)
+
+
+def test_of_a_response_that_two_samplers_tell_the_first_one_counts():
+    group = Group(Prompt("p1", [1, 2], "a"), {"r1": request(1)})
+    running, first, second = {"r1": group}, request(1).unsampled(), request(1).unsampled()
+    _settle([first], running)
+    _settle([second], running)
+    assert group.done["r1"] is first
+    assert running == {}
