@@ -205,7 +205,7 @@ def test_with_weights_that_stay_a_carried_response_is_the_one_that_was_never_sto
     other = Trainer(load_config(overrides=early | {"rollout.over_sampling": 1.0}), rewards=[digits])
     other.setup()
     for rollout in carried:
-        asked = other.sampling._request(rollout.prompt, rollout.request_id, other.sampling._as_told())
+        asked = other.sampling._request(rollout.prompt, rollout.request_id, other.sampling._as_told(step=3))
         (whole,) = other.groups["rollout"].call("generate", requests=[asked]).result()
         assert whole.token_ids.tolist() == rollout.token_ids.tolist()
         assert whole.finish_reason == rollout.finish_reason
