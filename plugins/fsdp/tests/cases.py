@@ -296,6 +296,14 @@ def what_is_lent(bench):
     assert bench.engine().lends_whole == bench.settings["lends"]
 
 
+def a_policy_that_names_nothing_is_refused(bench):
+    words = ("actor.fsdp.wrap", "named no submodule of Qwen3ForCausalLM", "actor.fsdp.wrap.layer_classes")
+    with refused("no units", *words):
+        bench.engine()
+    bench.settings["options"] = {"sharding": "none"}
+    bench.engine()
+
+
 def no_units_are_told(bench):
     import logging
 

@@ -220,8 +220,12 @@ def test_a_module_that_a_plugin_sharded_is_lent_on_one_rank_alone(ranks):
         ranks(size, "what_is_lent", plugins=["own_shards.py"], lends=size == 1)
 
 
-def test_a_wrap_policy_that_names_nothing_is_warned_of(ranks):
-    ranks(2, "no_units_are_told", plugins=["no_units.py"])
+def test_a_wrap_policy_that_names_nothing_is_refused(ranks):
+    ranks(2, "a_policy_that_names_nothing_is_refused", plugins=["no_units.py"])
+
+
+def test_a_model_without_layers_is_warned_of(ranks):
+    ranks(2, "no_units_are_told", plugins=["no_layers.py"])
 
 
 def test_batch_norm_is_refused_with_the_module_that_has_it(ranks):

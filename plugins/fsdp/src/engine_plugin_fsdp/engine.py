@@ -45,7 +45,7 @@ from engine_plugin_fsdp.sequence import check_heads, share_sequences
 from engine_plugin_fsdp.sharding import Root, check, gathered_dtype, shard, sharded_modules, units_of
 from engine_plugin_fsdp.sizing import held_by_rank
 from engine_plugin_fsdp.slices import SliceForward, SliceValueForward
-from engine_plugin_fsdp.start import check_distributed, tell
+from engine_plugin_fsdp.start import check_distributed, tell, tell_of_no_units
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
 from engine_plugin_fsdp.whole import Whole, excluded
 
@@ -103,7 +103,7 @@ class FSDPEngine(Keeping):
         self._probe: Probe | None = None
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None
-        self._first_reads = self._each_reads = False
+        self._first_reads = self._each_reads = self._found_units = False
         self._parameters: list[nn.Parameter] = []
         self._whole: Whole | None = None
         fp16 = self.precision.compute == torch.float16 and self.trainable
@@ -173,17 +173,14 @@ class FSDPEngine(Keeping):
         return cast_buffers(module, self.options.mixed_precision.buffer_dtype)
 
     def _units(self, module: nn.Module) -> list[str]:
+        self._found_units = True
         return units_of(module, self.options, self.context.role)
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         options = self.options
         check(module, units, self.context.role)
-        if not units and self.ranks.size > 1:
-            log.warning(
-                "%s.fsdp.wrap: there are no units, so that the whole model is gathered at once on every rank. Name "
-                "classes in wrap.layer_classes, or submodules in a plugin's engine_wrap_policy.",
-                self.context.role,
-            )
+        if not units and self.ranks.size > 1 and options.sharding != "none":
+            tell_of_no_units(module, self.context.role, refused=not self._found_units)
         check_same(
             module, self.ranks, values=not (self._first_reads or self._each_reads), role=self.context.role
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.engines.sharded import here
-from engine_core.errors import PluginError
+from engine_core.errors import ConfigError, PluginError
 from engine_plugin_fsdp.sharding import sharded_modules, sum_gradients
 
 if TYPE_CHECKING:
@@ -35,6 +35,28 @@ def check_distributed(root: nn.Module, ranks: Ranks, trainable: bool, role: str)
         )
     for holder in sharded_modules(root):
         sum_gradients(holder)
+
+
+def tell_of_no_units(module: nn.Module, role: str, refused: bool) -> None:
+    """Say that every rank would gather the whole model at once.
+
+    Args:
+        refused: a plugin named no units; else the model has no list of layers that could be the default.
+
+    Raises:
+        ConfigError: with ``refused``.
+    """
+    if refused:
+        raise ConfigError(
+            f"{role}.fsdp.wrap: a plugin's engine_wrap_policy named no submodule of {type(module).__name__}, so that every rank "
+            "would gather the whole model at once. Name submodules there, or return None and choose classes in "
+            f"{role}.fsdp.wrap.layer_classes; {role}.fsdp.sharding = 'none' keeps the model whole."
+        )
+    log.warning(
+        "%s.fsdp.wrap: there are no units, so that the whole model is gathered at once on every rank. Name "
+        "classes in wrap.layer_classes, or submodules in a plugin's engine_wrap_policy.",
+        role,
+    )
 
 
 def tell(
