@@ -60,7 +60,6 @@ BESIDE = {
         "no option",
     ],
     "tokens of a sequence on several ranks": ["no option", "tested: `sp`", "tested: `cp`", "no option"],
-    '`max_tokens_per_rank = "auto"`': ["tested", "tested", "refused: nothing estimates its layers", "tested"],
     "offload to disks (nvme)": [
         "no option",
         "no option",

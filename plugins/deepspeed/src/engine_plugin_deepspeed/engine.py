@@ -239,7 +239,8 @@ class DeepSpeedEngine(Keeping):
         zero, self.zero, self.root = self.zero, None, None
         if zero is not None:
             zero.destroy()
-            if self.options.stage == 3 and module is not None and not (self.context.live or {}).get("model"):
+            given = (self.context.live or {}).get("model") is not None  # from Python: it stays its owner's
+            if self.options.stage == 3 and module is not None and not given:
                 release(zero, module)
         self.__dict__.pop("partitions", None)
         self.skeleton = None
