@@ -18,6 +18,7 @@ one = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA dev
 class OnGPUs(TransportSuite):
     world_size = 2
     device = "cuda"  # of the number of the rank
+    soon = {"timeout_seconds": 10.0}  # NCCL's first word comes within half of it
 
 
 @two
