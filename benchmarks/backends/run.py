@@ -139,6 +139,9 @@ def main():
 
             with ThreadPoolExecutor(len(families) if given.set in AT_ONCE else 1) as pool:
                 list(pool.map(measure_all, families))
+        except subprocess.SubprocessError as error:  # of write_models: there is nothing to measure
+            for case in cases:
+                rows.put(case["name"], {"error": f"no model folder: {type(error).__name__}"})
         finally:
             for crew in crews:
                 crew.end()
