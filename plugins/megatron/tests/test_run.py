@@ -125,3 +125,14 @@ def test_a_checkpoint_of_experts_of_another_engine_is_refused_before_a_model_is_
     engine(folder, "export", "runs/joined", "exported")
     _, found = train(folder, "went_on", "model.path=exported", *mixture[1:], *both)
     assert found[0]["mismatch/max_abs"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_actor_of_layers_that_ranks_share_has_a_critic_under_fsdp(folder):
+    gae = ("algorithm.advantage=gae", "critic.max_tokens_per_rank=4096", "run.steps=1")
+    _, (alone,) = train(folder, "gae_alone", *gae)
+    told, (both,) = train(folder, "gae_both", *gae, *SPLIT, "actor.megatron.tp=2", "critic.backend=fsdp")
+    assert "critic: sharding 'full' over 2 ranks" in told
+    for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm"):
+        assert both[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
