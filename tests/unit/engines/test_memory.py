@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from engine_core.engines import memory
+from engine_core.engines import attention, memory, torch_build
 from engine_core.engines.memory import (
     Activations,
     Decoder,
@@ -64,6 +64,14 @@ class Kept:
 
     def __exit__(self, *found):
         self.hooks.__exit__(*found)
+
+
+@pytest.fixture(autouse=True)
+def as_on_accelerators(monkeypatch):
+    """What is estimated is an accelerator's memory: the operators are those of one, not the CPU's own ways."""
+    for name in ("use_own_gradients", "use_quicker_products"):
+        monkeypatch.setattr(torch_build, name, lambda module: 0)
+    monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
 
 
 @pytest.fixture
