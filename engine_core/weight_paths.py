@@ -56,7 +56,7 @@ def misplaced(config: EngineConfig, plugins: PluginSet, apart: bool) -> str | No
         placement = config.placement
         return (
             f"rollout.transport: got '{wanted}', but the sampler is in pool '{placement.pool_of('rollout')}' and the actor in "
-            f"'{placement.pool_of('actor')}'. Use 'tcp', 'broadcast', 'folder' or 'auto', or place them together ([placement])."
+            f"'{placement.pool_of('actor')}'. Use 'tcp', 'broadcast', 'ipc', 'folder' or 'auto', or place them together ([placement])."
         )
     return (
         f"rollout.transport: got '{wanted}', which carries weights to processes of another pool, but the sampler is in the "

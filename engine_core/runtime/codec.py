@@ -173,6 +173,11 @@ def decode(header: bytes, payload: bytearray) -> Any:
 VECTORS = (Tensor, Pieces)
 
 
+def _counts(column: Any) -> bool:
+    """Whether a column of ``_Writer._rows`` tells how many rows there are: neither left out, nor one value for each."""
+    return column is not None and not (isinstance(column, dict) and column["$"] == "each")
+
+
 class _Writer:
     def __init__(self, whole_prompts: bool, texts: Texts | None = None) -> None:
         self.whole_prompts, self.texts = whole_prompts, texts if whole_prompts else None
@@ -240,7 +245,7 @@ class _Writer:
             field = [getattr(value, name) for value in values]
             usual = make is not None and _all_are(field, make())
             columns.append(None if usual else self._column(field, f"{where}[].{name}"))
-        if not any(columns):  # something must say how many rows there are
+        if not any(map(_counts, columns)):  # something must say how many rows there are
             columns[0] = [getattr(value, FIELDS[cls][0]) for value in values]
         return {"$": "rows", "of": cls.__name__, "columns": columns}
 

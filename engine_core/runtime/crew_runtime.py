@@ -54,7 +54,7 @@ class CrewRuntime(Runtime):
         self.links: Links
         self.replacements: Replacements | None = None  # where samplers may be lost
         self._transport = ""  # of weights to the sampler
-        self._seats: dict[int, Seat] = {}  # of each rank, once it is there
+        self._weight_seats: dict[int, Seat] = {}  # of each rank, once it is there
         self._loan: Loan | None = None  # of the actor's module, where samplers of its pool share it
         self._token = new_token()
 
@@ -229,7 +229,7 @@ class CrewRuntime(Runtime):
 
     def _see_seats(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
         """What ``auto`` means is known when every rank has told what it is on."""
-        self._seats = {rank: Seat(**found["seat"]) for rank, found in ready.items()}
+        self._weight_seats = {rank: Seat(**found["seat"]) for rank, found in ready.items()}
         served = {role for pool in self.pools for role in pool.roles}
         if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
             topology = self._topology(self._pool("actor"), self._pool("rollout"))
@@ -237,10 +237,10 @@ class CrewRuntime(Runtime):
 
     def _repeatable(self, pool: Pool) -> bool:
         """Accelerators promise no bits but where the file asks for them."""
-        return self.config.run.deterministic or all(self._seats[rank].device == "cpu" for rank in pool.ranks)
+        return self.config.run.deterministic or all(self._weight_seats[rank].device == "cpu" for rank in pool.ranks)
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
-        seats = tuple(self._seats.get(rank, Seat()) for rank in (source.ranks[0], *target.ranks))
+        seats = tuple(self._weight_seats.get(rank, Seat()) for rank in (source.ranks[0], *target.ranks))
         may_leave = self.replacements is not None and "rollout" in target.roles
         return Topology(source is not target, seats, self._one_machine(), may_leave)
 

@@ -78,7 +78,7 @@ class IPC(TCP):
         if not one_machine or not Path("/proc/self/fd").is_dir():
             raise ConfigError(
                 "rollout.transport: got 'ipc', which needs a run that has started all its processes itself, on one machine with "
-                "Linux. Use 'broadcast', 'tcp' or 'auto'."
+                "Linux. Use 'broadcast', 'tcp', 'folder' or 'auto'."
             )
 
     def open(self) -> Any:

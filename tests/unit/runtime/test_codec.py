@@ -149,11 +149,14 @@ def test_fields_of_rows_that_hold_their_default_cost_nothing_and_come_back_with_
         [Sampling()] * 3,
         [Sampling(top_p=1, top_k=False)] * 2,
         [Sampling(0), Sampling(seed=1)],
+        [Sampling(stop=("\n",))] * 2,
     ):
         found = there_and_back(sent)
         assert found == sent
         assert [type(each.top_p) for each in found] == [type(each.top_p) for each in sent]
         assert [type(each.top_k) for each in found] == [type(each.top_k) for each in sent]
+    alike = [Request("", Prompt("train:1", [], ""), Sampling(stop_token_ids=(3,))) for _ in range(2)]
+    assert there_and_back(alike) == alike
     negative = rollout(Prompt("train:1", [], ""), 0)
     negative.reward = -0.0
     assert math.copysign(1, there_and_back([negative])[0].reward) == -1

@@ -65,25 +65,36 @@ def connect_all(actors: Mapping[int, Any], token: str, seconds: float) -> dict[i
     ends: dict[int, NearEnd] = {}
     if not actors:
         return ends
-    deadline = time.monotonic() + seconds
     with listen(HOST) as listener:
-        at = listener.getsockname()[:2]
-        asked = {rank: actor.serve.remote(at, token, rank) for rank, actor in actors.items()}
-        while missing := sorted(set(actors) - set(ends)):
-            listener.settimeout(LOOK_SECONDS)
-            try:
-                found = accept(listener, token)
-            except TimeoutError:
-                _look(missing, asked, time.monotonic() > deadline)
-                continue
-            if found is None:
-                continue
-            rank, channel = found
-            if rank in missing:
-                ends[rank] = NearEnd(channel.socket, actors[rank])
-            else:
-                channel.close()
+        try:
+            _take_in(listener, actors, token, time.monotonic() + seconds, ends)
+        except BaseException:
+            for end in ends.values():
+                end.close()
+            raise
     return ends
+
+
+def _take_in(
+    listener: socket.socket, actors: Mapping[int, Any], token: str, deadline: float, ends: dict[int, NearEnd]
+) -> None:
+    """Into ``ends``, until all are there; strangers are sent away, and hide nothing however often they call."""
+    at = listener.getsockname()[:2]
+    asked = {rank: actor.serve.remote(at, token, rank) for rank, actor in actors.items()}
+    listener.settimeout(LOOK_SECONDS)
+    while missing := sorted(set(actors) - set(ends)):
+        _look(missing, asked, time.monotonic() > deadline)
+        try:
+            found = accept(listener, token)
+        except TimeoutError:
+            continue
+        if found is None:
+            continue
+        rank, channel = found
+        if rank in missing:
+            ends[rank] = NearEnd(channel.socket, actors[rank])
+        else:
+            channel.close()
 
 
 def _look(missing: list[int], asked: Mapping[int, Any], late: bool) -> None:

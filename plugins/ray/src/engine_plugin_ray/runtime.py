@@ -200,7 +200,7 @@ class RayRuntime(CrewRuntime):
     def _one_machine(self) -> bool:
         import ray
 
-        return not self.options.address and not ray.is_initialized()
+        return self.cluster.own or (not self.options.address and not ray.is_initialized())
 
     def _private_folder(self) -> str:
         return "" if self.cluster.folder is None else str(self.cluster.folder)
