@@ -237,7 +237,9 @@ class CrewRuntime(Runtime):
 
     def _repeatable(self, pool: Pool) -> bool:
         """Accelerators promise no bits but where the file asks for them."""
-        return self.config.run.deterministic or all(self._weight_seats[rank].device == "cpu" for rank in pool.ranks)
+        return self.config.run.deterministic or all(
+            self._weight_seats[rank].device == "cpu" for rank in pool.ranks
+        )
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
         seats = tuple(self._weight_seats.get(rank, Seat()) for rank in (source.ranks[0], *target.ranks))
