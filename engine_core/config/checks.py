@@ -137,6 +137,9 @@ def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
     responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
     if "eval" in sections and config.eval.max_response_tokens:
         responses["eval.max_response_tokens"] = config.eval.max_response_tokens
+    for each in config.eval.set if "eval" in sections else ():
+        if each.max_response_tokens:
+            responses[f"eval.set.{each.name}.max_response_tokens"] = each.max_response_tokens
     yield from _too_short("rollout", config.rollout, 0, config.data.max_prompt_tokens, responses)
     for role in FROZEN_READERS:
         if role in sections and (table := getattr(config, role)) is not None:

@@ -78,7 +78,9 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+        of_hidden, of_weight, _ = ctx.needs_input_grad
+        # below an adapter the weight is frozen, and what came in is not to be held for it
+        ctx.save_for_backward(hidden if of_weight else None, weight if of_hidden else None)
         return _product(hidden, weight, bias)
 
     @staticmethod

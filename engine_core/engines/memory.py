@@ -14,8 +14,10 @@ between layers):
 
 With activation checkpointing a layer keeps its input, ``s`` H, and one layer at a time the rest. Left out, and covered
 by ``RESERVE``: workspaces of kernels, fragments, gradients on their way through a layer. Mixtures of experts and
-models of other kinds have no estimate. The counts are held against tensors that autograd really keeps in
-tests/unit/engines/test_memory.py, the compiled ones against figures of an H200 in benchmarks/train/README.md.
+models of other kinds have no estimate. The counts are of an accelerator's operators: norms and attention that the CPU
+computes in ways of its own keep other amounts. They are held against tensors that autograd really keeps in
+tests/unit/engines/test_memory.py, where the CPU's own ways are left out, the compiled ones against figures of an H200
+in benchmarks/train/README.md.
 """
 
 from __future__ import annotations

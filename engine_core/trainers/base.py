@@ -21,7 +21,7 @@ from engine_core.assemble import check_complete, plugins_for
 from engine_core.checkpoint import Checkpoints
 from engine_core.clock import Clock
 from engine_core.config.evaluation import HeldOut, held_out_sets
-from engine_core.data import PromptSource, check_tokenizer, load_tokenizer, tokenizer_hash
+from engine_core.data import check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.logs import FILE_ONLY, setup_logging
@@ -108,11 +108,9 @@ class TrainingRun(abc.ABC):
         """Optimizer steps in one step."""
         return 1
 
+    @abc.abstractmethod
     def make_source(self) -> Any:
-        """Where training rows come from."""
-        return PromptSource(
-            self.config.data, self.tokenizer, self.config.run.seed, rows=self.live.get("data")
-        )
+        """Where training rows come from; ``live`` may have them."""
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
         """Scores on the held-out files; ``eval/...`` metrics.

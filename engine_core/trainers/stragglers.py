@@ -42,7 +42,7 @@ log = logging.getLogger("engine")
 RequestOf = Callable[[Prompt, str], Request]
 
 
-class Rounds:
+class Lockstep:
     """Rollouts in rounds of all samplers: which are finished by a round does not depend on how quick each sampler is.
 
     Args:
@@ -108,12 +108,12 @@ class Flowing:
             self.flow.close()
 
 
-def _arrivals(group: WorkerGroup, requests: Sequence[Request]) -> Rounds | Flowing:
+def _arrivals(group: WorkerGroup, requests: Sequence[Request]) -> Lockstep | Flowing:
     """In rounds where a run is to take the same course again, and where samplers wait for each other."""
     if group.repeatable:
-        return Rounds(group, requests)
+        return Lockstep(group, requests)
     flowing = Flowing(group, requests)
-    return flowing if flowing.flow is not None else Rounds(group, requests)
+    return flowing if flowing.flow is not None else Lockstep(group, requests)
 
 
 @dataclass
@@ -276,9 +276,7 @@ class Stragglers:
             raise
         finally:
             arrivals.close()
-        for rollout in found:
-            if rollout.finish_reason != "abort" or rollout.failure:  # it had just finished
-                running[rollout.request_id].done[rollout.request_id] = rollout
+        _settle([r for r in found if r.finish_reason != "abort" or r.failure], running)  # had just finished
         return {rollout.request_id: rollout for rollout in found}
 
     def _enough(self, groups: Sequence[Group]) -> bool:

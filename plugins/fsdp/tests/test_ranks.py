@@ -111,7 +111,11 @@ def test_memory_is_spread_as_the_table_says(ranks, options):
     ranks(2, "memory_is_spread", options)
 
 
-@pytest.mark.parametrize("table", [{}, {"reshard_after_forward": False}, {"sharding": "grad_op"}], ids=str)
+@pytest.mark.parametrize(
+    "table",
+    [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}, {"sharding": "grad_op"}],
+    ids=str,
+)
 def test_layers_are_gathered_anew_for_the_backward_pass_as_the_table_says(ranks, table):
     ranks(2, "cases_step.py:gathered_once_or_twice", table)
 

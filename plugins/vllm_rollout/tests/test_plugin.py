@@ -138,6 +138,11 @@ max_model_len = {held}
         (48, "[eval]\nmax_response_tokens = 40", r"\(eval\.max_response_tokens = 40\) have 52 tokens"),
         (
             48,
+            "[[eval.set]]\nname = 'hard'\npath = 'hard.jsonl'\nmax_response_tokens = 40",
+            r"\(eval\.set\.hard\.max_response_tokens = 40\) have 52 tokens",
+        ),
+        (
+            48,
             TEACHER.format(held=48),
             r"teacher\.vllm\.max_model_len: got 48, .* and a token more have 49 tokens",
         ),

@@ -59,12 +59,34 @@ def test_with_and_without_gradient_the_result_is_the_same_to_the_bit(quicker):
     assert len(quicker) == 2
 
 
-def test_frozen_weights_get_no_gradient_and_pass_it_on(quicker):
-    one = layer().requires_grad_(False)
+@pytest.mark.parametrize("learns", ["rows", "weight", "bias"])
+def test_where_one_of_them_learns_it_has_the_plain_layers_gradient_and_the_others_none(quicker, learns):
+    rows, pull = torch.randn(2, ROWS, IN), torch.randn(2, ROWS, OUT)
+    found = []
+    for own in (False, True):
+        one = layer()
+        assert use_quicker_products(one) == 1 if own else True
+        tensors = {"rows": rows.clone(), "weight": one.weight, "bias": one.bias}
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name == learns)
+        one(tensors["rows"]).backward(pull)
+        assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [learns]
+        found.append(tensors[learns].grad)
+    assert quicker
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_below_an_adapter_what_came_into_a_layer_is_not_held_for_its_gradient(quicker, frozen):
+    """A frozen weight has none, so of the rows nothing is needed."""
+    one = layer().requires_grad_(not frozen)
     use_quicker_products(one)
     rows = torch.randn(ROWS, IN, requires_grad=True)
-    one(rows).sum().backward()
-    assert one.weight.grad is None
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = one(rows)
+    assert kept == [one.weight.shape] if frozen else [rows.shape, one.weight.shape]
+    out.sum().backward()
     torch.testing.assert_close(rows.grad, one.weight.sum(0).expand(ROWS, IN))
 
 

@@ -52,13 +52,21 @@ def test_with_and_without_gradient_the_result_is_the_same_to_the_bit():
     assert torch.equal(one(rows), sampled)
 
 
-def test_frozen_weights_get_no_gradient_and_pass_it_on():
-    one = norm().requires_grad_(False)
-    use_own_gradients(one)
-    rows = torch.randn(5, CHANNELS, requires_grad=True)
-    one(rows).square().sum().backward()
-    assert one.weight.grad is None
-    assert rows.grad is not None
+@pytest.mark.parametrize("learns", ["rows", "weight"])
+def test_where_one_of_the_two_learns_it_has_the_plain_modules_gradient_and_the_other_none(learns):
+    rows, pull = torch.randn(2, 5, CHANNELS), torch.randn(2, 5, CHANNELS)
+    found = []
+    for own in (False, True):
+        one = norm().requires_grad_(learns == "weight")
+        assert use_own_gradients(one) == 1 if own else True
+        hidden = rows.clone().requires_grad_(learns == "rows")
+        out = one(hidden)
+        assert (type(out.grad_fn).__name__ == "_RMSNormBackward") is own
+        out.backward(pull)
+        assert (one.weight.grad is None) is (learns == "rows")
+        assert (hidden.grad is None) is (learns == "weight")
+        found.append(hidden.grad if learns == "rows" else one.weight.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_in_float64_the_gradient_is_autograds():
@@ -87,7 +95,15 @@ def test_norms_of_another_formula_stay_as_they_are():
         def forward(self, hidden_states):
             return super().forward(hidden_states) + hidden_states
 
+    class CenteredRMSNorm(Qwen3RMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+    blank = CenteredRMSNorm(CHANNELS)
+    blank.weight.data.zero_()  # as a module whose weights are elsewhere shows them
     others = [
+        blank,
+        CenteredRMSNorm(CHANNELS),
         ShiftedRMSNorm(CHANNELS),
         Gemma2RMSNorm(CHANNELS),
         GatedRMSNorm(CHANNELS),
@@ -95,3 +111,23 @@ def test_norms_of_another_formula_stay_as_they_are():
         nn.LayerNorm(CHANNELS),
     ]
     assert use_own_gradients(nn.Sequential(*others)) == 0
+
+
+def test_a_norm_whose_weights_are_not_there_yet_is_known_by_its_formula():
+    one = norm()
+    shown = one.weight.data
+    one.weight.data = shown.new_zeros(1).expand(CHANNELS)
+    assert use_own_gradients(one) == 1
+    one.weight.data = shown
+    rows = torch.randn(5, CHANNELS)
+    assert torch.equal(one(rows), norm()(rows))
+
+
+def test_looking_at_a_norm_runs_no_hook_of_it_and_leaves_its_weight():
+    one, seen = norm(), []
+    one.register_forward_pre_hook(lambda *told: seen.append(told))
+    weight, before = one.weight, one.weight.detach().clone()
+    assert use_own_gradients(one) == 1
+    assert not seen
+    assert one.weight is weight
+    assert torch.equal(weight, before)

@@ -1,13 +1,15 @@
 """Where rollouts of a step that ends early come from: rounds of all samplers, or each by itself."""
 
+import dataclasses
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from engine_core.errors import WorkerLost
 from engine_core.runtime.base import WorkerGroup
-from engine_core.trainers.stragglers import Flowing, Group, Rounds, _arrivals, _settle
+from engine_core.trainers.stragglers import Flowing, Group, Lockstep, Stragglers, _arrivals, _settle
 from engine_core.types import Prompt, Request, Sampling
 
 
@@ -52,14 +54,14 @@ def ids(rollouts):
 def test_where_the_same_seed_is_to_give_the_same_samplers_are_asked_in_rounds():
     group = Samplers(repeatable=True)
     arrivals = _arrivals(group, [request(1), request(2)])
-    assert isinstance(arrivals, Rounds)
+    assert isinstance(arrivals, Lockstep)
     assert [ids(next(arrivals)), ids(next(arrivals))] == [["r1"], ["r2"]]
     assert group.rounds == [["r1", "r2"], []]  # asked once
     assert group.made is None
 
 
 def test_samplers_that_wait_for_each_other_are_asked_in_rounds():
-    assert isinstance(_arrivals(Samplers(flows=False), []), Rounds)
+    assert isinstance(_arrivals(Samplers(flows=False), []), Lockstep)
 
 
 def test_samplers_that_go_on_by_themselves_are_told_once_and_again_when_they_rest():
@@ -111,3 +113,46 @@ def test_of_a_response_that_two_samplers_tell_the_first_one_counts():
     _settle([second], running)
     assert group.done["r1"] is first
     assert running == {}
+
+
+class Twice(Samplers):
+    """What is stopped had just finished, and another sampler has told of a part of it."""
+
+    def __init__(self, told, stopped):
+        super().__init__()
+        self.told, self.at_stop = told, stopped
+
+    def call(self, method, batch=None, split="dp", **plain):
+        assert method == "advance"
+        self.rounds.append(plain["stopped"])
+        self.made.tell(self.told)  # a sampler tells what has finished before it answers the stop
+        done = Future()
+        done.set_result(self.at_stop)
+        return done
+
+
+def finished(number):
+    return dataclasses.replace(request(number).unsampled(), finish_reason="stop")
+
+
+def test_a_response_that_one_sampler_tells_and_another_gives_back_finished_is_counted_once():
+    first, second, third = finished(2), finished(2), finished(3)
+    group = Twice([first], [second, third, finished(3), request(4).unsampled()])
+    stragglers = Stragglers(SimpleNamespace(run=SimpleNamespace(groups={"rollout": group})))
+    stragglers._wanted = 1
+    groups = [Group(Prompt(f"p{n}", [1, 2], "a"), {f"r{n}": request(n)}) for n in (1, 2, 3, 4)]
+    flow = group.flow
+
+    def with_one_told(tell, changed):
+        made = flow(tell, changed)
+        tell([finished(1)])
+        return made
+
+    group.flow = with_one_told
+    stopped = stragglers._run(groups)
+    assert group.rounds == [["r2", "r3", "r4"]]
+    assert [each.complete for each in groups] == [True, True, True, False]
+    assert groups[1].done["r2"] is first
+    assert groups[2].done["r3"] is third
+    assert stopped["r4"].finish_reason == "abort"
+    assert group.made.closed

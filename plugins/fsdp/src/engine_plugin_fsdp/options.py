@@ -46,7 +46,7 @@ class FSDPOptions(ForwardOptions):
     shard_group_size: int = Field(default=0, ge=0)
     """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Whether a unit's gathered weights are freed after its forward pass, and gathered again for the backward pass. ``auto``: with ``full`` and ``hybrid``, as ``true`` says. ``false`` makes ``grad_op`` of ``full``, and lets ``hybrid`` keep weights whole between the passes while gradients and optimizer stay spread inside of groups."""
+    """Whether a unit's gathered weights are freed after its forward pass, and gathered again for the backward pass; those of the last unit and of what lies in none (embeddings, head) stay, also with ``true``: the backward pass begins with them. ``auto``: with ``full`` and ``hybrid``, as ``true`` says. ``false`` makes ``grad_op`` of ``full``, and lets ``hybrid`` keep weights whole between the passes while gradients and optimizer stay spread inside of groups."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
     exclude: list[str] = []
