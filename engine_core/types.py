@@ -199,6 +199,18 @@ def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
             rollout.text = tokenizer.decode(response, skip_special_tokens=True)
 
 
+def decode_ended(result: Any, tokenizer: Any) -> None:
+    """``decode_texts`` of those that have ended: what a worker does before it answers, for samplers are many and the controller is one.
+
+    Args:
+        result: of any command; the rollouts in it, where it is a list of such, are changed in place.
+        tokenizer: of the run.
+    """
+    if isinstance(result, list):
+        found = (each for each in result if isinstance(each, Rollout))
+        decode_texts((each for each in found if each.finish_reason != "abort"), tokenizer)
+
+
 @dataclass(slots=True, frozen=True)
 class StageState:
     """What a stage keeps from step to step; a checkpoint holds it.

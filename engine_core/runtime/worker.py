@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.runtime.channel import Channel, Closed, Outbox
 from engine_core.runtime.remote_errors import pack
-from engine_core.types import decode_texts
+from engine_core.types import decode_ended
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -146,10 +146,9 @@ class Worker:
         self.outbox.put({"id": number, "part": self._with_texts(role, finished)}, prompts=False)
 
     def _with_texts(self, role: str, value: Any) -> Any:
-        """Responses that have ended, with their text: samplers are many, and the controller is one."""
-        if role == "rollout" and isinstance(value, list):  # others may have tokens of their own
-            ended = [each for each in value if getattr(each, "finish_reason", "abort") != "abort"]
-            decode_texts(ended, self.host.live["tokenizer"])
+        """The result of a command; responses that have ended come with their text."""
+        if role == "rollout":  # others may have tokens of their own
+            decode_ended(value, self.host.live.get("tokenizer"))
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:

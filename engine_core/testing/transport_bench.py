@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +25,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.runtime.sampler import buckets
 from engine_core.runtime.transports.base import End, Transport, Update
 from engine_core.testing.bench import EngineBench
-from engine_core.testing.worker import resolve
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engine_core.testing.worker import Place
+from engine_core.testing.worker import Place, resolve
 
 T = TypeVar("T")
 BUCKET_BYTES = 4096  # so that the weights are several buckets, and some are larger than one
@@ -159,7 +156,7 @@ class TransportBench(EngineBench):
     @contextlib.contextmanager
     def damage(self) -> Iterator[None]:
         """Within it the second bucket of an update is damaged between its checksum and its taker; at the sender."""
-        made = resolve(self.settings["damage"], _path(self.settings["root"]))
+        made = resolve(self.settings["damage"], Path(self.settings["root"]))
         with made():
             yield
 
@@ -236,11 +233,7 @@ die(order)
 
 def die(order: Mapping[str, Any]) -> None:
     """The process of ``TransportBench.dies``."""
-    import os
-
-    from engine_core.testing.worker import Place
-
-    place = Place(order["rank"], order["world_size"], _path(order["cache"]), _path(order["folder"]))
+    place = Place(order["rank"], order["world_size"], Path(order["cache"]), Path(order["folder"]))
     with TransportBench(order["settings"], place) as bench:
         link = bench.link(order["label"], soon=True)
         assert link is not None
@@ -302,9 +295,3 @@ def whole_or_told(bench: TransportBench, link: Transport, work: Callable[[], obj
         if not done:
             raise
     return bool(done)
-
-
-def _path(name: str) -> Path:
-    from pathlib import Path
-
-    return Path(name)

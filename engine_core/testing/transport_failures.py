@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_core.errors import TrainingFailed
-from engine_core.runtime.transports.base import Update, begun
+from engine_core.runtime.transports.base import Transport, Update, begun
 from engine_core.testing.contracts import contract
 from engine_core.testing.transport_bench import (
     TransportBench,
@@ -19,30 +19,30 @@ from engine_core.testing.transport_bench import (
 )
 
 LOST = "a rank of the trainer was lost"
+UPDATE = Update(1, 7)  # the first, of version 7
 
 
 @contract(catches=("a checksum that nobody looks at",))
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
     """Bytes that are not those of the sender's checksum reach no engine: every taker raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
-    link, weights = bench.link(), bench.weights()
+    link = bench.link()
     assert link is not None
     if link.end.place == 0:
         with bench.damage():
-            whole_or_told(bench, link, lambda: bench.update(link, weights.items(), Update(1, 7)), "Damaged")
+            _others(bench, link, "Damaged")
     else:
         taken: list[tuple[str, Tensor]] = []
         error = refusal(
-            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(Update(1, 7)))), "A damaged bucket"
+            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(UPDATE))), "A damaged bucket"
         )  # fmt: skip
         assert "checksum" in str(error), (
             f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
             "`flattened`, give the suite a `damage` of its own."
         )
+        weights = bench.weights()
         for name, tensor in taken:
             assert torch.equal(tensor.cpu(), weights[name].cpu()), f"'{name}' was given though it is damaged."
-    bench.all_here("refused")
-    link.close()
-    bench.goes_on()
+    _again(bench, link, "refused")
 
 
 @contract(catches=("any version taken",))
@@ -51,17 +51,14 @@ def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
     link = bench.link(soon=True)
     assert link is not None
     if link.end.place == 0:
-        what = "An update of another version"
-        whole_or_told(bench, link, lambda: bench.update(link, bench.weights().items(), Update(1, 7)), what)
+        _others(bench, link, "An update of another version")
     else:
         taken: list[object] = []
         refusal(
             bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(Update(1, 6)))), "Version 7 for 6"
         )  # fmt: skip
         assert not taken, f"{len(taken)} tensors of version 7 were given to a taker of version 6."
-    bench.all_here("refused")
-    link.close()
-    bench.goes_on()
+    _again(bench, link, "refused")
 
 
 @contract(catches=("a broken stream taken for a whole one",))
@@ -77,15 +74,13 @@ def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
     if link.end.place == 0:
         raised = ""
         try:
-            bench.update(link, broken(), Update(1, 7))
+            bench.update(link, broken(), UPDATE)
         except OSError as error:
             raised = str(error)
         assert raised == LOST, f"send raised '{raised}'; expected the error of its stream, '{LOST}'."
     else:
-        refusal(bench, link, lambda: bench.update(link, (), Update(1, 7)), "A stream that failed")
-    bench.all_here("told")
-    link.close()
-    bench.goes_on()
+        refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A stream that failed")
+    _again(bench, link, "told")
 
 
 @contract()
@@ -93,14 +88,11 @@ def a_taker_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
     """One taker's engine refuses the update before it looks at the stream: the others come through or are told, without waiting for the time-out, and the next update is taken by all."""
     link = bench.link()
     assert link is not None
-    if link.end.place and link.end.place == len(link.end.names) - 1:
-        bench.in_time(lambda: _refuse(link.receive(Update(1, 7))))
+    if _is_last(link):
+        bench.in_time(lambda: _refuse(link.receive(UPDATE)))
     else:
-        work = lambda: bench.update(link, bench.weights().items(), Update(1, 7))  # noqa: E731
-        whole_or_told(bench, link, work, "A taker that is asleep")
-    bench.all_here("refused")
-    link.close()
-    bench.goes_on()
+        _others(bench, link, "A taker that is asleep")
+    _again(bench, link, "refused")
 
 
 def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
@@ -114,17 +106,14 @@ def a_taker_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
     """One taker closes the stream after its first tensor: the others come through or are told, without waiting for the time-out."""
     link = bench.link()
     assert link is not None
-    if link.end.place and link.end.place == len(link.end.names) - 1:
-        stream = link.receive(Update(1, 7))
+    if _is_last(link):
+        stream = link.receive(UPDATE)
         first = bench.in_time(lambda: next(stream))
         same_weights([first], {first[0]: bench.weights()[first[0]]}, "before the rest was refused")
         bench.in_time(stream.close)
     else:
-        work = lambda: bench.update(link, bench.weights().items(), Update(1, 7))  # noqa: E731
-        whole_or_told(bench, link, work, "A taker that wants no more")
-    bench.all_here("closed")
-    link.close()
-    bench.goes_on()
+        _others(bench, link, "A taker that wants no more")
+    _again(bench, link, "closed")
 
 
 @contract(catches=("a taker that waits for ever",))
@@ -133,14 +122,10 @@ def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
     link = bench.link(soon=True)
     assert link is not None
     if link.end.place:
-        error = refusal(
-            bench, link, lambda: bench.update(link, (), Update(1, 7)), "A sender that does not send"
-        )
+        error = refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A sender that does not send")
         key = f"rollout.{bench.name.rpartition(':')[2]}."
         assert key in str(error), f"The error does not name the key of the time-out ({key}...): {error}"
-    bench.all_here("late")
-    link.close()
-    bench.goes_on()
+    _again(bench, link, "late")
 
 
 @contract()
@@ -148,16 +133,15 @@ def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) ->
     """One taker stops in the middle and stays: sender and other takers come through, or raise ``TrainingFailed`` with both sides, within the time-out."""
     link = bench.link(soon=True)
     assert link is not None
-    if link.end.place and link.end.place == len(link.end.names) - 1:
-        stream = link.receive(Update(1, 7))
+    if _is_last(link):
+        stream = link.receive(UPDATE)
         bench.in_time(lambda: next(stream))
         bench.all_here("ended")
         link.close()
         with contextlib.suppress(TrainingFailed):
             bench.in_time(stream.close)
     else:
-        work = lambda: bench.update(link, bench.weights().items(), Update(1, 7))  # noqa: E731
-        whole_or_told(bench, link, work, "A taker that does not take")
+        _others(bench, link, "A taker that does not take")
         bench.all_here("ended")
         link.close()
     bench.goes_on()
@@ -171,7 +155,7 @@ def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
     else:
         link = bench.link(soon=True)
         assert link is not None
-        refusal(bench, link, lambda: bench.update(link, (), Update(1, 7)), "A sender that was killed")
+        refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A sender that was killed")
         link.close()
     bench.all_here("told")
     bench.goes_on()
@@ -186,11 +170,27 @@ def a_taker_that_dies_is_told_in_time(bench: TransportBench) -> None:
     else:
         link = bench.link(soon=True)
         assert link is not None
-        work = lambda: bench.update(link, bench.weights().items(), Update(1, 7))  # noqa: E731
-        whole_or_told(bench, link, work, "A taker that was killed")
+        _others(bench, link, "A taker that was killed")
     bench.all_here("told")
     if link is not None:
         link.close()
     if len(bench.ranks) > 2:
         bench.goes_on("without", [rank for rank in bench.ranks if rank != last])
+    bench.goes_on()
+
+
+def _is_last(link: Transport) -> bool:
+    """Whether this end is the taker that is unlike the others."""
+    return 0 < link.end.place == len(link.end.names) - 1
+
+
+def _others(bench: TransportBench, link: Transport, what: str) -> None:
+    """The update at this end, which does as it should: it comes through, or is told in time."""
+    whole_or_told(bench, link, lambda: bench.update(link, bench.weights().items(), UPDATE), what)
+
+
+def _again(bench: TransportBench, link: Transport, what: str) -> None:
+    """Once all ranks have come so far, ``what`` that is, a link made anew brings a whole update."""
+    bench.all_here(what)
+    link.close()
     bench.goes_on()

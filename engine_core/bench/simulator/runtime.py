@@ -21,7 +21,7 @@ from engine_core.runtime.codec import Encoded, decode, encode
 from engine_core.runtime.crew import Command, Crew, Reply, message_to
 from engine_core.runtime.crew_group import CrewGroup
 from engine_core.runtime.placement import Slice
-from engine_core.types import decode_texts
+from engine_core.types import decode_ended
 from engine_core.weight_sync import SyncResult
 
 if TYPE_CHECKING:
@@ -251,8 +251,7 @@ class SimulatedCrew(Crew):
 
     def _told(self, rank: int, number: int, what: dict[str, Any], moment: float) -> None:
         """A worker will have answered."""
-        if isinstance(found := what.get("value", what.get("part")), list):  # as a worker does
-            decode_texts((r for r in found if r.finish_reason != "abort"), self.tokenizer)
+        decode_ended(what.get("value", what.get("part")), self.tokenizer)
         answer = encode({"id": number, **what}, prompts=False)
         self.cluster.clock.at(moment, lambda: self._sent(rank, answer))
 
