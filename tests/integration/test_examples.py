@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from engine_core.cli.main import main
+from engine_core.rollout_files import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 LAST_LINE = r"held-out accuracy (\d\.\d\d) -> (\d\.\d\d)"
@@ -28,10 +30,12 @@ def before_and_after(printed):
 def test_the_one_file_plugin_trains(demo, tmp_path, monkeypatch):
     root, _ = demo
     settings = [f"run.dir={json.dumps(str(tmp_path))}", "run.name=one", "run.steps=2"]
-    settings += ["data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=8"]
+    settings += ["data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=24"]
     sets = [word for setting in settings for word in ("--set", setting)]
     assert main(["train", str(root / "examples" / "one_file_plugin" / "run.toml"), *sets]) == 0
-    assert [0 <= line["reward/short"] <= 1 for line in metrics(tmp_path / "one")] == [True, True]
+    for line in metrics(tmp_path / "one"):
+        responses = read_rollouts(tmp_path / "one" / "rollouts" / f"step_{line['step']:06d}.parquet")
+        assert line["reward/short"] == pytest.approx(mean(len(r.text.split()) <= 8 for r in responses))
     env = json.loads((tmp_path / "one" / "env.json").read_text())
     assert env["plugins"]["short.py"].startswith("sha256:")
 
@@ -187,6 +191,21 @@ def test_the_demo_learns(learned):
     before, after = before_and_after(learned[1])
     assert before <= 0.40
     assert after >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_the_one_file_plugin_learns_to_be_short(learned, tmp_path):
+    folder = learned[0]
+    settings = [f"model.path={folder}/sft", f"data.train={folder}/data/train.jsonl"]
+    settings += [f"run.dir={tmp_path}", "run.name=short"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    assert main(["train", str(ROOT / "examples" / "one_file_plugin" / "run.toml"), *sets]) == 0
+    rewards = [line["reward/short"] for line in metrics(tmp_path / "short")]
+    assert len(rewards) == 20
+    assert sum(rewards[:5]) / 5 < 0.7
+    assert sum(rewards[-3:]) / 3 > 0.85
 
 
 @pytest.mark.slow
