@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import queue
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from engine_core.runtime.codec import Encoded, NotOurs, decode, encode
@@ -27,6 +31,7 @@ HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
 MAGIC = b"engine-1"
 PROOF_BYTES, NONCE_BYTES = 32, 16
 HANDSHAKE_SECONDS = 10.0
+MAX_STRANGERS = 256  # that a listener hears at a time; one more, and the oldest is sent away
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -149,7 +154,7 @@ def listen(host: str) -> socket.socket:
 
 
 def connect(address: tuple[str, int], token: str, rank: int, seconds: float) -> Channel:
-    """Reach a listener that ``accept`` serves.
+    """Reach a listener whose ``callers`` are heard.
 
     Raises:
         Closed: it does not answer, or does not know the token.
@@ -171,30 +176,126 @@ def connect(address: tuple[str, int], token: str, rank: int, seconds: float) -> 
     return channel
 
 
-def accept(listener: socket.socket, token: str) -> tuple[int, Channel] | None:
-    """The next peer and its rank; None where it does not know the token: it was sent away."""
-    connection, _ = listener.accept()
-    connection.settimeout(HANDSHAKE_SECONDS)
-    channel = Channel(connection)
-    try:
-        magic, rank, theirs = HELLO.unpack(channel._read(HELLO.size))
-        mine = os.urandom(NONCE_BYTES)
-        connection.sendall(mine + _proof(token, b"listener", rank, theirs, mine))
-        proof = bytes(channel._read(PROOF_BYTES))
-    except (OSError, struct.error):
-        channel.close()
-        return None
-    expected = _proof(token, b"caller", rank, theirs, mine)
-    if magic != MAGIC or not hmac.compare_digest(proof, expected):
-        channel.close()
-        return None
-    _settle(connection)
-    return rank, channel
+def callers(
+    listener: socket.socket, token: str, deadline: float, look_seconds: float = math.inf
+) -> Generator[tuple[int, Channel] | None, None, None]:
+    """Peers that reach a listener and know the token, with their ranks, as they come.
+
+    Strangers are sent away. They hold up nobody, whether they are silent or call again and again: many peers are heard
+    at a time, and each for ``HANDSHAKE_SECONDS`` in all.
+
+    Args:
+        listener: from ``listen``.
+        token: of the run.
+        deadline: of ``time.monotonic``; the last that is given comes before it.
+        look_seconds: None is given as often as this, so that whoever waits can look whether there is still reason to.
+    """
+    look = time.monotonic() + look_seconds
+    with _Hall(listener, token) as hall:
+        while (now := time.monotonic()) < deadline:
+            if now >= look:
+                yield None
+                look = time.monotonic() + look_seconds
+            yield from hall.known(min(deadline, look))
 
 
 def new_token() -> str:
     """A secret for one run."""
     return secrets.token_hex(32)
+
+
+class _Hall:
+    """Those who have called a listener and have not proved yet that they know the token."""
+
+    def __init__(self, listener: socket.socket, token: str) -> None:
+        self._listener, self._token = listener, token
+        self._selector = selectors.DefaultSelector()
+        self._waiting: dict[socket.socket, tuple[float, Generator[None, None, int]]] = {}  # the oldest first
+
+    def __enter__(self) -> _Hall:
+        self._listener.setblocking(False)  # who called may have gone before it is taken in
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for connection in list(self._waiting):
+            self._send_away(connection)
+        self._selector.close()
+
+    def known(self, until: float) -> Iterator[tuple[int, Channel]]:
+        """Wait once, at most until then, for anybody to call or to say more; those who have proved it by that."""
+        oldest = min((end for end, _ in self._waiting.values()), default=math.inf)
+        seconds = min(until, oldest) - time.monotonic()
+        for key, _ in self._selector.select(max(seconds, 0.0)):
+            if key.fileobj is self._listener:
+                self._take_in()
+            elif (found := self._hear(key.fileobj)) is not None:  # type: ignore[arg-type]
+                yield found
+        now = time.monotonic()
+        for connection in [each for each, (end, _) in self._waiting.items() if end <= now]:
+            self._send_away(connection)
+
+    def _take_in(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        if len(self._waiting) >= MAX_STRANGERS:
+            self._send_away(next(iter(self._waiting)))
+        connection.setblocking(False)
+        self._waiting[connection] = time.monotonic() + HANDSHAKE_SECONDS, _heard(connection, self._token)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket) -> tuple[int, Channel] | None:
+        """What more it says; its rank and a channel to it, where it has proved that it knows the token."""
+        if connection not in self._waiting:  # made room for another
+            return None
+        try:
+            next(self._waiting[connection][1])
+        except OSError:
+            self._send_away(connection)
+        except StopIteration as end:
+            self._forget(connection)
+            _settle(connection)
+            return end.value, Channel(connection)
+        return None
+
+    def _send_away(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        Channel(connection).close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+
+
+def _heard(connection: socket.socket, token: str) -> Generator[None, None, int]:
+    """The listener's side of a handshake: gives way until more has come, and returns the rank of the caller.
+
+    Raises:
+        OSError: it is gone, or does not know the token.
+    """
+    magic, rank, theirs = HELLO.unpack((yield from _exactly(connection, HELLO.size)))
+    mine = os.urandom(NONCE_BYTES)
+    connection.sendall(mine + _proof(token, b"listener", rank, theirs, mine))
+    proof = yield from _exactly(connection, PROOF_BYTES)
+    if magic != MAGIC or not hmac.compare_digest(proof, _proof(token, b"caller", rank, theirs, mine)):
+        raise Closed("a stranger")
+    return int(rank)
+
+
+def _exactly(connection: socket.socket, count: int) -> Generator[None, None, bytes]:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            got = connection.recv(count - len(data))
+        except BlockingIOError:
+            yield
+            continue
+        if not got:
+            raise Closed("the connection was closed")
+        data += got
+    return bytes(data)
 
 
 def _proof(token: str, side: bytes, rank: int, caller: bytes, listener: bytes) -> bytes:

@@ -98,27 +98,25 @@ class Launch:
         self, listener: socket.socket, token: str, workers: dict[int, WorkerHandle], seconds: float
     ) -> None:
         """Wait for the other ranks; whoever does not know the token, or is none of them, is sent away."""
-        from engine_core.runtime.channel import accept
+        from engine_core.runtime.channel import callers
         from engine_core.runtime.worker_process import WorkerHandle
 
-        deadline = time.monotonic() + seconds
-        while missing := sorted(set(range(self.world_size)) - set(workers)):
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                found = accept(listener, token)
-            except TimeoutError:
-                raise EnvironmentProblem(
-                    f"Rank {', '.join(map(str, missing))} of {self.world_size} did not come within {seconds / 60:g} "
-                    "minutes (runtime.torchrun.start_minutes). Does torchrun run the same command on every node, "
-                    f"with the same {TOKEN}?"
-                ) from None
-            if found is None:
-                continue
-            rank, channel = found
-            if rank in missing:
-                workers[rank] = WorkerHandle(rank, channel, None, channel.peer)
-            else:
-                channel.close()
+        missing = set(range(self.world_size)) - set(workers)
+        with contextlib.closing(callers(listener, token, time.monotonic() + seconds)) as coming:
+            while missing:
+                found = next(coming, None)
+                if found is None:
+                    raise EnvironmentProblem(
+                        f"Rank {', '.join(map(str, sorted(missing)))} of {self.world_size} did not come within "
+                        f"{seconds / 60:g} minutes (runtime.torchrun.start_minutes). Does torchrun run the same command "
+                        f"on every node, with the same {TOKEN}?"
+                    )
+                rank, channel = found
+                if rank in missing:
+                    workers[rank] = WorkerHandle(rank, channel, None, channel.peer)
+                    missing.remove(rank)
+                else:
+                    channel.close()
 
     def _key(self, session: int) -> str:
         return f"engine/{self.attempt}/session/{session}"

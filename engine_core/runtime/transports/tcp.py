@@ -6,6 +6,7 @@ ends with it; who does not know the run's token is sent away.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Generator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.runtime.channel import Channel, Closed, accept, connect, listen
+from engine_core.runtime.channel import Channel, Closed, callers, connect, listen
 from engine_core.runtime.codec import NotOurs, encode
 from engine_core.runtime.sampler.buckets import unpacked
 from engine_core.runtime.transports.base import Stream, Transport, Update, check, flattened, size_of
@@ -108,16 +109,14 @@ class TCP(Transport):
     def _accepted(self, update: Update) -> Channel:
         """The sender; strangers are passed over."""
         assert self.listener is not None
-        deadline = time.monotonic() + self.options.timeout_seconds
-        while True:
-            self.listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connected = accept(self.listener, self.end.token)
-            except TimeoutError:
-                raise self.end.late(update, "none came", self.options.timeout_seconds) from None
-            if connected is not None:
-                connected[1].socket.settimeout(self.options.timeout_seconds)
-                return connected[1]
+        seconds = self.options.timeout_seconds
+        with contextlib.closing(callers(self.listener, self.end.token, time.monotonic() + seconds)) as coming:
+            found = next(coming, None)
+        if found is None:
+            raise self.end.late(update, "none came", seconds)
+        _, channel = found
+        channel.socket.settimeout(seconds)
+        return channel
 
     def _to_all(self, channels: Sequence[Channel], message: Any, update: Update) -> None:
         for place, channel in enumerate(channels, 1):

@@ -2,16 +2,18 @@
 
 import os
 import signal
+import socket
 
 import psutil
 import pytest
+from engine_plugin_ray import nearby
 from engine_plugin_ray.actor import Seat
 from engine_plugin_ray.mail import ControllerEnd, Store
 from engine_plugin_ray.nearby import NearEnd
 from engine_plugin_ray.plugin import RayOptions
 from engine_plugin_ray.runtime import RayRuntime
 
-from engine_core.runtime.channel import Closed, new_token
+from engine_core.runtime.channel import Closed, listen, new_token
 
 pytestmark = pytest.mark.slow
 SECONDS = 60.0
@@ -68,6 +70,24 @@ def test_an_actor_that_is_killed_closes_its_socket_and_ray_says_why(seats):
         end.receive()
     assert end.over.wait(SECONDS)
     assert "worker process has died" in end.loss
+
+
+def test_strangers_at_the_socket_hold_up_no_worker(seats, monkeypatch):
+    """Those who say nothing stay as long as they are let; one after the other, they would take most of a minute."""
+    runtime, actors, about = seats
+    strangers = []
+
+    def with_strangers(host):
+        listener = listen(host)
+        strangers.extend(socket.create_connection(listener.getsockname()) for _ in range(5))
+        return listener
+
+    monkeypatch.setattr(nearby, "listen", with_strangers)
+    runtime.options = RayOptions(start_minutes=0.5)
+    ends = runtime._connect(actors, about, about[0]["node"])
+    assert [stranger.recv(1) for stranger in strangers] == [b""] * 5
+    for end in ends.values():
+        ends_when_asked(end)
 
 
 def test_workers_have_the_priority_of_the_controller_and_nobody_reads_their_logs(seats, cluster):

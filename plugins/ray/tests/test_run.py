@@ -22,8 +22,9 @@ def test_one_process_is_the_local_run_bit_for_bit(cluster, train):
 
 
 def test_actor_and_sampler_in_processes_of_their_own_train_as_in_one(cluster, train):
-    """Weights go from actor to actor over a channel of their own."""
-    assert train("ray", **RAY, **POOLS) == train("local", **{"rollout.weights": "own"})
+    """Weights go from actor to actor over a channel of their own, here the one that the file names."""
+    named = POOLS | {"rollout.transport": "tcp"}
+    assert train("ray", **RAY, **named) == train("local", **{"rollout.weights": "own"})
 
 
 def test_two_sharded_ranks_are_those_of_torchrun_bit_for_bit(cluster, train):

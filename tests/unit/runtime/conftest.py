@@ -1,5 +1,8 @@
-"""A group of three samplers that are none: what it sends is noted, and answered when a test says so."""
+"""A group of three samplers that are none: what it sends is noted, and answered when a test says so; and strangers who call."""
 
+import contextlib
+import socket
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -154,3 +157,28 @@ def replaceable_of(samplers_of):
         return ReplaceableGroup(group, replacements)
 
     return make
+
+
+@pytest.fixture
+def persistent():
+    """Has a stranger call an address again and again, until the test ends."""
+    over = threading.Event()
+    with contextlib.ExitStack() as stack:
+
+        def call(address):
+            called = threading.Event()
+
+            def again():
+                while not over.is_set():
+                    with contextlib.suppress(OSError), socket.create_connection(address) as stranger:
+                        stranger.sendall(b"x" * 28)  # as long as a caller's first word
+                    called.set()
+
+            thread = threading.Thread(target=again)
+            thread.start()
+            stack.callback(thread.join)
+            assert called.wait(60)
+
+        stack.callback(over.set)
+        yield call
+        over.set()

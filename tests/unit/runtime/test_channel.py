@@ -1,15 +1,20 @@
 """Messages over real sockets; a peer without the run's token gets nowhere."""
 
+import contextlib
+import itertools
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from engine_core.runtime import channel
-from engine_core.runtime.channel import Channel, Closed, accept, connect, listen, new_token, pair
+from engine_core.runtime.channel import Channel, Closed, callers, connect, listen, new_token, pair
 from engine_core.runtime.codec import NotOurs, encode
+
+SECONDS = 60.0  # where something is waited for that comes at once
 
 
 @pytest.fixture
@@ -64,10 +69,16 @@ def listener():
         yield found
 
 
+def first(listener, token, seconds=SECONDS):
+    """The first peer that knows the token; None where none came in time."""
+    with contextlib.closing(callers(listener, token, time.monotonic() + seconds)) as coming:
+        return next(coming, None)
+
+
 def test_peers_that_know_the_token_are_connected_with_their_rank(listener):
     token = new_token()
     with ThreadPoolExecutor() as pool:
-        served = pool.submit(accept, listener, token)
+        served = pool.submit(first, listener, token)
         mine = connect(listener.getsockname(), token, 7, 5)
         rank, theirs = served.result()
     theirs.send("hello")
@@ -78,19 +89,86 @@ def test_peers_that_know_the_token_are_connected_with_their_rank(listener):
 
 def test_a_caller_with_another_token_is_sent_away_and_so_is_a_listener(listener):
     with ThreadPoolExecutor() as pool:
-        served = pool.submit(accept, listener, new_token())
+        served = pool.submit(first, listener, new_token(), 3.0)
         with pytest.raises(Closed, match="does not know the run's token"):
             connect(listener.getsockname(), new_token(), 0, 5)
         assert served.result() is None
 
 
-def test_a_stranger_who_talks_is_sent_away(listener, monkeypatch):
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, b"short", b""])
+def test_a_stranger_who_talks_is_sent_away(listener, monkeypatch, said):
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
-    for said in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, b"short", b""):
-        with ThreadPoolExecutor() as pool, socket.create_connection(listener.getsockname()) as stranger:
-            served = pool.submit(accept, listener, new_token())
-            stranger.sendall(said)
-            assert served.result() is None
+    token = new_token()
+    with ThreadPoolExecutor() as pool, socket.create_connection(listener.getsockname()) as stranger:
+        served = pool.submit(first, listener, token)
+        stranger.sendall(said)
+        stranger.settimeout(SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(100):
+                pass
+        assert not served.done()  # others may still come
+        connect(listener.getsockname(), token, 3, 5).close()
+        assert served.result()[0] == 3
+
+
+def test_one_who_says_a_little_now_and_then_has_no_more_time_than_others(listener, monkeypatch):
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    token = new_token()
+    with ThreadPoolExecutor() as pool, socket.create_connection(listener.getsockname()) as stranger:
+        served = pool.submit(first, listener, token)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                stranger.sendall(b"x")
+                time.sleep(0.1)
+            pytest.fail("It was heard for longer than a handshake may take.")
+        connect(listener.getsockname(), token, 3, 5).close()
+        assert served.result()[0] == 3
+
+
+def test_strangers_who_say_nothing_hold_up_nobody(listener):
+    token = new_token()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        for _ in range(5):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        served = pool.submit(first, listener, token)
+        connect(listener.getsockname(), token, 7, 5).close()
+        assert served.result()[0] == 7
+
+
+def test_of_more_strangers_than_are_heard_the_oldest_are_sent_away(listener, monkeypatch):
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 600.0)
+    monkeypatch.setattr(channel, "MAX_STRANGERS", 2)
+    token = new_token()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        served = pool.submit(first, listener, token)
+        oldest, *_ = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
+        oldest.settimeout(SECONDS)
+        assert oldest.recv(1) == b""
+        assert not served.done()
+        connect(listener.getsockname(), token, 7, 5).close()
+        assert served.result()[0] == 7
+
+
+def test_strangers_who_keep_calling_do_not_move_the_deadline(listener, persistent):
+    persistent(listener.getsockname())
+    coming = callers(listener, new_token(), time.monotonic() + 0.5, look_seconds=0.05)
+    assert not any(itertools.islice(coming, 100))
+    assert next(coming, "over") == "over"
+
+
+def test_whoever_waits_may_look_while_strangers_keep_calling(listener, persistent):
+    persistent(listener.getsockname())
+    with contextlib.closing(callers(listener, new_token(), time.monotonic() + SECONDS, 0.05)) as coming:
+        assert [next(coming) for _ in range(3)] == [None] * 3
+
+
+def test_one_who_knows_the_token_is_found_among_strangers_who_keep_calling(listener, persistent):
+    persistent(listener.getsockname())
+    token = new_token()
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(first, listener, token)
+        connect(listener.getsockname(), token, 7, 5).close()
+        assert served.result()[0] == 7
 
 
 def test_the_token_itself_is_never_sent(listener):
@@ -111,7 +189,7 @@ def test_the_token_itself_is_never_sent(listener):
                 copy(near, far)
 
         relayed = pool.submit(relay)
-        served = pool.submit(accept, listener, token)
+        served = pool.submit(first, listener, token)
         mine = connect(tap.getsockname(), token, 1, 5)
         _, theirs = served.result()
         mine.close()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.runtime.channel import listen, new_token
 from engine_core.runtime.elastic import controlling, launched, loopback_interface
 
 TOLD = {
@@ -50,3 +51,10 @@ def test_nodes_of_different_sizes_are_refused():
 
 def test_the_loopback_interface_has_a_name():
     assert loopback_interface() in {"lo", "lo0"}
+
+
+def test_ranks_that_do_not_come_are_missed_in_time_however_often_strangers_call(persistent):
+    with listen("127.0.0.1") as listener:
+        persistent(listener.getsockname())
+        with pytest.raises(EnvironmentProblem, match=r"^Rank 1, 3 of 4 did not come within 0\.01 minutes \("):
+            launched(TOLD)._take_in(listener, new_token(), {0: None, 2: None}, 0.6)

@@ -6,6 +6,7 @@ tells when and why it has ended.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from engine_core.errors import EnvironmentProblem
-from engine_core.runtime.channel import Channel, accept, listen
+from engine_core.runtime.channel import Channel, callers, listen
 
 HOST = "127.0.0.1"
 LOOK_SECONDS = 0.5  # between two looks at the actors, while they come
@@ -78,23 +79,20 @@ def connect_all(actors: Mapping[int, Any], token: str, seconds: float) -> dict[i
 def _take_in(
     listener: socket.socket, actors: Mapping[int, Any], token: str, deadline: float, ends: dict[int, NearEnd]
 ) -> None:
-    """Into ``ends``, until all are there; strangers are sent away, and hide nothing however often they call."""
+    """Into ``ends``, until all are there; strangers are sent away, and hide nothing."""
     at = listener.getsockname()[:2]
     asked = {rank: actor.serve.remote(at, token, rank) for rank, actor in actors.items()}
-    listener.settimeout(LOOK_SECONDS)
-    while missing := sorted(set(actors) - set(ends)):
-        _look(missing, asked, time.monotonic() > deadline)
-        try:
-            found = accept(listener, token)
-        except TimeoutError:
-            continue
-        if found is None:
-            continue
-        rank, channel = found
-        if rank in missing:
-            ends[rank] = NearEnd(channel.socket, actors[rank])
-        else:
-            channel.close()
+    with contextlib.closing(callers(listener, token, deadline, LOOK_SECONDS)) as coming:
+        while missing := sorted(set(actors) - set(ends)):
+            found = next(coming, None)
+            if found is None:
+                _look(missing, asked, time.monotonic() >= deadline)
+                continue
+            rank, channel = found
+            if rank in missing:
+                ends[rank] = NearEnd(channel.socket, actors[rank])
+            else:
+                channel.close()
 
 
 def _look(missing: list[int], asked: Mapping[int, Any], late: bool) -> None:
