@@ -20,6 +20,7 @@ from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_p
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
+from engine_core.config.wording import place_of
 from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
@@ -386,14 +387,14 @@ def _where(raw: RawConfig, kind: str, name: str) -> str:
             if (chosen.kind, chosen.name) == (kind, name):
                 path = (*place.path, chosen.key)
                 origin = raw.origins.get(key_text(path))
-                return f"{origin}: {key_text(path)}: " if origin else f"{key_text(path)} (default): "
+                return place_of(origin, key_text(path)) if origin else f"{key_text(path)} (default): "
     if kind == "plugins" and (origin := raw.origins.get("plugins")):
-        return f"{origin}: plugins: "
+        return place_of(origin, "plugins")
     table = bare(str(raw.data.get("trainer", "")))
     given = raw.data.get(table)
     for key, value in given.items() if isinstance(given, dict) else ():  # what a trainer's own table chooses
         if value == name and (origin := raw.origins.get(f"{table}.{key}")):
-            return f"{origin}: {table}.{key}: "
+            return place_of(origin, f"{table}.{key}")
     return ""
 
 

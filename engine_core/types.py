@@ -48,9 +48,8 @@ class Sampling:
     stop: tuple[str, ...] = ()  # strings; the one that matched stays in the response
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end of sequence
     seed: int | None = None  # with a seed the same request gives the same tokens
-    max_support: int = (
-        0  # tell which tokens top-p and top-k left, where they are at most this many; 0: do not
-    )
+    # tell which tokens top-p and top-k left, where they are at most this many; 0: do not
+    max_support: int = 0
     log_probs: bool = True  # False: nobody reads `Rollout.rollout_log_probs`, and they may be 0
     timeout_s: float = 0.0  # from when it is queued; then it is stopped as far as it came. 0: no limit
 
@@ -126,14 +125,12 @@ class Rollout:
     text: str = ""  # the response decoded, without special tokens; for rewards and people only
     reward: float = 0.0  # weighted sum of `rewards`
     rewards: dict[str, float | None] = field(default_factory=dict)  # by reward name; None: not applicable
-    greedy_reward: float | None = (
-        None  # of the most likely response to its prompt, where that was sampled too
-    )
+    # of the most likely response to its prompt, where that was sampled too
+    greedy_reward: float | None = None
     answers: dict[str, str] = field(default_factory=dict)  # by reward name: the answer that it extracted
     valid: bool = True  # False: a reward or the episode failed, to be dropped; no gradient comes from it
-    failure: str = (
-        ""  # "error", "timeout" (of its episode or request); the rollout is what there was until then
-    )
+    # "error", "timeout" (of its episode or request); the rollout is what there was until then
+    failure: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     # ^ of an episode: what came after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     extras: dict[str, Tensor] = field(default_factory=dict)

@@ -94,9 +94,8 @@ def measure(case, folder, rank, world, device, steps, warmup):
     built_s = now(device) - begun
     empty(device)
     seconds, norms, layout = [], [], engine.layout
-    slices = (
-        layout.dp_size
-    )  # ranks that share layers or tokens are given the same sequences, and those of all of them
+    # ranks that share layers or tokens are given the same sequences, and those of all of them
+    slices = layout.dp_size
     lengths = [case["length"]] * (case["sequences"] * world // slices)
     for step in range(warmup + steps):
         seed = step * slices + layout.dp_rank

@@ -16,9 +16,8 @@ LOSS_WITHIN = {
     "bf16 gpu": 2e-2,  # log-probs: their mean, and their spread as ``ROUNDED_WITHIN`` says
 }  # G1: loss, log-probs and advantages absolute, gradient norm relative
 EXACT_WITHIN = 1e-4  # G1, the beginning of the batch in float32: as above
-ROUNDED_WITHIN = (
-    2.0  # G1 on a GPU: log-probs of both are no further apart than so many times TRL's own rounding
-)
+# G1 on a GPU: log-probs of both are no further apart than so many times TRL's own rounding
+ROUNDED_WITHIN = 2.0
 GAP_WITHIN = {
     "fp32": 1e-4,
     "bf16": 5e-2,

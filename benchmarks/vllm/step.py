@@ -104,9 +104,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(arguments.shape, folder / "model")
-        rng = random.Random(
-            0
-        )  # words that do not begin like the end token t1, which is found inside of words
+        # words that do not begin like the end token t1, which is found inside of words
+        rng = random.Random(0)
         lines = [
             " ".join(f"t{rng.randrange(200, 400)}" for _ in range(arguments.prompt))
             for _ in range(8 * arguments.prompts)

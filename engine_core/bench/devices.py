@@ -93,7 +93,6 @@ def decode_floor(
         itemsize: bytes of a weight, a key, a value.
     """
     read = (cost.body + cost.head) * itemsize * response  # of the embedding some rows only
-    seen = (
-        response * prompt + response * (response - 1) / 2
-    )  # tokens read by one sequence, over all its steps
+    # tokens read by one sequence, over all its steps
+    seen = response * prompt + response * (response - 1) / 2
     return (read + sequences / ranks * cost.keys_values * itemsize * seen) / device.bandwidth

@@ -230,9 +230,8 @@ def _workers(
 ) -> Iterator[tuple[Runtime, Mapping[str, WorkerGroup]]]:
     plugins = plugins_for(config)
     kind: Any = plugins.resolve("runtimes", config.runtime.backend)
-    sampled = (
-        "rollout" in roles
-    )  # nothing else reads a tokenizer here, and random weights of a shape have none
+    # nothing else reads a tokenizer here, and random weights of a shape have none
+    sampled = "rollout" in roles
     runtime = kind(config, plugins, {"tokenizer": load_tokenizer(config.model)} if sampled else {})
     try:
         yield runtime, runtime.start(roles, 1_000_000)

@@ -44,9 +44,14 @@ class Problem:
 
     def line(self, raw: RawConfig) -> str:
         """``run.toml:14: actor.optim.lr: ...``"""
-        origin = raw.origin(self.path)
-        where = f"{origin}: " if origin else ""
-        return f"{where}{key_text(self.path)}: {self.text}"
+        return f"{place_of(raw.origin(self.path), key_text(self.path))}{self.text}"
+
+
+def place_of(origin: Origin | None, key: str) -> str:
+    """``run.toml:14: actor.optim.lr: ``; of an override of this very key ``--set actor.optim.lr: ``, which names it."""
+    if origin is None:
+        return f"{key}: "
+    return f"{origin}: " if origin.override == key else f"{origin}: {key}: "
 
 
 def in_order(problems: Sequence[Problem], raw: RawConfig) -> list[str]:

@@ -52,9 +52,8 @@ class WorkerContext:
     total_steps: int = 0  # optimizer steps of the run, for learning-rate schedules
     live: Mapping[str, Any] | None = None  # objects given from Python: "model", "tokenizer"
     deterministic: bool = False  # `[run] deterministic`: torch's deterministic algorithms only
-    frozen: bool = (
-        False  # a training run never changes its weights: they are neither trained, refreshed nor exported
-    )
+    # a training run never changes its weights: they are neither trained, refreshed nor exported
+    frozen: bool = False
 
 
 class TrainEngine(abc.ABC):

@@ -47,9 +47,8 @@ FROM_FOLDER = {
 """Key of ours -> key of an adapter folder's config."""
 UNSUPPORTED = ("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform", "lora_bias")
 """Keys of an adapter folder that must be empty."""
-_ATTACHED: weakref.WeakSet[nn.Module] = (
-    weakref.WeakSet()
-)  # modules given from Python are the base of others too
+# modules given from Python are the base of others too
+_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def attach(

@@ -39,9 +39,8 @@ FEW = 16384  # with fewer tokens than that, recomputing activations is worth its
 ROUND = 512  # tokens
 
 IN_STEPS = frozenset({"gelu_new", "gelu_fast", "quick_gelu", "gelu_python"})  # activations of several kernels
-FUSED_QUERIES = frozenset(
-    {"gpt2", "gpt_neox", "gpt_bigcode", "phi3"}
-)  # one layer makes queries, keys and values
+# one layer makes queries, keys and values
+FUSED_QUERIES = frozenset({"gpt2", "gpt_neox", "gpt_bigcode", "phi3"})
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,8 @@ class Shards:
         self.folder, self.kind = folder, kind
         self._opened: dict[Path, Any] = {}
         self.shapes: dict[str, list[int]] = {}
-        self.parts: dict[
-            str, list[tuple[Path, list[int], list[int]]]
-        ] = {}  # file, where it begins, its shape
+        # file, where it begins, its shape
+        self.parts: dict[str, list[tuple[Path, list[int], list[int]]]] = {}
         for file in checkpoint_files(folder, kind) if files is None else files:
             for name, shape, at, size_of_part in _entries(file):
                 self.shapes[name] = shape

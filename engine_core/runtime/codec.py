@@ -161,9 +161,8 @@ def decode(header: bytes, payload: bytearray) -> Any:
         NotOurs: it is no encoded value.
     """
     try:
-        return _Reader(payload).value(
-            json.loads(str(header, "utf-8"))
-        )  # as `json.loads` would find out first
+        # as `json.loads` would find out first
+        return _Reader(payload).value(json.loads(str(header, "utf-8")))
     except NotOurs:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError) as error:

@@ -34,9 +34,8 @@ log = logging.getLogger("engine")
 
 TICK_SECONDS = 0.1
 STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wait for it for ever
-WRITER_SECONDS = (
-    60.0  # the same where one could not write: the others may still be writing, and the run may go on
-)
+# the same where one could not write: the others may still be writing, and the run may go on
+WRITER_SECONDS = 60.0
 STACK_SECONDS = 3.0
 CLOSE_SECONDS = 10.0
 SENDER_SECONDS = 1.0

@@ -62,9 +62,8 @@ class Links:
     ) -> None:
         self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
         self.meeting, self.folder = meeting, folder
-        self._run = hashlib.sha256(token.encode()).hexdigest()[
-            :12
-        ]  # tells runs apart where they share a folder
+        # tells runs apart where they share a folder
+        self._run = hashlib.sha256(token.encode()).hexdigest()[:12]
         self._open: dict[tuple[str, str], Link] = {}
         self._used: dict[tuple[str, str], list[int]] = {}  # numbers of links that have failed
         self._made = 0

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LONG = 48  # tokens of a response: more than an engine takes in a step
-STOPS: dict[str, Any] = {
-    "request_timeout_seconds": 3600.0
-}  # an engine's steps are short where its run may stop responses
+# an engine's steps are short where its run may stop responses
+STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
 
 
 def _stopped(engine: RolloutEngine, requests: Sequence[Request], steps: int = 1) -> list[Rollout]:

@@ -91,9 +91,8 @@ class AheadQueue:
     def take(self, step: int, count: int) -> list[Group] | None:
         """The groups that step ``step`` learns from, in the order of the data; None: wait for more to be ready."""
         first = self.groups[:count]
-        due = itertools.takewhile(
-            lambda group: group.due <= step, first
-        )  # in ascending order, none behind them
+        # in ascending order, none behind them
+        due = itertools.takewhile(lambda group: group.due <= step, first)
         if not all(group.ready for group in (first if self.in_order else due)):
             return None  # asked for each group that becomes ready: what mostly holds is seen at once
         chosen = first if self.in_order else [group for group in self.groups if group.ready][:count]

@@ -374,9 +374,8 @@ def _changes(versions: torch.Tensor, counts: torch.Tensor) -> int:
         versions: of the sampled tokens.
         counts: [B] of them in each rollout.
     """
-    changed = (
-        versions.diff().nonzero().flatten()
-    )  # the last token before each change, most often its rollout's last
+    # the last token before each change, most often its rollout's last
+    changed = versions.diff().nonzero().flatten()
     ends = counts.cumsum(0)
     of, of_next = (torch.searchsorted(ends, at, right=True) for at in (changed, changed + 1))
     return len(of[of == of_next].unique())

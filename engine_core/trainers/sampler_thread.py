@@ -133,9 +133,8 @@ class SamplerThread:
             return
         stopped = self.group.call("advance", requests=[], stopped=ids).result()
         cut = [part for part in stopped if part.finish_reason == "abort" and not part.failure]
-        self._give(
-            [part for part in stopped if all(part is not each for each in cut)]
-        )  # it had just ended, of itself or by its time
+        # it had just ended, of itself or by its time
+        self._give([part for part in stopped if all(part is not each for each in cut)])
         with self._changed:
             for part in cut:
                 sampled = part.sampled_length

@@ -157,7 +157,7 @@ def test_an_unknown_trainer_hides_no_other_error(run):
         "reward.seven.seven.scale",
         "actor.torch.devce",
     ]
-    assert found[2].startswith("--set trainer: trainer: Unknown trainer 'sfft'.")
+    assert found[2].startswith("--set trainer: Unknown trainer 'sfft'.")
     assert len(found) == 3
 
 

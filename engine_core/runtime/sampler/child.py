@@ -27,9 +27,8 @@ def main() -> None:
     die_with(owner)
     os.dup2(2, 1)  # what engines print goes where their messages go
     faulthandler.enable()
-    faulthandler.register(
-        signal.SIGUSR2, all_threads=True
-    )  # where it hangs, also where it holds the interpreter
+    # where it hangs, also where it holds the interpreter
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     from engine_core.runtime.channel import Channel
     from engine_core.runtime.sampler.serve import Server

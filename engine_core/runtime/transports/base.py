@@ -44,9 +44,8 @@ class End:
     device: torch.device
     host: str  # the address on which this process is reached
     token: str  # of the run
-    meeting: Mapping[
-        str, Any
-    ]  # where the processes of the link meet: ``file`` or ``tcp``, see ``starting.store_at``
+    # where the processes of the link meet: ``file`` or ``tcp``, see ``starting.store_at``
+    meeting: Mapping[str, Any]
     folder: str  # private to the run, and seen by all its processes; "" where there is none
     label: str  # of the link: no other of the run has it
 

@@ -76,9 +76,8 @@ class Folder(Transport):
             _publish(folder, {"break": f"{type(error).__name__}: {error}"})
             raise
         _publish(folder, {"update": update.number, "version": update.version, "parts": parts})
-        shutil.rmtree(
-            self._of(update.number - 2), ignore_errors=True
-        )  # it was taken before the last one was asked for
+        # it was taken before the last one was asked for
+        shutil.rmtree(self._of(update.number - 2), ignore_errors=True)
         return sent
 
     def receive(self, update: Update) -> Generator[tuple[str, Tensor], None, None]:

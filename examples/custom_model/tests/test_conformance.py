@@ -30,9 +30,8 @@ def load(path):
 
 class TestGRU(TrainEngineSuite):
     backend = "gru"
-    options = {
-        "embedding_rate": 1.0
-    }  # gradients are read off a step of the weights, which must have one rate
+    # gradients are read off a step of the weights, which must have one rate
+    options = {"embedding_rate": 1.0}
     write_model = "test_conformance.py:write"
     reference = "test_conformance.py:load"
     unsupported = {"test_export_is_loaded_by_from_pretrained": "transformers does not have this model"}

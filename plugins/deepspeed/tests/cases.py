@@ -184,9 +184,8 @@ def fp16_scales_and_recovers(bench):
     norm = norm_of(gradient_of(module, nll_loss(module, batch)))
     with refused("fp16 on a CPU that has none", "actor.deepspeed.compute_dtype", "'fp16'"), _fp16(False):
         bench.engine()
-    bench.stack.enter_context(
-        _fp16(True)
-    )  # DeepSpeed asks for instructions that few CPUs have; torch computes it on all
+    # DeepSpeed asks for instructions that few CPUs have; torch computes it on all
+    bench.stack.enter_context(_fp16(True))
     engine = bench.engine(optim={"lr": 0.0})
     bench.step(engine, batch)
     scaler = engine._loss_scaler

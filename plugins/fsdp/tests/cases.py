@@ -355,9 +355,8 @@ def a_folder_that_does_not_load_fails_everywhere(bench):
     if bench.place.rank == 0:
         (path / "model.safetensors").write_bytes(b"no weights")
     bench.barrier()
-    own = (
-        Exception if bench.place.rank == 0 else DataError
-    )  # transformers has one of its own for a broken file
+    # transformers has one of its own for a broken file
+    own = Exception if bench.place.rank == 0 else DataError
     with pytest.raises(own, match="" if bench.place.rank == 0 else "rank 0"):
         bench.engine(path=str(path))
 

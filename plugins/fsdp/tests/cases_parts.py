@@ -12,9 +12,8 @@ from engine_core.testing.contracts import close, identical, refused
 from engine_core.testing.reference import gradient_of, nll_loss, norm_of
 from engine_core.testing.train_bench import MEASURE
 
-EIGHT_BITS = (
-    0.25  # of a norm: 2^-4 of rounding a product in e4m3, 2^-3 of a gradient in e5m2, several in a chain
-)
+# of a norm: 2^-4 of rounding a product in e4m3, 2^-3 of a gradient in e5m2, several in a chain
+EIGHT_BITS = 0.25
 NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

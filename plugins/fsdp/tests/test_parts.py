@@ -43,9 +43,8 @@ def ranks_with_torchao(monkeypatch):
     """Workers find it in the folder that ``make install`` made."""
     folder = Path(sys.prefix) / "torchao"
     if folder.is_dir():
-        monkeypatch.setattr(
-            sys, "path", [*sys.path, str(folder)]
-        )  # workers are given the path of this process
+        # workers are given the path of this process
+        monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     else:
         pytest.importorskip("torchao")
     group = Workers(2, root=Path(__file__).parent)

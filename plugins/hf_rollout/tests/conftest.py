@@ -88,9 +88,8 @@ def speaker(make_model, tokenizer):
             model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY))
             model.lm_head.weight.zero_()
             for token, following in itertools.pairwise(tokens):
-                model.lm_head.weight[following, token] = (
-                    0.5  # about 8 after the norm: others come now and then
-                )
+                # about 8 after the norm: others come now and then
+                model.lm_head.weight[following, token] = 0.5
         return model
 
     return make

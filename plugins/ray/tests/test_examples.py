@@ -50,9 +50,8 @@ def test_the_job_on_kubernetes_has_the_fields_that_kuberay_requires():
     assert JOB["spec"]["submissionMode"] in ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
     workers = CLUSTER["workerGroupSpecs"]
     for group in (CLUSTER["headGroupSpec"], *workers):
-        assert all(
-            isinstance(value, str) for value in group["rayStartParams"].values()
-        )  # KubeRay takes texts alone
+        # KubeRay takes texts alone
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         for container in group["template"]["spec"]["containers"]:
             assert container["name"]
             assert container["image"]

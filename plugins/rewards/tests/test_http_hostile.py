@@ -173,9 +173,8 @@ def test_a_name_that_leads_inside_is_refused_before_anything_is_sent(names):
 def test_the_address_that_was_judged_is_the_one_that_is_connected_to(scorer_server, names):
     server = scorer_server()
     url = server.url.replace("127.0.0.1", "scorer.test")
-    asked = names(
-        "127.0.0.1", "127.0.0.1", "169.254.169.254"
-    )  # at the start, for the connection, and then rebound
+    # at the start, for the connection, and then rebound
+    asked = names("127.0.0.1", "127.0.0.1", "169.254.169.254")
     assert ask(url, allow_addresses=["127.0.0.1"], try_seconds=5) == [1.0, 2.0]
     assert asked.count("scorer.test") == 2
     assert server.seen[0][1]["Host"] == f"scorer.test:{server.server_port}"

@@ -30,9 +30,8 @@ OPTIONS = {
     "kv_cache_memory_bytes": 1 << 26,
     "adapter": True,
 }
-TOLERANCE = (
-    5e-5  # of a log-prob in float32, in nats: base and product are added after their matrices, not before
-)
+# of a log-prob in float32, in nats: base and product are added after their matrices, not before
+TOLERANCE = 5e-5
 
 
 def actor(path, rank=4):

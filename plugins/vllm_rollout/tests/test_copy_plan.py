@@ -26,9 +26,8 @@ class Fused(nn.Module):
             if name in slices:
                 self.qkv.data.narrow(0, *slices[name]).copy_(tensor)
             elif name in ("gate", "up"):
-                self.gate_up.data.narrow(0, 10 * (name == "up"), 10).copy_(
-                    tensor[-10:]
-                )  # the part of this rank
+                # the part of this rank
+                self.gate_up.data.narrow(0, 10 * (name == "up"), 10).copy_(tensor[-10:])
             elif name == "embed":
                 self.embed.data[:12].copy_(tensor)
                 self.embed.data[12:].fill_(0)

@@ -121,9 +121,8 @@ def test_a_verdicts_probabilities_and_a_teachers_are_those_of_the_torch_engine(e
             ConfigError, match=r"teacher\.vllm: (vLLM tells log-probs at temp|a sequence has 200 tok)"
         ):
             ours.infer(wrong, ("top_ids", "top_log_probs"))
-    assert torch.equal(
-        ours.infer(whole[0], whole[1])["top_ids"], expected["top_ids"]
-    )  # it goes on after a refusal
+    # it goes on after a refusal
+    assert torch.equal(ours.infer(whole[0], whole[1])["top_ids"], expected["top_ids"])
 
 
 def sampler(folder, **options):

@@ -22,9 +22,8 @@ from engine_core.rollout_files import read_rollouts
 from engine_core.testing.reference import LETTERS, write_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "served_models.md"
-VERDICTS = {
-    letter: i / len(LETTERS) for i, letter in enumerate(LETTERS) if not letter.isupper()
-}  # case is left aside
+# case is left aside
+VERDICTS = {letter: i / len(LETTERS) for i, letter in enumerate(LETTERS) if not letter.isupper()}
 SMALL = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26}
 NOTED = """
 import json, os

@@ -49,7 +49,7 @@ def test_validate_tells_all_problems_with_file_and_line(engine, sft_run):
     line = 1 + text.splitlines().index("stesp = 2")
     assert f"run.toml:{line}: run.stesp: unknown key. Did you mean 'steps'?" in answer.err
     assert "checkpoint.every_steps: got -1" in answer.err
-    assert "--set actor.optim.lr: actor.optim.lr: got 'fast', expected a number" in answer.err
+    assert "--set actor.optim.lr: got 'fast', expected a number" in answer.err
 
 
 def test_validate_finds_an_absent_file_of_data(engine, sft_run):

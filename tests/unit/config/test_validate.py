@@ -115,7 +115,7 @@ weight = 2
         ["9", "rollout.group_size"],
         ["10", "reward.0.name"],
         ["environment ENGINE__DATA__SHUFFLE", "data.shuffle"],
-        ["--set run.nme", "run.nme"],
+        ["--set run.nme", "unknown key. Did you mean 'name'? Known"],
     ]
 
 

@@ -159,9 +159,8 @@ class _Batch:
         padded = [e + [-1] * (widest - len(e)) for e in ends]
         self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
         cut = [s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplings]
-        self.told = [
-            s.max_support if c else 0 for s, c in zip(samplings, cut, strict=True)
-        ]  # most of a support
+        # most of a support
+        self.told = [s.max_support if c else 0 for s, c in zip(samplings, cut, strict=True)]
         self.widths = torch.tensor(self.told, device=device)
         self.supports: list[tuple[Tensor, Tensor]] = []  # of each step: numbers [A] and tokens [A, K]
         self.stops = [s.stop for s in samplings]

@@ -194,7 +194,7 @@ class MegatronEngine(Keeping):
         from engine_plugin_megatron.models import build
 
         stage, mesh = self.ranks.pp.rank(), self.ranks.mesh
-        return [
+        chunks = [
             build.gpt_model(
                 self.hf_config,
                 self.megatron_config,
@@ -202,11 +202,11 @@ class MegatronEngine(Keeping):
                 post_process=stage == mesh.pp - 1 and turn == mesh.vp - 1,
                 vp_stage=turn if mesh.vp > 1 else None,
                 value_head=value_head,
-            ).train(
-                self.trainable
-            )  # without dropout that changes nothing but that activations may be recomputed
+            )
             for turn in range(mesh.vp)
         ]
+        # without dropout that changes nothing but that activations may be recomputed
+        return [chunk.train(self.trainable) for chunk in chunks]
 
     def _train(self, optim: Any) -> tuple[torch.optim.Optimizer, Any]:
         """Wrap the chunks and make their optimizer and schedule."""
@@ -217,9 +217,8 @@ class MegatronEngine(Keeping):
         self.models = list(wrapped)
         synchronised(wrapped, self.options.overlap_grad_reduce)
         self.steps = Steps(wrapped, self.options, optim, self.precision.compute)
-        groups = [
-            {"params": [torch.zeros(())], "weight_decay": decay} for decay in (optim.weight_decay, 0.0)
-        ]  # as the core's AdamW has them: matrices, then vectors
+        # as the core's AdamW has them: matrices, then vectors
+        groups = [{"params": [torch.zeros(())], "weight_decay": decay} for decay in (optim.weight_decay, 0.0)]
         rate = torch.optim.SGD(groups, lr=optim.lr)
         return rate, build_schedule(rate, optim, self.context.total_steps, self.context.role)
 

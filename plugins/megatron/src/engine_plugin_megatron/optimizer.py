@@ -204,9 +204,8 @@ class Steps:
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)
                 if count:
-                    group["step"] = (
-                        count  # where fused optimizers have it; torch's has one for each parameter
-                    )
+                    # where fused optimizers have it; torch's has one for each parameter
+                    group["step"] = count
                 for parameter in group["params"] if count else ():
                     inner.optimizer.state[parameter] = {
                         "step": torch.tensor(float(count)),

@@ -19,8 +19,5 @@ class LauncherOnCPU(ExecutorWithExternalLauncher):
         _, rank, local_rank = super()._distributed_args()
         number = torch.tensor([int.from_bytes(os.urandom(7), "big")])
         torch.distributed.broadcast(number, 0)
-        return (
-            f"file://engine-{int(number):x}",
-            rank,
-            local_rank,
-        )  # the ranks have met: nothing is opened there
+        # the ranks have met: nothing is opened there
+        return f"file://engine-{int(number):x}", rank, local_rank

@@ -226,9 +226,8 @@ class VLLMRolloutEngine(RolloutEngine):
         from engine_plugin_vllm_rollout import versions
 
         wanted = dict.fromkeys(ids)
-        stopped = [
-            rollout for rollout in self._done if rollout.request_id in wanted
-        ]  # done, not yet returned
+        # done, not yet returned
+        stopped = [rollout for rollout in self._done if rollout.request_id in wanted]
         self._done = [rollout for rollout in self._done if rollout.request_id not in wanted]
         cut_short = []
         for id in wanted:

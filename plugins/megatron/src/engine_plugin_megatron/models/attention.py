@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ON_DEVICE = (
-    WeakTensorKeyDictionary()
-)  # boundaries on the host -> a copy on the device, for every layer of a pack
+# boundaries on the host -> a copy on the device, for every layer of a pack
+_ON_DEVICE = WeakTensorKeyDictionary()
 
 
 class PackedAttention(torch.nn.Module):
