@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_core.types import counted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,7 +45,7 @@ def with_weights(batch: Batch, mode: str, length_norm: int = 1) -> Batch:
         no token has loss.
     """
     mask = batch["loss_mask"].float()
-    per_sequence = batch.sum_by_sequence(mask)
+    per_sequence = counted(batch["loss_mask"].bool(), batch.lengths).float()
     num_tokens = mask.sum().clamp(min=1)
     num_sequences = (per_sequence > 0).sum().clamp(min=1)
     weights = mask * _weight(mode, batch, per_sequence, num_tokens, num_sequences, length_norm)

@@ -12,7 +12,7 @@ consumes: requests, of ``go``; waits for: nothing; unblocked by: answers; produc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,8 @@ class Flow:
         with self._lock:
             resting, self._resting = self._resting, set()
         resting = {at for at in resting if group.running.under_way[at]}
-        asked = {at for at, share in enumerate(shares) if share} | set(forgotten) | resting
-        asked &= self._there()
+        asked, there = {at for at, share in enumerate(shares) if share}, self._there()
+        asked = {at for at in asked | set(forgotten) | resting if at in there}
         same: dict[str, Any] | None = None  # what all are told that have nothing new
         texts: Texts = {}  # a group's requests go to several samplers
         for at in sorted(asked):
@@ -88,9 +88,9 @@ class Flow:
         """What each sampler is asked anew."""
         return self.group.running.share(requests)
 
-    def _there(self) -> set[int]:
+    def _there(self) -> Collection[int]:
         """Numbers of the slices that can be told something."""
-        return set(range(len(self.group.running.under_way)))
+        return range(len(self.group.running.under_way))
 
     def _leader(self, at: int) -> int:
         return self.group.slices[at].leader

@@ -136,6 +136,8 @@ class Running:
             among: slices that may have them; default: all.
         """
         shares: list[list[Request]] = [[] for _ in self.left]
+        if not requests:  # of a sampler that goes on
+            return shares
         with self._lock:
             slices = range(len(self.left)) if among is None else among
             least = [(self.left[at], place, at) for place, at in enumerate(slices)]

@@ -16,19 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine_core.errors import TrainingFailed
 from engine_core.rewards.early import Known
 from engine_core.rollout_files import read_rollouts, write_rollouts
+from engine_core.trainers.ages import stretches
 from engine_core.trainers.ahead import AheadQueue, Group
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
 from engine_core.trainers.sampling import RolloutSource
 from engine_core.trainers.scoring_thread import ScoringThread
-from engine_core.types import Prompt, sampled_lengths, sampled_tokens
+from engine_core.types import Prompt, sampled_tokens
 
 if TYPE_CHECKING:
+    import torch
+
     from engine_core.async_trainer import AsyncTrainer
     from engine_core.rewards.early import EarlyScoring
     from engine_core.types import Batch, Rollout
@@ -244,35 +245,26 @@ class AheadSource(RolloutSource):
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
         """The rule of ``ahead``, held against what came."""
         most = self.run.options.max_staleness
-        if not rollouts or self.version - self._oldest(*_versions(rollouts)) <= most:
+        found = stretches(rollouts)
+        if not len(found.versions) or self.version - int(found.versions.min()) <= most:
             return
-        for rollout in rollouts:
-            if (old := self.version - self._oldest(*_versions([rollout]))) > most:
-                raise TrainingFailed(
-                    f"Rollout '{rollout.request_id}' has a token that is {old} policy versions old (async.max_staleness = "
-                    f"{most}). The weights were left alone. This is a bug of the sampler or of the engine."
-                )
-
-    def _oldest(self, versions: torch.Tensor, sampled: torch.Tensor) -> int:
-        """The lowest version of a sampled token."""
-        return int(versions.where(sampled, self.version).min()) if len(versions) else self.version
+        place, oldest = next((p, v) for p, v in found.oldest().items() if self.version - v > most)
+        raise TrainingFailed(
+            f"Rollout '{rollouts[place].request_id}' has a token that is {self.version - oldest} policy versions old "
+            f"(async.max_staleness = {most}). The weights were left alone. This is a bug of the sampler or of the engine."
+        )
 
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """How many versions ago the tokens of a step were sampled."""
-        found = {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
-        if not rollouts:
-            return found
-        versions, sampled = _versions(rollouts)
-        if not (count := int(sampled.count_nonzero())):
-            return found
-        ages = (self.version - versions).where(sampled, 0)
-        oldest, newest = self._oldest(versions, sampled), int(versions.where(sampled, -1).max())
-        found["async/staleness_mean"] = int(ages.sum()) / count
-        found["async/staleness_max"] = float(self.version - oldest)
-        if newest != oldest:
-            mixed = _changes(versions[sampled], sampled_lengths(rollouts))
-            found["async/mixed_share"] = mixed / len(rollouts)
-        return found
+        found = stretches(rollouts)
+        if not len(found.versions):
+            return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
+        ages = self.version - found.versions.astype("int64")
+        return {
+            "async/staleness_mean": int((ages * found.counts).sum()) / int(found.counts.sum()),
+            "async/staleness_max": float(max(int(ages.max()), 0)),
+            "async/mixed_share": found.mixed() / len(rollouts),
+        }
 
     def _count(self) -> None:
         """Count the tokens of what has come."""
@@ -359,26 +351,6 @@ class AheadSource(RolloutSource):
             for rollout in group.rollouts.values():
                 rollout.prompt = group.prompt
         self.queue.groups = list(groups)
-
-
-def _versions(rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] policy version of each token, and whether the policy sampled it, of all rollouts one after another."""
-    versions = torch.cat([rollout.policy_versions for rollout in rollouts])
-    return versions, torch.cat([rollout.loss_mask for rollout in rollouts])
-
-
-def _changes(versions: torch.Tensor, counts: torch.Tensor) -> int:
-    """Rollouts with sampled tokens of more than one version.
-
-    Args:
-        versions: of the sampled tokens.
-        counts: [B] of them in each rollout.
-    """
-    # the last token before each change, most often its rollout's last
-    changed = versions.diff().nonzero().flatten()
-    ends = counts.cumsum(0)
-    of, of_next = (torch.searchsorted(ends, at, right=True) for at in (changed, changed + 1))
-    return len(of[of == of_next].unique())
 
 
 def _as_json(group: Group) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_core.rollout_files import read_rollouts, write_rollouts
+from engine_core.trainers.ages import stretches
 from engine_core.types import Prompt, Request, Rollout
 
 if TYPE_CHECKING:
@@ -263,12 +264,13 @@ class Stragglers:
         """Sample until enough groups are complete; what was stopped, by request."""
         sampler = self.source.run.groups["rollout"]
         running = {request.id: group for group in groups for request in group.left}
-        if not running or self._enough(groups):  # what was never asked for needs no stop
+        complete = sum(group.complete for group in groups)
+        if not running or complete >= self._wanted:  # what was never asked for needs no stop
             return {}
         arrivals = _arrivals(sampler, [request for group in groups for request in group.left])
         try:
-            while running and not self._enough(groups):
-                _settle(next(arrivals), running)
+            while running and complete < self._wanted:
+                complete += _settle(next(arrivals), running)
             found = sampler.call("advance", stopped=sorted(running)).result() if running else []
             _settle([r for part in arrivals.rest() for r in part], running)
         except BaseException:  # a signal included: whoever goes on after it finds nothing of ours queued
@@ -278,9 +280,6 @@ class Stragglers:
             arrivals.close()
         _settle([r for r in found if r.finish_reason != "abort" or r.failure], running)  # had just finished
         return {rollout.request_id: rollout for rollout in found}
-
-    def _enough(self, groups: Sequence[Group]) -> bool:
-        return sum(group.complete for group in groups) >= self._wanted
 
     def _put_away(self, groups: Sequence[Group], stopped: dict[str, Rollout]) -> None:
         """Carry groups over that this step does not use, or drop them."""
@@ -298,17 +297,25 @@ class Stragglers:
     def _forget_old(self) -> None:
         """Drop carried groups whose oldest token is of too old a policy."""
         oldest = self.source.version - self.source.run.config.rollout.carry_max_age
-        groups = _groups(self.carried)
-        kept = [group for group in groups if _oldest_version(group, self.source.version) >= oldest]
-        self._counts["sampling/too_old_groups"] += len(groups) - len(kept)
-        self.carried = [rollout for group in kept for rollout in group]
+        versions = stretches(self.carried).oldest()
+        old = {self.carried[place].group_id for place, version in versions.items() if version < oldest}
+        self._counts["sampling/too_old_groups"] += len(old)
+        self.carried = [
+            rollout for group in _groups(self.carried) for rollout in group if rollout.group_id not in old
+        ]
 
 
-def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> None:
-    """These are done, and running no more. Of a request that a lost sampler had, and another was asked, the first one counts."""
+def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> int:
+    """These are done, and running no more: how many groups are complete by them.
+
+    Of a request that a lost sampler had, and another was asked, the first one counts.
+    """
+    completed = 0
     for rollout in finished:
         if (group := running.pop(rollout.request_id, None)) is not None:
             group.done[rollout.request_id] = rollout
+            completed += group.complete
+    return completed
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -317,9 +324,3 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     for rollout in rollouts:
         found.setdefault(rollout.group_id, []).append(rollout)
     return list(found.values())
-
-
-def _oldest_version(group: Sequence[Rollout], present: int) -> int:
-    """Of its sampled tokens; the present one where there is none."""
-    sampled = [rollout.policy_versions[rollout.loss_mask] for rollout in group]
-    return min((int(versions.min()) for versions in sampled if len(versions)), default=present)

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Rollout, Sampling, TrainOutput
+from engine_core.types import Batch, Prompt, Rollout, Sampling, TrainOutput, counted
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -146,3 +146,24 @@ def test_a_seed_is_all_that_differs():
     told = Sampling(0.5, 0.9, 7, 11, ("a",), (3,), 1, 5, False, 2.0)
     assert told.with_seed(2) == dataclasses.replace(told, seed=2)
     assert told.seed == 1
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 2, 0], [0, 0, 5], [5], [0], []], ids=str)
+def test_marked_tokens_are_counted_in_each_sequence_an_empty_one_has_none(lengths):
+    mask = (torch.arange(sum(lengths)) % 3 != 1).bool()
+    parts = mask.split(lengths) if lengths else []
+    assert counted(mask, torch.tensor(lengths, dtype=torch.int64)).tolist() == [int(p.sum()) for p in parts]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str
+)
+@pytest.mark.parametrize("learned", [False, True])
+def test_each_token_gets_the_value_of_its_sequence_bit_for_bit(dtype, learned):
+    values = torch.tensor([0.1, -0.0, 3.0]).to(dtype)
+    values.requires_grad_(learned and dtype.is_floating_point)
+    batch = Batch(torch.arange(5), torch.tensor([2, 0, 3]))
+    found = batch.to_tokens(values)
+    assert found.dtype is dtype
+    assert found.requires_grad == values.requires_grad
+    assert torch.equal(found, values[torch.tensor([0, 0, 2, 2, 2])])
