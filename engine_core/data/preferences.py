@@ -48,6 +48,7 @@ class PairPreparer(Preparer):
         split: first part of every id.
         limit: longest sequence in tokens; a pair is cut or skipped as one.
         table: of the trainer, for messages.
+        held: as `Preparer`.
     """
 
     makes: type = Pair
@@ -60,17 +61,18 @@ class PairPreparer(Preparer):
         split: str,
         limit: int,
         table: str,
+        held: int | None = None,
     ) -> None:
         if self.makes is Pair and config.format not in ("auto", "trl"):
             raise DataError(
                 f"[data] format = '{config.format}': pairs are read from the columns prompt, chosen and rejected. "
                 "Remove the key."
             )
-        super().__init__(rows, tokenizer, config, split, limit, learn=True)
+        super().__init__(rows, tokenizer, config, split, limit, learn=True, held=held)
         self.table = table
 
     @property
-    def limit_key(self) -> str:
+    def _key(self) -> str:
         return f"[{self.table}] max_tokens"
 
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
@@ -81,7 +83,7 @@ class PairPreparer(Preparer):
         return Pair(name, *masked, margin), was_cut
 
     def _plain(self) -> list[Any]:
-        return [self.split, self.limit, self.table]
+        return [self.split, self._asked, self.table, self._held]
 
 
 class JudgedPreparer(PairPreparer):

@@ -39,6 +39,7 @@ class Preparer:
         limit: longest sequence in tokens.
         learn: True makes Examples, False Prompts.
         train_on_prompt: Examples learn every token.
+        held: tokens that there is room for, where they may be fewer than ``limit``.
     """
 
     def __init__(
@@ -50,9 +51,12 @@ class Preparer:
         limit: int,
         learn: bool = False,
         train_on_prompt: bool = False,
+        held: int | None = None,
     ) -> None:
         self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
-        self.limit, self.learn, self.train_on_prompt = limit, learn, train_on_prompt
+        self.learn, self.train_on_prompt = learn, train_on_prompt
+        self._asked, self._held = limit, held
+        self.limit = limit if held is None else min(limit, held)
         self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
 
@@ -64,11 +68,21 @@ class Preparer:
     @property
     def limit_key(self) -> str:
         """The key of ``limit``, for messages."""
-        if self.learn:
-            return "[sft] max_tokens"
-        if self.limit < self.config.max_prompt_tokens:
+        if self.limit < self._asked:
+            if self.learn:
+                return "the number of positions that the model has (max_position_embeddings)"
             return "the longest prompt that model and sampler have room for with a response"
-        return "[data] max_prompt_tokens"
+        return self._key
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a row that is too long, before what `over_long` offers."""
+        return "Shorten the row" if self.learn and self.limit < self._asked else "Raise it"
+
+    @property
+    def _key(self) -> str:
+        """That asks for ``limit``."""
+        return "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
 
     def prepare(self, index: int) -> Outcome:
         """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""
@@ -134,7 +148,7 @@ class Preparer:
 
     def _plain(self) -> list[Any]:
         """Arguments of the constructor after ``config``."""
-        return [self.split, self.limit, self.learn, self.train_on_prompt]
+        return [self.split, self._asked, self.learn, self.train_on_prompt, self._held]
 
     @staticmethod
     def from_setup(setup: dict[str, Any]) -> Preparer:

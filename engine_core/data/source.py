@@ -224,7 +224,7 @@ class Source(Generic[Item]):
                 raise self._too_many(outcome.problem)
         elif self._config.over_long == "error":
             raise DataError(
-                f"{outcome.problem}. Raise it, or set over_long to skip or truncate_left in [data]."
+                f"{outcome.problem}. {self._preparer.remedy}, or set over_long to skip or truncate_left in [data]."
             )
         if index not in self._skipped and len(self._skipped) < NAMED:
             logger.warning("Skipped a row: %s.", outcome.problem)
@@ -266,12 +266,18 @@ class PromptSource(Source[Prompt]):
         held: int | None = None,
     ) -> None:
         opened = _open(config, split, rows)
-        limit = config.max_prompt_tokens if held is None else min(config.max_prompt_tokens, held - 1)
-        super().__init__(Preparer(opened, tokenizer, config, split, limit), seed)
+        limit, room = config.max_prompt_tokens, None if held is None else held - 1
+        super().__init__(Preparer(opened, tokenizer, config, split, limit, held=room), seed)
 
 
 class SFTSource(Source[Example]):
-    """Sequences to learn, of the files of ``[data]``; arguments as `PromptSource`, with ``[sft]``."""
+    """Sequences to learn, of the files of ``[data]``.
+
+    Args:
+        config, tokenizer, seed, split, rows: as `PromptSource`.
+        options: ``[sft]``.
+        held: tokens of the longest sequence that the model has positions for; a longer one is over-long, too.
+    """
 
     def __init__(
         self,
@@ -281,8 +287,9 @@ class SFTSource(Source[Example]):
         seed: int,
         split: str = "train",
         rows: Sequence[Any] | None = None,
+        held: int | None = None,
     ) -> None:
-        limits = options.max_tokens, True, options.train_on_prompt
+        limits = options.max_tokens, True, options.train_on_prompt, held
         super().__init__(Preparer(_open(config, split, rows), tokenizer, config, split, *limits), seed)
 
 
@@ -295,6 +302,7 @@ class _PreferenceSource(Source[Item]):
         max_tokens: longest sequence.
         table: of the trainer whose key that is, for messages.
         seed, split, rows: as `PromptSource`.
+        held: as `SFTSource`.
     """
 
     preparer: ClassVar[type[PairPreparer]]  # makes the items
@@ -308,9 +316,10 @@ class _PreferenceSource(Source[Item]):
         seed: int,
         split: str = "train",
         rows: Sequence[Any] | None = None,
+        held: int | None = None,
     ) -> None:
         opened = _open(config, split, rows)
-        super().__init__(self.preparer(opened, tokenizer, config, split, max_tokens, table), seed)
+        super().__init__(self.preparer(opened, tokenizer, config, split, max_tokens, table, held), seed)
 
 
 class PairSource(_PreferenceSource[Pair]):

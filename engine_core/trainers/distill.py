@@ -26,6 +26,7 @@ from engine_core.config.schedule import boundaries, config_at
 from engine_core.data import SFTSource
 from engine_core.errors import ConfigError
 from engine_core.runtime.base import Role
+from engine_core.trainers.lengths import table_length
 from engine_core.trainers.options import SFTOptions
 from engine_core.trainers.policy import check_gap
 from engine_core.trainers.sampled import SampledRun
@@ -198,7 +199,8 @@ class DistillTrainer(SampledRun):
     def _examples(self) -> SFTSource:
         config = self.config
         limits = SFTOptions(max_tokens=config.options.max_tokens)
-        source = SFTSource(config.data, self.tokenizer, limits, config.run.seed, rows=self.live.get("data"))
+        rows, held = self.live.get("data"), table_length(self)
+        source = SFTSource(config.data, self.tokenizer, limits, config.run.seed, rows=rows, held=held)
         self._cleanup.callback(source.close)
         return source
 

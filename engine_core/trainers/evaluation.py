@@ -18,7 +18,7 @@ from engine_core.config.evaluation import UNNAMED, HeldOut, held_out_sets
 from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
 from engine_core.rollout_files import write_rollouts
-from engine_core.trainers.sampling import held_tokens
+from engine_core.trainers.lengths import held_tokens
 from engine_core.types import Sampling
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from engine_core.algorithms.preference_columns import mismatched
 from engine_core.algorithms.preference_objectives import mismatch_kl
 from engine_core.data import Judged, JudgedSource
 from engine_core.errors import ConfigError
+from engine_core.trainers.lengths import table_length
 from engine_core.trainers.preference import PreferenceRun
 from engine_core.types import Batch, LossCall
 
@@ -23,7 +25,7 @@ class KTOTrainer(PreferenceRun[Judged]):
     """Make desirable responses likelier and undesirable ones less likely, against z.
 
     z is the KL to the reference, estimated before each update from responses put after other prompts of
-    the mini-batch, cut to `kto.max_tokens`: two more passes without gradient.
+    the mini-batch, cut to `kto.max_tokens` and to the model's positions: two more passes without gradient.
     """
 
     needs_reference = True
@@ -41,10 +43,14 @@ class KTOTrainer(PreferenceRun[Judged]):
                 "prompt of another row of the step."
             )
 
+    @functools.cached_property
+    def _positions(self) -> int | None:
+        return table_length(self)
+
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> JudgedSource:
-        config, limit = self.config, self.options.max_tokens
+        config, limit, held = self.config, self.options.max_tokens, self._positions
         return JudgedSource(
-            data or config.data, self.tokenizer, limit, "kto", config.run.seed, split=split, rows=rows
+            data or config.data, self.tokenizer, limit, "kto", config.run.seed, split, rows, held
         )
 
     def batch(self, items: Sequence[Judged]) -> Batch:
@@ -70,7 +76,8 @@ class KTOTrainer(PreferenceRun[Judged]):
 
     def mismatch_kl(self, batch: Batch) -> float:
         """z, of this batch's responses after other prompts."""
-        others = mismatched(batch, self.options.max_tokens)
+        most = self.options.max_tokens
+        others = mismatched(batch, min(self._positions or most, most))
         return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
 
     def loss_call(self) -> LossCall:

@@ -20,6 +20,7 @@ from engine_core.data import Judged, Pair, PairSource
 from engine_core.errors import ConfigError
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
+from engine_core.trainers.lengths import table_length
 from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
@@ -171,9 +172,9 @@ class DPOTrainer(PreferenceRun[Pair]):
         return self.options.needs_reference
 
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
-        config, limit = self.config, self.options.max_tokens
+        config, limit, held = self.config, self.options.max_tokens, table_length(self)
         return PairSource(
-            data or config.data, self.tokenizer, limit, "dpo", config.run.seed, split=split, rows=rows
+            data or config.data, self.tokenizer, limit, "dpo", config.run.seed, split, rows, held
         )
 
     def batch(self, items: Sequence[Pair]) -> Batch:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.data import Pair, PairSource
+from engine_core.trainers.lengths import table_length
 from engine_core.trainers.preference import PreferenceRun, pair_batch
 from engine_core.types import Batch, LossCall
 
@@ -31,9 +32,9 @@ class RewardModelTrainer(PreferenceRun[Pair]):
         self.groups["actor"] = self.groups[self.role]  # `[actor]` configures it, and it is what is exported
 
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
-        config, limit = self.config, self.options.max_tokens
+        config, limit, held = self.config, self.options.max_tokens, table_length(self)
         return PairSource(
-            data or config.data, self.tokenizer, limit, self.role, config.run.seed, split=split, rows=rows
+            data or config.data, self.tokenizer, limit, self.role, config.run.seed, split, rows, held
         )
 
     def batch(self, items: Sequence[Pair]) -> Batch:

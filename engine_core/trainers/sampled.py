@@ -17,7 +17,8 @@ from engine_core.rewards.preflight import ROWS
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
 from engine_core.trainers.evaluation import Evaluation
-from engine_core.trainers.sampling import RolloutSource, held_tokens
+from engine_core.trainers.lengths import held_tokens
+from engine_core.trainers.sampling import RolloutSource
 from engine_core.trainers.support import check_adapter, check_partial
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ import torch
 from engine_core.algorithms.requirements import GREEDY
 from engine_core.data import tokenizer_hash
 from engine_core.engines.deadlines import TIMEOUT
-from engine_core.engines.model_loading import load_hf_config
 from engine_core.environments.runner import EnvironmentRunner
 from engine_core.errors import TrainingFailed
 from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import check_rewards, check_rows
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.trainers.lengths import model_length
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.stages import Stages
 from engine_core.trainers.stragglers import Stragglers
@@ -380,24 +380,6 @@ def environment_of(run: SampledRun, columns: Collection[str]) -> EnvironmentRunn
         return None
     known = {reward.name for reward in run.config.reward}
     return EnvironmentRunner(config, run.plugins, run.tokenizer, model_length(run), columns, known)
-
-
-def held_tokens(run: SampledRun) -> int:
-    """Tokens of prompt and response together that both the model and a sampler that is told its length can hold."""
-    told = getattr(run.config.rollout.options, "max_model_len", None)
-    return min(model_length(run), told or 1 << 30)
-
-
-def model_length(run: SampledRun) -> int:
-    """Tokens that the model can hold; one that does not say sets no limit."""
-    if "model" in run.live:
-        hf_config = getattr(run.live["model"], "config", None)
-    elif run.plugins.overrides("engine_build_model"):
-        hf_config = None
-    else:
-        hf_config = load_hf_config(run.config.model)
-    text = hf_config.get_text_config() if hf_config is not None else None
-    return getattr(text, "max_position_embeddings", None) or 1 << 30
 
 
 def sampling_seed(seed: int, step: int, group: int, index: int) -> int:

@@ -10,6 +10,7 @@ from engine_core.algorithms.aggregation import with_weights
 from engine_core.data import SFTSource
 from engine_core.runtime.base import Role
 from engine_core.trainers.base import TrainingRun
+from engine_core.trainers.lengths import table_length
 from engine_core.types import Batch, LossCall
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class SFTTrainer(TrainingRun):
         return metrics
 
     def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
-        config = self.config
+        config, held = self.config, table_length(self)
         return SFTSource(
-            data or config.data, self.tokenizer, config.options, config.run.seed, split=split, rows=rows
+            data or config.data, self.tokenizer, config.options, config.run.seed, split, rows, held
         )
 
 
