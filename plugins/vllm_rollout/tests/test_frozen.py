@@ -160,6 +160,24 @@ def test_a_judge_is_read_from_what_vllm_wrote(folders):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"max_model_len": 9},
+            r"^reward\.judge\.vllm\.max_model_len = 9 leaves no room for a prompt: reward\.judge\.max_response_tokens is 9",
+        ),
+        (
+            {"max_model_len": 999_999},
+            r"reward\.judge\.vllm\.max_model_len is more than the model can hold",
+        ),
+    ],
+)
+def test_a_judge_that_does_not_start_is_told_the_keys_of_its_own_table(folders, options, words):
+    with pytest.raises(ConfigError, match=words):
+        sampler(folders / "writes", **options)
+
+
 def test_a_judge_does_not_give_up_weights_that_nobody_brings(folders):
     with pytest.raises(
         ConfigError, match=r"reward\.judge\.vllm\.sleep_level = 2 gives weights up .* Set it to 1"

@@ -72,6 +72,24 @@ def test_a_pool_that_cannot_hold_the_parts_is_refused_with_the_key(parts, contex
         check_ranks(RolloutConfig(backend="vllm", **keys), parts, context)
 
 
+@pytest.mark.parametrize(
+    ("parts", "context", "told"),
+    [
+        (
+            1,
+            pool(0, 2),
+            r"^reward\.judge\.backend = 'vllm'.*placement\.reward.*vllm\.tensor_parallel_size = 2",
+        ),
+        (3, pool(0, 4), r"^reward\.judge\.vllm\.tensor_parallel_size = 3 does not divide the 4 processes"),
+        (2, pool(0, 1, gpu=2), r"^reward\.judge\.vllm\.tensor_parallel_size = 2: its pool"),
+    ],
+)
+def test_a_judges_pool_is_refused_with_the_keys_of_the_judge(parts, context, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        check_ranks(RolloutConfig(backend="vllm"), parts, context, "reward.judge")
+    assert "rollout" not in str(caught.value)
+
+
 def metrics(folder, name, settings):
     words = [word for each in (f"run.name={name}", *settings) for word in ("--set", each)]
     command = [sys.executable, "-m", "engine_core.cli.main", "train", "run.toml", *words]

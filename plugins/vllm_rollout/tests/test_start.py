@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_plugin_vllm_rollout.start import (
+    MEANINGS,
+    _advice,
     architecture,
     check_heads,
     meaning,
@@ -65,6 +67,15 @@ def test_what_vllm_says_becomes_one_message_with_the_key(error, kind, key):
     assert str(found).startswith("vLLM does not start with model 'some/model'. ")
     assert key in str(found)
     assert "\n" not in str(found)
+
+
+def test_no_message_about_a_judge_names_a_key_of_the_sampler():
+    for pattern, _, advice in MEANINGS:
+        said = str(_advice(advice, "reward.judge.vllm"))
+        assert "rollout" not in said, pattern
+        assert "{" not in said, pattern
+    error = AssertionError("CuMem allocator can only be used for one instance per process.")
+    assert "Set reward.judge.vllm.sleep_level = 0" in str(meaning(error, "m", "reward.judge.vllm"))
 
 
 def test_the_telling_line_of_a_validation_error_is_kept():

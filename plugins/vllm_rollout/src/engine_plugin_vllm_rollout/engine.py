@@ -64,12 +64,14 @@ class VLLMRolloutEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         super().__init__(config, model_config, context)
         self.options: VLLMOptions = config.options or VLLMOptions()
+        self._table = "reward.judge" if context.role == "judge" else "rollout"  # for messages
+        self.where = f"{self._table}.vllm"
         if context.role == "judge" and self.options.sleep_level == 2:
             raise ConfigError(
                 "reward.judge.vllm.sleep_level = 2 gives weights up until an update brings them, and a judge gets none. Set "
                 "it to 1, which keeps them on the host."
             )
-        check_ranks(config, self.options.tensor_parallel_size, context)
+        check_ranks(config, self.options.tensor_parallel_size, context, self._table)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")  # tokenizer and config
         try:
             self._start()
@@ -94,7 +96,7 @@ class VLLMRolloutEngine(RolloutEngine):
         module = live.get("model")
         if module is not None and self.options.adapter:
             raise ConfigError(
-                "rollout.vllm.adapter: vLLM reads the base from a folder, and the model was given from Python. Remove the "
+                f"{self.where}.adapter: vLLM reads the base from a folder, and the model was given from Python. Remove the "
                 "key, or save the model and name the folder in model.path."
             )
         hf_config = load_hf_config(self.model_config) if module is None else module.config
@@ -104,7 +106,7 @@ class VLLMRolloutEngine(RolloutEngine):
         text_config = hf_config.get_text_config()
         positions = self._positions(text_config)
         device = self.context.device
-        check_heads(text_config, device)
+        check_heads(text_config, device, self.where)
         self._full = self._tells_mass()
         self._llm = start(
             self._folder.name if module is not None else self.model_config.path,
@@ -121,6 +123,7 @@ class VLLMRolloutEngine(RolloutEngine):
             load_weights=module is None and not has_no_weights(self.model_config.path),
             override=architecture(hf_config) | head(self.options.fp32_head) | self.model_config.override,
             trust_remote_code=self.model_config.trust_remote_code,
+            key=self.where,
         )
         self._vocabulary = text_config.vocab_size
         self._room = self._llm.vllm_config.model_config.max_model_len
@@ -128,7 +131,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if self.options.adapter:
             self._updater = AdapterUpdater(self._llm)
         else:
-            how = choose(self.options.weight_update, self._llm)
+            how = choose(self.options.weight_update, self._llm, self.where)
             self._updater = Updater(self._llm, expected_shapes(hf_config), how)
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
@@ -144,9 +147,10 @@ class VLLMRolloutEngine(RolloutEngine):
         wanted, held = self.options.max_model_len, getattr(config, "max_position_embeddings", None)
         response = self.config.max_response_tokens
         if wanted and response >= wanted:
+            prompt = "the longest question" if self.context.role == "judge" else "data.max_prompt_tokens"
             raise ConfigError(
-                f"rollout.vllm.max_model_len = {wanted} leaves no room for a prompt: rollout.max_response_tokens is "
-                f"{response}. Set it to data.max_prompt_tokens and max_response_tokens together, or leave it out."
+                f"{self.where}.max_model_len = {wanted} leaves no room for a prompt: {self._table}.max_response_tokens is "
+                f"{response}. Set it to {prompt} and max_response_tokens together, or leave it out."
             )
         return int(wanted or held or FALLBACK_POSITIONS)
 
@@ -164,13 +168,19 @@ class VLLMRolloutEngine(RolloutEngine):
         """Queue requests: all of them, or none where one is malformed."""
         from vllm.inputs.engine import tokens_input
 
-        from engine_plugin_vllm_rollout.requests import HOTTEST, TOO_LONG, begun_response, sampling_params
+        from engine_plugin_vllm_rollout.requests import HOTTEST, begun_response, sampling_params, too_long
         from engine_plugin_vllm_rollout.results import Running
 
         taken = set(self._running)
         for request in requests:
             check_request(
-                request, taken, self._vocabulary, self._room, holder="vLLM", instead=TOO_LONG, hottest=HOTTEST
+                request,
+                taken,
+                self._vocabulary,
+                self._room,
+                holder="vLLM",
+                instead=too_long(self._table),
+                hottest=HOTTEST,
             )
             taken.add(request.id)
         for request in requests:

@@ -18,8 +18,8 @@ OURS = {
     "trust_remote_code": "model.trust_remote_code",
     "hf_overrides": "model.override",
     "seed": "run.seed",
-    "enable_sleep_mode": "rollout.vllm.sleep_level",
-    "sleep_mode": "rollout.vllm.sleep_level",
+    "enable_sleep_mode": "sleep_level",
+    "sleep_mode": "sleep_level",
 }
 """Options of vLLM that the run says elsewhere, and where."""
 FIXED = {

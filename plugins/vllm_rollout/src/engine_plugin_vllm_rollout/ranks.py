@@ -31,29 +31,43 @@ def layout_of(parts: int, rank: int, world_size: int) -> Layout:
     return Layout(rank // parts, world_size // parts, rank % parts == 0)
 
 
-def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext) -> None:
+def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table: str = "rollout") -> None:
     """Look at the pool before vLLM takes a minute to start.
+
+    Args:
+        config: of the sampler.
+        parts: ``tensor_parallel_size``.
+        context: of the worker.
+        table: that chose the backend, ``rollout`` or ``reward.judge``.
 
     Raises:
         ConfigError: so many processes cannot have engines of so many parts.
     """
     size, first = context.world_size, context.device.index or 0
+    key, pool = f"{table}.vllm.tensor_parallel_size", "the sampler's pool"
+    if table != "rollout":
+        pool = "its pool (placement.reward)"
     if size == 1:
         if parts > 1 and first:
             raise ConfigError(
-                f"rollout.vllm.tensor_parallel_size = {parts}: the sampler's pool is one process with GPU {first}, and vLLM would "
+                f"{key} = {parts}: {pool} is one process with GPU {first}, and vLLM would "
                 f"take GPUs 0 to {parts - 1}, which are others'. Give the pool {parts} processes ([placement] pools)."
             )
         return
+    if parts == 1 and table != "rollout":
+        raise ConfigError(
+            f"{table}.backend = 'vllm' answers in one process, and {pool} has {size}. Name a pool of one process there, or "
+            f"cut the model over them with {key} = {size}."
+        )
     if parts == 1:
         raise ConfigError(
             f"rollout.backend = 'vllm' samples in one process, and the pool has {size}. Give it a process of its own in each of "
-            f"them with a table [rollout.process], cut the model over them with rollout.vllm.tensor_parallel_size = {size}, or "
+            f"them with a table [rollout.process], cut the model over them with {key} = {size}, or "
             "set runtime.torchrun.processes = 1."
         )
     if size % parts:
         raise ConfigError(
-            f"rollout.vllm.tensor_parallel_size = {parts} does not divide the {size} processes of the sampler's pool. Set it to "
+            f"{key} = {parts} does not divide the {size} processes of {pool}. Set it to "
             f"a divisor, such as {max(n for n in range(1, size + 1) if size % n == 0 and n <= max(parts, 1))}, or change the pool."
         )
     if config.request_timeout_seconds:

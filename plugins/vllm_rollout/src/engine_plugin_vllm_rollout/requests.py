@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
 
 HOTTEST = 2.0  # temperature, as vLLM's SamplingParams checks it
-TOO_LONG = "Lower data.max_prompt_tokens, or raise rollout.vllm.max_model_len where the model can hold more."
+
+
+def too_long(table: str) -> str:
+    """What to do about a prompt that the engine of ``[rollout]`` or ``[reward.judge]`` does not hold."""
+    lower = "data.max_prompt_tokens" if table == "rollout" else f"{table}.max_tokens"
+    return f"Lower {lower}, or raise {table}.vllm.max_model_len where the model can hold more."
 
 
 def cuts(sampling: Sampling) -> bool:

@@ -61,7 +61,7 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
         r"must be divisible by tensor parallel size|World size .* is larger than the number of available GPUs",
         ConfigError,
         "The model cannot be cut into {key}.tensor_parallel_size parts here: it must divide the number of heads, and each part "
-        "needs a GPU that the sampler's process sees (with [rollout.process] that is one).",
+        "needs a GPU that {sees}.",
     ),
     (
         r"out of memory|OutOfMemory|CUDA error: out of memory",
@@ -89,7 +89,7 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
         "vLLM wants to compile a kernel and cannot. Set VLLM_USE_FLASHINFER_SAMPLER=0, or install flashinfer and a CUDA compiler.",
     ),
 )
-"""What vLLM says, the sort of error, and what to do; ``{key}`` is the table of its options."""
+"""What vLLM says, the sort of error, and what to do; ``{key}`` is the table of its options, ``{sees}`` who sees GPUs."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,14 @@ class Place:
     ranks: int = 1  # processes of the pool; several share a model among themselves
 
 
-def prepare_environment(tells_mass: bool = False, exact: bool = False) -> None:
+def prepare_environment(tells_mass: bool = False, exact: bool = False, key: str = "rollout.vllm") -> None:
     """What vLLM reads from the environment of this process; the user's own values stand.
 
     Args:
         tells_mass: the model runner must know ``LogMass``, which the second of vLLM 0.32 does not.
         exact: the computation is in float32, also in the products of Triton's kernels: their default on a GPU keeps 10
             bits of a factor (TF32), and vLLM's attention in float32 is such a kernel.
+        key: the table of its options, for messages.
 
     Raises:
         ConfigError: the user's own values exclude what the run asks for.
@@ -127,8 +128,8 @@ def prepare_environment(tells_mass: bool = False, exact: bool = False) -> None:
         wanted[RUNNER] = "0"
         if os.environ.get(RUNNER, "0") != "0":
             raise ConfigError(
-                f"rollout.vllm.log_probs: log-probs of the whole distribution need vLLM's first model runner, and the environment "
-                f'has {RUNNER}={os.environ[RUNNER]}. Unset it, or set rollout.vllm.log_probs = "sampled".'
+                f"{key}.log_probs: log-probs of the whole distribution need vLLM's first model runner, and the environment "
+                f'has {RUNNER}={os.environ[RUNNER]}. Unset it, or set {key}.log_probs = "sampled".'
             )
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
@@ -164,7 +165,7 @@ def start(
         ConfigError, EnvironmentProblem: vLLM does not start; the key to change is named. What it says that
             this plugin does not know is raised as it is.
     """
-    prepare_environment(place.tells_mass, exact=options.dtype == "float32")
+    prepare_environment(place.tells_mass, options.dtype == "float32", key)
     with _translated(model, key), _undisturbed():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -326,10 +327,19 @@ def meaning(
     text = f"{type(error).__name__}: {error}"
     for pattern, kind, advice in MEANINGS:
         if re.search(pattern, text):
-            table, name = _instead(key)
-            advice = advice.format(key=key, table=table, name=name)
-            return kind(f"vLLM does not start with model '{model}'. {advice} vLLM says: {_said(str(error))}")
+            return kind(
+                f"vLLM does not start with model '{model}'. {_advice(advice, key)} vLLM says: {_said(str(error))}"
+            )
     return None
+
+
+def _advice(template: str, key: str) -> str:
+    """What to do, about the table ``key``."""
+    table, name = _instead(key)
+    sees = "the sampler's process sees (with [rollout.process] that is one)"
+    if table != "rollout":
+        sees = "its process sees"
+    return template.format(key=key, table=table, name=name, sees=sees)
 
 
 def _said(text: str) -> str:

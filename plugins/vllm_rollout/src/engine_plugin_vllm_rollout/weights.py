@@ -130,8 +130,8 @@ class Updater:
             )
 
 
-def choose(wanted: str, engine: LLMEngine) -> str:
-    """``direct`` or ``layerwise``: what ``[rollout.vllm] weight_update`` comes to.
+def choose(wanted: str, engine: LLMEngine, key: str = "rollout.vllm") -> str:
+    """``direct`` or ``layerwise``: what `weight_update` of the table ``key`` comes to.
 
     Raises:
         ConfigError: ``direct`` is asked for and the kernels hold weights in another form.
@@ -139,6 +139,6 @@ def choose(wanted: str, engine: LLMEngine) -> str:
     why = versions.needs_layerwise(engine)
     if wanted == "direct" and why:
         raise ConfigError(
-            f"rollout.vllm.weight_update: got 'direct', but {why}: its kernels hold weights in another form. Use 'auto'."
+            f"{key}.weight_update: got 'direct', but {why}: its kernels hold weights in another form. Use 'auto'."
         )
     return ("layerwise" if why else "direct") if wanted == "auto" else wanted
