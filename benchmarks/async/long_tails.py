@@ -58,10 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", choices=("keep", "abort", "drain"), default="keep")
     parser.add_argument("--short-steps", type=int, default=2, help="first steps, with --short-cap tokens")
     parser.add_argument("--short-cap", type=int, default=128)
-    parser.add_argument("--sync-steps", type=int, default=4, help="that count, in turn")
-    parser.add_argument("--async-steps", type=int, default=6, help="that count, ahead")
+    parser.add_argument("--steps", type=int, default=6, help="that count, the same in each case")
     parser.add_argument("--sync-seqs", type=int, default=256, help="decoded at one time by one sampler")
-    parser.add_argument("--async-seqs", type=int, default=256)
+    parser.add_argument("--async-seqs", type=int, default=512, help="more steps are in flight at one time")
     parser.add_argument("--sync-without-log-probs", action="store_true",
                         help="case sync: another objective, that asks the sampler for none after the first step")  # fmt: skip
     parser.add_argument(

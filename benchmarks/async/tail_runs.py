@@ -79,7 +79,7 @@ enforce_eager = {eager}
 sleep_level = 0
 {memory}
 """
-GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Batch sizes with a CUDA graph: fewer than vLLM's own choice, to start sooner."""
 COLOCATED_CACHE = 32 << 30  # bytes of KV cache beside a trainer: about 300,000 tokens of the 0.6B shape
 POLL_SECONDS = 0.5
@@ -91,9 +91,10 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
     ahead, apart = case != "sync", case == "async"
     trainers = given.train_gpus if apart else given.gpus
     gpu = given.device != "cpu"
-    # what was sampled while the first steps were short is learned from before the first that counts
-    first = given.short_steps + 1 + (given.staleness + 1 if ahead else 0)
-    last = first + (given.async_steps if ahead else given.sync_steps) - 1
+    # what was sampled while the first steps were short is learned from before the first that counts, which is the same in
+    # turn: responses of a step have lengths of their own
+    first = given.short_steps + given.staleness + 2
+    last = first + given.steps - 1
     log_probs = ahead or not given.sync_without_log_probs
     pools = f"[placement]\npools = {{ train = {trainers}, serve = {given.gpus - trainers} }}\n"
     own = given.sampler == "vllm" and apart and given.serve == "worker"
@@ -120,7 +121,8 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         process="" if own else "[rollout.process]\nmax_restarts = 0",
         median=given.median,
         p99=given.p99,
-        short_steps=given.short_steps,
+        # in turn one long step is enough to warm up
+        short_steps=given.short_steps if ahead else first - 2,
         short_cap=given.short_cap,
         table=_vllm(given, gpu, apart, given.async_seqs if ahead else given.sync_seqs)
         if given.sampler == "vllm"

@@ -49,24 +49,30 @@ def summary(lines: list[dict[str, float]], first: int, last: int) -> dict[str, A
     return found
 
 
+def of_sync(one: dict[str, Any], sync: dict[str, Any] | None) -> float | None:
+    """The rate of a case over that in turn, in the steps that count in both: steps differ by their longest response."""
+    if sync is None:
+        return None
+    first = max(one["first_counted"], sync["first_counted"]) - 1
+    last = min(len(one["steps"]), len(sync["steps"]))
+    return sum(sync["steps"][first:last]) / sum(one["steps"][first:last]) if last > first else None
+
+
 def show(out: Path) -> None:
     """A table of every case that lies in a folder, and how each compares to the one in turn of as many GPUs."""
     found = [json.loads(file.read_text()) for file in sorted(out.glob("long_tails_*_*.json"))]
     base = {one["gpus"]: one for one in found if one["case"] == "sync" and one.get("counted")}
     print(
-        "| GPUs | case | steps | steps/s | of sync | tokens/s | of sync | median step s | staleness | mismatch | ended |"
+        "| GPUs | case | steps | steps/s | of sync, same steps | tokens/s | median step s | staleness | mismatch | ended |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for one in found:
         if not one.get("counted"):
-            print(f"| {one['gpus']} | {one['case']} | 0 | | | | | | | | {one['ended']} |")
+            print(f"| {one['gpus']} | {one['case']} | 0 | | | | | | | {one['ended']} |")
             continue
-        sync = base.get(one["gpus"])
-        of = {
-            name: f"{one[name] / sync[name]:.2f}x" if sync else "" for name in ("steps_per_s", "tokens_per_s")
-        }
+        ratio = of_sync(one, base.get(one["gpus"]))
         print(
-            f"| {one['gpus']} | {one['case']} | {one['counted']} | {one['steps_per_s']:.4f} | {of['steps_per_s']} | "
-            f"{one['tokens_per_s']:,.0f} | {of['tokens_per_s']} | {one['step_s_median']:.2f} | "
+            f"| {one['gpus']} | {one['case']} | {one['counted']} | {one['steps_per_s']:.4f} | "
+            f"{'' if ratio is None else f'{ratio:.2f}x'} | {one['tokens_per_s']:,.0f} | {one['step_s_median']:.2f} | "
             f"{one.get('async/staleness_mean', 0):.2f} | {one.get('mismatch/mean_abs', 0):.4f} | {one['ended']} |"
         )

@@ -45,7 +45,7 @@ def given(**changes):
     found = {
         "gpus": 2, "device": "cpu", "runtime": "torchrun", "train_gpus": 1, "transport": "broadcast", "sampler": "vllm",
         "serve": "process", "prompts": 64, "prompt": 256, "group_size": 8, "median": 300, "p99": 4096, "cap": 8192,
-        "staleness": 2, "updates": "keep", "short_steps": 2, "short_cap": 128, "sync_steps": 4, "async_steps": 9,
+        "staleness": 2, "updates": "keep", "short_steps": 2, "short_cap": 128, "steps": 6,
         "sync_seqs": 256, "async_seqs": 128, "eager": False,
         "sync_without_log_probs": False,
     }  # fmt: skip
@@ -106,11 +106,15 @@ def test_each_case_is_a_valid_run(lengths, runs, tmp_path, case, changes):
     assert config.trainer == ("rl" if case == "sync" else "async")
     assert sum(config.placement.pools.values() or [config.runtime.options.processes]) == given(**changes).gpus
     assert config.run.steps == last
-    # ahead: what counts was sampled after the short steps, but for the first that is learned from
-    assert (first, last) == ((3, 6) if case == "sync" else (6, 14))
+    # ahead: what counts was sampled after the short steps, but for the first that is learned from; in turn the same steps count
+    assert (first, last) == (6, 11)
+    # and one long step goes before them
+    assert config.rollout.options.short_steps == (4 if case == "sync" else 2)
 
 
-def test_the_rate_is_steps_by_elapsed_time_and_compared_with_as_many_gpus(summary, tmp_path, capsys):
+def test_the_rate_is_steps_by_elapsed_time_and_compared_in_the_steps_that_count_in_both_on_as_many_gpus(
+    summary, tmp_path, capsys
+):
     def lines(*seconds):
         return [
             {"step": step, "time/step": value, "tokens/generated": 100.0, "async/staleness_max": float(step)}
@@ -127,7 +131,7 @@ def test_the_rate_is_steps_by_elapsed_time_and_compared_with_as_many_gpus(summar
     (tmp_path / "long_tails_4_colocated.json").write_text(json.dumps(nothing))
     summary.show(tmp_path)
     shown = capsys.readouterr().out
-    assert "| 2 | async | 3 | 0.5000 | 2.00x | 50 | 2.00x | 1.00 |" in shown
+    assert "| 2 | async | 3 | 0.5000 | 4.00x | 50 | 1.00 |" in shown
     assert "| 4 | colocated | 0 |" in shown
     assert "exit status 1 |" in shown
 
