@@ -180,10 +180,8 @@ def counted(mask: Tensor, lengths: Tensor) -> Tensor:
     import numpy as np
     import torch
 
-    of = lengths.cpu()
-    found = torch.zeros(len(of), dtype=torch.int64)
-    there = of > 0  # `reduceat` gives an empty part the token behind it
-    if bool(there.any()):
+    of, found = lengths.cpu(), torch.zeros(len(lengths), dtype=torch.int64)
+    if bool((there := of > 0).any()):  # `reduceat` gives an empty part the token behind it
         starts = (of.cumsum(0) - of)[there]
         marked = mask.cpu().numpy().view(np.uint8)
         found[there] = torch.from_numpy(np.add.reduceat(marked, starts.numpy(), dtype=np.int64))
@@ -396,13 +394,15 @@ class Batch:
             return torch.cat(columns) if columns else torch.zeros(0)
 
         mass = "support_log_mass"  # a rollout without it was not cut: the log of 1
-        if any(mass in r.extras for r in rollouts):
-            whole = [r.extras.get(mass, torch.zeros(len(r.token_ids))) for r in rollouts]
-        else:
-            whole = []
-        names = set.intersection(*(set(r.extras) for r in rollouts)) if rollouts else set()
+        told_extras = [r.extras for r in rollouts if r.extras]  # most runs have none
+        has_mass = any(mass in extras for extras in told_extras)
+        whole = [r.extras.get(mass, torch.zeros(len(r.token_ids))) for r in rollouts] if has_mass else []
+        names = set.intersection(*map(set, told_extras)) if len(told_extras) == len(rollouts) > 0 else set()
+        lengths = torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.int64)
+        sampled = cat([r.loss_mask for r in rollouts]).bool()
+        valid = torch.tensor([r.valid for r in rollouts], dtype=torch.bool)
         tokens = {
-            "loss_mask": cat([r.loss_mask if r.valid else r.loss_mask & False for r in rollouts]).bool(),
+            "loss_mask": sampled if bool(valid.all()) else sampled & valid.repeat_interleave(lengths),
             "rollout_log_probs": cat([r.rollout_log_probs for r in rollouts]),
             "policy_versions": cat([r.policy_versions for r in rollouts]),
             **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names - {mass, SUPPORT})},
@@ -411,27 +411,26 @@ class Batch:
         if whole:
             tokens[mass] = cat(whole)
             tokens["rollout_log_probs"] = as_sampled + tokens[mass]
-        if replay and any(SUPPORT in r.extras for r in rollouts):
+        if replay and any(SUPPORT in extras for extras in told_extras):
             told = [r.extras.get(SUPPORT, torch.empty(len(r.token_ids), 0)) for r in rollouts]
             width = max(ids.shape[1] for ids in told)
             tokens[SUPPORT] = cat([padded_support(ids, width) for ids in told])
             cut = (tokens[SUPPORT] >= 0).any(-1)
             tokens["rollout_log_probs"] = torch.where(cut, as_sampled, tokens["rollout_log_probs"])
-        reward_names = sorted({name for r in rollouts for name in r.rewards})
-        nan = float("nan")
+        reward_names, nan = sorted({name for r in rollouts for name in r.rewards}), float("nan")
         sequences = {
             "rewards": torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
             "group_ids": torch.tensor([r.group_id for r in rollouts], dtype=torch.int64),
-            "response_lengths": sampled_lengths(rollouts),
+            "response_lengths": counted(sampled, lengths),
             "truncated": torch.tensor([r.finish_reason in CUT for r in rollouts]),
-            "valid": torch.tensor([r.valid for r in rollouts], dtype=torch.bool),
+            "valid": valid,
         }
         for name in reward_names:
             values = [nan if r.rewards.get(name) is None else r.rewards[name] for r in rollouts]
             sequences[f"reward/{name}"] = torch.tensor(values, dtype=torch.float32)
         return cls(
             token_ids=cat([r.token_ids for r in rollouts]).long(),
-            lengths=torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.int64),
+            lengths=lengths,
             tokens=tokens,
             sequences=sequences,
             temperature=temperature,

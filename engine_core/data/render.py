@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.data.layouts import Message, Row, with_system
 from engine_core.data.rows import BadRow
+from engine_core.data.tokenizer import token_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -235,12 +236,15 @@ class Renderer:
         except Exception as error:  # the tokenizers library has no type of its own for it
             raise BadRow(f"the tokenizer refuses it ({error})") from error
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self._encode(text, add_special_tokens=False)["input_ids"])
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        try:
+            return token_ids(self.tokenizer, text, special)
+        except Exception as error:  # as above
+            raise BadRow(f"the tokenizer refuses it ({error})") from error
 
     def _text_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
-        ids = list(self._encode(text)["input_ids"])
+        ids = self._ids(text, special=True)
         return ids[:-1] if self._adds_end else ids
 
 

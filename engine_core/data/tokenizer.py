@@ -47,6 +47,37 @@ def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokeni
         raise DataError(f"[{table}] {key}: no tokenizer loads from '{name}': {reason}{hint}") from error
 
 
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
+    """What ``tokenizer(text)["input_ids"]`` is, in half the time where that only asks the library's own Rust part.
+
+    Args:
+        tokenizer: of a run.
+        text: any.
+        special: with the special tokens that it adds by itself.
+    """
+    backend = _own_backend(tokenizer)
+    if backend is None:
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    found: list[int] = backend.encode_batch_fast([text], add_special_tokens=special)[
+        0
+    ].ids  # no places in the text
+    return found
+
+
+def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Its Rust part, where the class adds nothing to it and nobody has it cut, pad or split just now; else nothing."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
+    names = ("__call__", "_encode_plus")
+    if backend is None or any(
+        getattr(kind, n, kind) is not getattr(PreTrainedTokenizerFast, n, None) for n in names
+    ):
+        return None
+    as_it_is = not backend.truncation and not backend.padding
+    return backend if as_it_is and backend.encode_special_tokens == tokenizer.split_special_tokens else None
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:
     """Whether every id the tokenizer can give has a row in the model's embedding.
 

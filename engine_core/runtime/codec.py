@@ -16,6 +16,7 @@ A list of requests or rollouts crosses by field, for a controller reads and writ
     null                                                              the default of the field in all rows
     {"$": "prompts", "new": {"$": "rows", ...}, "at": [0, 0, 1]}      those of the message, by number
     {"$": "prompts", "new": {"$": "texts", "of": [[0, 96]]}, ...}     as JSON in the payload, for several messages
+    {"$": "prompts", "new": {"$": "ids", "of": ["train:17"]}, ...}    to a receiver that has them
 
 So do the columns of a batch, of which every rank gets its own::
 
@@ -29,6 +30,7 @@ import datetime
 import decimal
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,8 @@ MAKERS: Mapping[type, tuple[Callable[[], Any] | None, ...]] = {
     cls: tuple(map(_maker, dataclasses.fields(cls))) for cls in ROWS
 }
 """What makes the default of each field; None: it has none."""
+FIELDS_OF = {cls: operator.attrgetter(*FIELDS[cls]) for cls in ROWS}  # reads all of one, in their order
+AS_TEXT = json.JSONEncoder(separators=(",", ":"))
 ALIGNMENT = 16  # of a tensor's bytes in the payload
 NOTHING = memoryview(b"")
 GAPS = tuple(memoryview(bytes(size)) for size in range(ALIGNMENT))
@@ -162,7 +166,8 @@ def decode(header: bytes, payload: bytearray) -> Any:
     """
     try:
         # as `json.loads` would find out first
-        return _Reader(payload).value(json.loads(str(header, "utf-8")))
+        tree = json.loads(str(header, "utf-8"))
+        return _Reader(payload).value(tree) if b"$" in header or b"\\" in header else tree
     except NotOurs:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError) as error:
@@ -240,10 +245,10 @@ class _Writer:
 
     def _rows(self, values: list[Any], cls: type, where: str) -> Any:
         columns: list[Any] = []
-        for name, make in zip(FIELDS[cls], MAKERS[cls], strict=True):
-            field = [getattr(value, name) for value in values]
+        fields = zip(*map(FIELDS_OF[cls], values), strict=True)
+        for name, make, field in zip(FIELDS[cls], MAKERS[cls], fields, strict=True):
             usual = make is not None and _all_are(field, make())
-            columns.append(None if usual else self._column(field, f"{where}[].{name}"))
+            columns.append(None if usual else self._column(list(field), f"{where}[].{name}"))
         if not any(map(_counts, columns)):  # something must say how many rows there are
             columns[0] = [getattr(value, FIELDS[cls][0]) for value in values]
         return {"$": "rows", "of": cls.__name__, "columns": columns}
@@ -274,6 +279,8 @@ class _Writer:
             if len(texts) == len(new):
                 made = {"$": "texts", "of": [(self._put(memoryview(text), 1), len(text)) for text in texts]}
                 return {"$": "prompts", "new": made, "at": at}
+        if not self.whole_prompts:
+            return {"$": "prompts", "new": {"$": "ids", "of": [prompt.id for prompt in new]}, "at": at}
         return {"$": "prompts", "new": self._rows(new, Prompt, where) if new else None, "at": at}
 
     @staticmethod
@@ -306,8 +313,8 @@ class _Writer:
         if isinstance(value, Tensor):
             return self._put(bytes_of(value))
         at = self._put(NOTHING)
-        for rows in value.buffers:
-            self._put(rows, 1)
+        self.buffers += value.buffers
+        self._at += value.numel() * value.dtype.itemsize
         return at
 
     def _columns(self, columns: Mapping[str, Tensor | Pieces]) -> Any:
@@ -381,23 +388,20 @@ class _Reader:
         cls = CLASSES.get(kind)
         if cls not in ROWS or len(trees) != len(FIELDS[cls]):
             raise NotOurs(f"No encoded value: rows of '{kind!s:.40}' with {len(trees)} columns.")
-        told = {
-            name: self._column(tree)
-            for name, tree in zip(FIELDS[cls], trees, strict=True)
-            if tree is not None
-        }
-        count = next((len(column) for column in told.values() if not callable(column)), None)
+        names, columns = [], []
+        for name, tree in zip(FIELDS[cls], trees, strict=True):
+            if tree is not None:
+                names.append(name)
+                plain = type(tree) is list and PLAIN.issuperset(map(type, tree))
+                columns.append(tree if plain else self._column(tree))
+        count = next((len(column) for column in columns if not callable(column)), None)
         if count is None:
             raise NotOurs(f"No encoded value: nothing says how many rows of '{kind}' there are.")
-        columns = [
-            [column() for _ in range(count)] if callable(column) else column for column in told.values()
-        ]
-        return [cls(**dict(zip(told, row, strict=True))) for row in zip(*columns, strict=True)]
+        columns = [[column() for _ in range(count)] if callable(column) else column for column in columns]
+        return [cls(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _column(self, tree: Any) -> Sequence[Any] | Callable[[], Any]:
-        """One field of all rows; or, where all are alike, what makes one."""
-        if type(tree) is list and PLAIN.issuperset(map(type, tree)):
-            return tree
+        """One field of all rows, which is no list of plain values; or, where all are alike, what makes one."""
         kind = tree.get("$") if isinstance(tree, dict) else None
         if kind == "cat":
             return self._cat(tree["dtype"], tree["sizes"], tree["at"])
@@ -416,10 +420,11 @@ class _Reader:
         """Those that the message has not had."""
         if tree is None:
             return
-        if tree["$"] != "texts":
+        if tree["$"] == "ids":
+            self.prompts += [Prompt(id, [], "") for id in tree["of"]]
+        elif tree["$"] != "texts":
             self.prompts += self._rows("Prompt", tree["columns"])
-            return
-        for at, size in tree["of"]:
+        for at, size in tree["of"] if tree["$"] == "texts" else ():
             if type(self.value(json.loads(bytes(self._bytes(at, size))))) is not Prompt:
                 raise NotOurs("No encoded value: a prompt's text is none.")
 
@@ -453,13 +458,13 @@ class _Reader:
 
 
 def _text(tree: Any) -> bytes:
-    return json.dumps(tree, separators=(",", ":")).encode()
+    return AS_TEXT.encode(tree).encode()
 
 
-def _all_are(values: list[Any], default: Any) -> bool:
+def _all_are(values: Sequence[Any], default: Any) -> bool:
     """Whether all are the default of their field, and of its type."""
     kind = type(default)
-    if set(map(type, values)) != {kind}:
+    if type(values[0]) is not kind or set(map(type, values)) != {kind}:
         return False
     if kind is float:  # -0.0 equals 0.0
         return all(map(repr(default).__eq__, map(repr, values)))

@@ -112,7 +112,8 @@ class Flow:
 
     def _part(self, rollouts: list[Rollout]) -> None:
         try:
-            self._tell(self.group.running.merge([rollouts]))
+            self.group.running.settle(rollouts)
+            self._tell(rollouts)
         except BaseException as error:  # of whoever is told; the thread that reads goes on
             self._failed(error)
 

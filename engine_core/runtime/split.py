@@ -87,7 +87,7 @@ def _pieces(column: Tensor, parts: Sequence[Sequence[tuple[int, int]]]) -> list[
     made = []
     for spans in parts:
         rows = sum(end - start for start, end in spans)
-        buffers = [data[start * size : end * size] for start, end in spans]
+        buffers = [data[start * size : end * size] for start, end in spans if end > start]
         made.append(Pieces(column.dtype, (rows, *shape), buffers))
     return made
 
@@ -171,10 +171,15 @@ class Running:
     def merge(self, results: Sequence[Any]) -> Any:
         """The slices' rollouts one after another, with the controller's own prompts; other results as ``merge_plain``."""
         found = merge_plain(results)
-        for rollout in found if isinstance(found, list) else ():
+        if isinstance(found, list):
+            self.settle(found)
+        return found
+
+    def settle(self, rollouts: Sequence[Rollout]) -> None:
+        """These have finished: they get the controller's own prompts."""
+        for rollout in rollouts:
             if request := self._settle(rollout.request_id)[0]:
                 rollout.prompt = request.prompt
-        return found
 
     def _settle(self, id: str) -> tuple[Request, int] | tuple[None, None]:
         """It is under way no more: request and slice."""

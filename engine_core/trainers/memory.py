@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine_core.trainers.base import TrainingRun
 
 
-YOUNG = 10_000
+YOUNG = 50_000
 """New objects until Python looks for garbage among them: a step's thousands of rollouts are none."""
 
 

@@ -156,7 +156,7 @@ class VirtualCondition(threading.Condition):
         self._locked_out: deque[Turn] = deque()
         self._asleep: list[list[Any]] = []  # of each waiting thread: its turn, whether it was notified
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> bool:  # in as few steps as one of the machine takes, for they are counted
         mine = self.clock._mine
         while self._owner is not None and self._owner is not mine:
             self._locked_out.append(mine)
@@ -168,7 +168,9 @@ class VirtualCondition(threading.Condition):
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self._release()
+            self._owner = None
+            if self._locked_out:
+                self.clock.wake(self._locked_out.popleft())
 
     def wait(self, timeout: float | None = None) -> bool:
         mine, depth = self.clock.turn(), self._depth

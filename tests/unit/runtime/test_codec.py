@@ -286,3 +286,20 @@ def test_lists_of_plain_values_come_as_they_went(value):
 def test_a_list_of_plain_values_and_one_that_does_not_cross_is_refused_with_its_place():
     with pytest.raises(TypeError, match=r"value\[2\]"):
         encode([1, 2, object()])
+
+
+@pytest.mark.parametrize(
+    "header", [b'{"$": "Path"}', b'{"\\u0024": "Path"}', b'{"a": [{"\\u0024": "Path"}]}']
+)
+def test_a_class_that_does_not_cross_is_refused_however_its_mark_is_spelt(header):
+    with pytest.raises(NotOurs):
+        decode(header, bytearray())
+
+
+def test_what_holds_plain_values_alone_comes_back_equal():
+    for value in (
+        {"id": 7, "value": None},
+        {"id": 7, "value": [1, "a", [2.5, {"b": True}]]},
+        {"id": "back\\slash"},
+    ):
+        assert there_and_back(value) == value

@@ -70,7 +70,7 @@ def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_w
 
 
 @pytest.mark.parametrize(
-    ("before", "within"), [((700, 11, 12), 10_000), ((30_000, 11, 12), 30_000), ((0, 11, 12), 0)]
+    ("before", "within"), [((700, 11, 12), 50_000), ((60_000, 11, 12), 60_000), ((0, 11, 12), 0)]
 )
 def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_so_already(before, within):
     told = gc.get_threshold()
