@@ -30,6 +30,10 @@ VARIANTS = {
     "ahead by 1": [*AHEAD, "async.max_staleness=1"],
     "ahead by 2": [*AHEAD, "async.max_staleness=2"],
 }
+LESS_MOMENTUM = {
+    f"{name}, less momentum": [*words, "actor.optim.betas=[0.8,0.999]"] for name, words in VARIANTS.items()
+}
+"""Updates that come late act like more momentum (docs/async.md): what taking some away does, ahead and in turn. Only where asked for."""
 LR = "1.2e-4"
 """What docs/async.md advises for updates that are behind; the band is of runs with the same rate."""
 STEPS = 105
@@ -45,8 +49,14 @@ def curve(
     Raises:
         RuntimeError: it failed, or was not done at ``end`` (``time.monotonic``).
     """
-    run = f"{variant.replace(' ', '-')}-{seed}"
-    words = [*VARIANTS[variant], *QUIET, f"run.name={run}", f"run.seed={seed}", f"run.dir={folder / 'runs'}"]
+    run = f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}"
+    words = [
+        *(VARIANTS | LESS_MOMENTUM)[variant],
+        *QUIET,
+        f"run.name={run}",
+        f"run.seed={seed}",
+        f"run.dir={folder / 'runs'}",
+    ]
     words += [f"model.path={folder / 'sft'}", f"data.train={folder / 'data' / 'train.jsonl'}"]
     words += [f"data.validation={folder / 'data' / 'heldout.jsonl'}", f"actor.optim.lr={given.lr}"]
     words += [f"run.steps={given.steps}", f"eval.every_steps={max(1, given.steps // given.evals)}"]
@@ -121,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Every run, as many at one time as ``--jobs``, then the verdict."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "curves-ahead")
-    parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=[*VARIANTS, *LESS_MOMENTUM])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", default=LR)
