@@ -1,6 +1,9 @@
 """A small world for runs, and one Ray cluster for all tests of a session."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -20,6 +23,17 @@ def digits(completions):
 @hookimpl
 def engine_rewards():
     return {"digits": Reward(load=digits)}
+"""
+ALONE = """
+import json, sys
+from engine_core import load_config
+from engine_core.trainer import Trainer
+
+trainer = Trainer(load_config(json.load(sys.stdin), allow_code=True))
+try:
+    trainer.train()
+finally:
+    trainer.close()
 """
 TIMED = ("time", "throughput/", "memory/", "sync/")
 
@@ -77,6 +91,23 @@ def train(settings):
         finally:
             trainer.close()
         return result_of(trainer.folder.path)
+
+    return run
+
+
+@pytest.fixture
+def train_alone(settings, tmp_path):
+    """``train`` in a process of its own, which belongs to no cluster: the run starts one."""
+
+    def run(name, **changes):
+        given = json.dumps({**settings, "run.name": name, **changes})
+        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE], input=given, env=env, cwd=tmp_path, capture_output=True, text=True,
+            timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return result_of(tmp_path / "runs" / name)
 
     return run
 

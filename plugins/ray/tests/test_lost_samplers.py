@@ -8,7 +8,7 @@ import pytest
 
 from engine_core.async_trainer import AsyncTrainer
 from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.replaceable import ReplaceableGroup
+from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
 from engine_core.runtime.replacing import Replacements
 from engine_core.trainer import Trainer
 
@@ -31,15 +31,23 @@ JOIN_SECONDS = 120.0
 @pytest.fixture
 def killed(monkeypatch):
     """The second sampler is killed when it has been given its third piece of work; an update waits for its successor."""
-    to, join, given = ReplaceableGroup._to, Replacements.join, []
+    to, send, join, given = ReplaceableGroup._to, SurvivingFlow._send, Replacements.join, []
+
+    def count(crew, at):
+        if at == 1:
+            given.append(at)
+            if len(given) == 3:
+                os.kill(crew.workers[2].pid, signal.SIGKILL)
 
     def counting(group, at, *arguments):
         reply = to(group, at, *arguments)
-        if at == 1:
-            given.append(arguments)
-            if len(given) == 3:
-                os.kill(group.crew.workers[2].pid, signal.SIGKILL)
+        count(group.crew, at)
         return reply
+
+    def flowing(flow, at, plain, texts):
+        send(flow, at, plain, texts)
+        if plain["requests"]:
+            count(flow.group.crew, at)
 
     def waiting(replacements):
         deadline = time.monotonic() + JOIN_SECONDS
@@ -48,8 +56,8 @@ def killed(monkeypatch):
         return join(replacements)
 
     monkeypatch.setattr(ReplaceableGroup, "_to", counting)
+    monkeypatch.setattr(SurvivingFlow, "_send", flowing)
     monkeypatch.setattr(Replacements, "join", waiting)
-    return given
 
 
 def samples(folder):
@@ -59,18 +67,21 @@ def samples(folder):
     }
 
 
-@pytest.mark.parametrize(("trainer", "kind"), [("rl", Trainer), ("async", AsyncTrainer)])
+@pytest.mark.parametrize(
+    ("trainer", "kind", "transport"), [("rl", Trainer, "auto"), ("async", AsyncTrainer, "tcp")]
+)
 def test_a_killed_sampler_is_replaced_singly_and_the_samples_are_the_same(
-    cluster, train, tmp_path, killed, monkeypatch, trainer, kind
+    cluster, train, tmp_path, killed, monkeypatch, trainer, kind, transport
 ):
-    lines = train("lost", kind, **TWO, trainer=trainer)["metrics"]
+    how = TWO | {"trainer": trainer, "rollout.transport": transport}
+    lines = train("lost", kind, **how)["metrics"]
     counts = {
         name: sum(line[f"sampling/{name}"] for line in lines) for name in ("lost", "joined", "reissued")
     }
     assert (counts["lost"], counts["joined"]) == (1, 1)
     assert counts["reissued"] >= 1
     monkeypatch.undo()
-    train("straight", kind, **TWO, trainer=trainer)
+    train("straight", kind, **how)
     runs = tmp_path / "runs"
     assert samples(runs / "lost" / "rollouts") == samples(runs / "straight" / "rollouts")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]

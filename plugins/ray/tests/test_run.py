@@ -27,6 +27,18 @@ def test_actor_and_sampler_in_processes_of_their_own_train_as_in_one(cluster, tr
     assert train("ray", **RAY, **named) == train("local", **{"rollout.weights": "own"})
 
 
+def test_weights_go_through_memory_that_all_ends_see_in_a_cluster_of_the_runs_own(train_alone, train):
+    """All its actors are on one machine; two of them copy the same buffers."""
+    pools = {
+        "placement.pools": {"train": 1, "serve": 2},
+        "placement.actor": "train",
+        "placement.rollout": "serve",
+    }
+    same = {"algorithm.kl_coef": 0.0, "rollout.weights": "own"}
+    ours = train_alone("ray", **RAY, **pools, **same, **{"rollout.transport": "ipc"})
+    assert ours == train("local", **same)
+
+
 def test_two_sharded_ranks_are_those_of_torchrun_bit_for_bit(cluster, train):
     two = {"actor.backend": "fsdp", "rollout.weights": "own"}
     ours = train("ray", **RAY, **two, **{"runtime.ray.processes": 2})
