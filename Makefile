@@ -8,7 +8,7 @@ EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
 DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
 SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml plugins/*/requirements*.txt)
 JOBS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
+PYTEST := OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python -m pytest -q --durations=10
 
 .PHONY: install demo demo-control test test-full lint docs scoreboard curves curves-backends bench clean
 

@@ -98,10 +98,8 @@ class EngineBench(Bench):
         write = resolve(own, Path(self.settings["root"])) if own else reference.write_model
         values = {**reference.SHAPE, "tie_word_embeddings": tied, **self.settings["model"], **changes}
         words = "-".join(f"{key}={values[key]}" for key in changes)
-        folder = (
-            self.place.cache
-            / f"model-{seed}-{'tied' if tied else 'untied'}-{_key(self.settings['model'])}{words}"
-        )
+        whose = _key({**self.settings["model"], **({"by": own} if own else {})})
+        folder = self.place.cache / f"model-{seed}-{'tied' if tied else 'untied'}-{whose}{words}"
         if self.place.rank == 0 and not folder.exists():
             write(folder, values, seed, tied)
         self.barrier()

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from engine_core.testing import forking
+
 START_SECONDS = 300.0
 STRAGGLER_SECONDS = 20.0  # for the other ranks once one has failed: they may wait for it for ever
 MOST_LOSSES = 4
@@ -44,16 +46,8 @@ class _Rank:
 
     def __init__(self, rank: int, order: Mapping[str, Any], output: Path, env: Mapping[str, str]) -> None:
         self.rank, self.output = rank, output
-        with output.open("wb") as stderr:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "engine_core.testing.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                bufsize=0,
-                start_new_session=True,  # what it starts is killed with it
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-            )
+        forks = forking.wanted() and not env and not order["accelerator"]
+        self.popen = _begun(output, {**os.environ, "OMP_NUM_THREADS": "1", **env}, forks)
         self.requests, self.replies = cast(BinaryIO, self.popen.stdin), cast(BinaryIO, self.popen.stdout)
         self.incoming = b""
         self.answer: dict[str, Any] | None = None
@@ -216,6 +210,22 @@ class Workers:
         for rank in self.ranks:
             rank.kill()
         self.ranks = []
+
+
+def _begun(output: Path, env: Mapping[str, str], forks: bool) -> subprocess.Popen[bytes] | forking.Forked:
+    """A worker that waits for its order; what it starts is killed with it: it leads a process group."""
+    with output.open("wb") as stderr:
+        if forks and (nursery := forking.nursery(env)):
+            return nursery.fork(env, stderr.fileno())
+        return subprocess.Popen(
+            [sys.executable, "-m", "engine_core.testing.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            bufsize=0,
+            start_new_session=True,
+            env=dict(env),
+        )
 
 
 def _ready(ranks: Sequence[_Rank], seconds: float) -> bool:

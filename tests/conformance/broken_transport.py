@@ -6,6 +6,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.runtime.sampler.buckets import checksum, unpacked
 from engine_core.runtime.transports.base import check
 from engine_core.runtime.transports.tcp import TCP
+from engine_core.testing import transport_bench
 
 
 class LosesLast(TCP):
@@ -70,5 +71,8 @@ class BreaksAreEnds(TCP):
 
 
 class WaitsForEver(TCP):
+    """Patience of the kit with it is shorter than with others, which may be slow."""
+
     def __init__(self, options, end):
+        transport_bench.SLACK_SECONDS = 8.0
         super().__init__(options.model_copy(update={"timeout_seconds": 3600.0}), end)

@@ -58,6 +58,13 @@ def in_the_context(bench):
     assert found == [(bench.place.rank, bench.place.world_size)], found
 
 
+def is_as_told(bench):
+    told = bench.settings
+    assert ("torch" in sys.modules) == told["imported"]
+    assert {name: os.environ.get(name) for name in told["environment"]} == told["environment"]
+    assert os.getcwd() == told["folder"]
+
+
 def dies(bench):
     print("last words", file=sys.stderr)
     os._exit(7)

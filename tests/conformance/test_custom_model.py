@@ -33,36 +33,38 @@ class TestItsSampler(RolloutEngineSuite):
     unsupported = {"test_hooks_load_without_heavy_imports": ONE_FILE}
 
 
-def fails(suite, contract):
-    """What a contract says that must fail."""
-    settings = suite.settings()
-    workers = Workers(1, "", suite.root(), "gloo", {"OMP_NUM_THREADS": "1"}, 100.0)
-    try:
+@pytest.fixture(scope="module")
+def fails():
+    """``fails(suite, contract)``: what a contract says that must fail; all in one worker."""
+    workers = Workers(root=TestItsSampler.root(), deadline=100.0)
+
+    def told(suite, contract):
         with pytest.raises(CaseFailed) as caught:
-            workers.run(suite.bench, suite.contracts[f"test_{contract}"].case, settings)
-    finally:
-        workers.close()
-    return str(caught.value)
+            workers.run(suite.bench, suite.contracts[f"test_{contract}"].case, suite.settings())
+        return str(caught.value)
+
+    yield told
+    workers.close()
 
 
-def test_a_sampler_of_its_own_model_cannot_follow_torch():
+def test_a_sampler_of_its_own_model_cannot_follow_torch(fails):
     suite = type("Mine", (TestItsSampler,), {"train_backend": "torch", "__module__": __name__})
     assert "config.json" in fails(suite, "a_trained_policy_reaches_the_sampler")
 
 
-def test_a_model_of_another_vocabulary_is_one_sentence():
+def test_a_model_of_another_vocabulary_is_one_sentence(fails):
     own = {"write_model": "custom_model_plugin.py:write_small", "__module__": __name__}
     for suite in (TestRunningMean, TestItsSampler):
         told = fails(type("Mine", (suite,), own), "log_probs_equal_the_reference")
         assert "write_model wrote a config.json with vocab_size 64; expected 97, which it is given as" in told
 
 
-def test_a_vocabulary_that_is_too_small_for_the_kit_is_refused():
+def test_a_vocabulary_that_is_too_small_for_the_kit_is_refused(fails):
     suite = type("Mine", (TrainEngineSuite,), {"model": {"vocab_size": 64}, "__module__": __name__})
     assert "has vocab_size 64; the kit's tokens need 97" in fails(suite, "log_probs_equal_the_reference")
 
 
-def test_a_model_that_repeats_itself_is_told_what_to_change():
+def test_a_model_that_repeats_itself_is_told_what_to_change(fails):
     own = {"write_model": "custom_model_plugin.py:write_dull", "__module__": __name__}
     told = fails(type("Mine", (TestItsSampler,), own), "a_stop_string_ends_a_response")
     assert "The model repeats itself" in told

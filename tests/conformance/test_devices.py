@@ -57,7 +57,7 @@ def test_without_the_variable_nothing_is_added(monkeypatch):
 def test_a_suite_of_more_ranks_than_devices_is_skipped_and_says_how_many_there_are(pytester, monkeypatch):
     monkeypatch.setenv(VARIABLE, "cuda")
     pytester.makepyfile(test_many=MANY)
-    result = pytester.runpytest_subprocess("-rs", "-p", "no:cacheprovider", "test_many.py")
+    result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider", "test_many.py")
     result.assert_outcomes(skipped=len(TrainEngineSuite.contracts))
     result.stdout.fnmatch_lines(["*needs 1000 devices of kind 'cuda', and there are*"])
     assert lacking("cuda", 0) == ""

@@ -5,15 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import launcher
+from engine_core.testing import forking, launcher
 from engine_core.testing.launcher import CaseFailed, Workers
 
 HERE = Path(__file__).parent
 FILE = "launcher_cases.py"
 
 
+@pytest.fixture(params=["fresh", "forked"])
+def start(request, monkeypatch):
+    """How workers are started."""
+    if request.param == "forked":
+        monkeypatch.setenv(forking.VARIABLE, "1")
+        if not forking.wanted():
+            pytest.skip("workers are forked on Linux alone")
+    else:
+        monkeypatch.delenv(forking.VARIABLE, raising=False)
+    return request.param
+
+
 @pytest.fixture
-def group():
+def group(start):
     """``group(world_size=2, ...)``; closed after the test, with nothing left of it."""
     made = []
 
@@ -123,3 +135,35 @@ def test_ranks_talk_to_each_other_and_a_rank_that_waits_in_vain_does_not_hold_up
     ):
         run(workers, "first_rank_fails_before_a_collective")
     run(workers, "sums_over_ranks")
+
+
+def test_a_fork_has_imported_what_takes_long_and_has_the_environment_and_folder_of_its_start(
+    group, start, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("OF_THIS_TEST", start)
+    monkeypatch.chdir(tmp_path)
+    seen = {"OF_THIS_TEST": start, "OMP_NUM_THREADS": "1"}
+    run(group(), "is_as_told", imported=start == "forked", environment=seen, folder=str(tmp_path))
+
+
+def test_a_worker_with_an_environment_of_its_own_is_a_fresh_interpreter(group):
+    run(group(env={"A": "1"}), "is_as_told", imported=False, environment={"A": "1"}, folder=os.getcwd())
+
+
+def test_a_worker_leads_a_process_group_and_ends_when_nobody_has_anything_for_it(group):
+    workers = group()
+    run(workers, "holds")
+    (rank,) = workers.ranks
+    assert os.getpgid(rank.popen.pid) == rank.popen.pid
+    rank.requests.close()
+    assert rank.popen.wait(30) == 0
+
+
+@pytest.mark.parametrize("start", ["forked"], indirect=True)
+def test_where_what_forks_is_gone_workers_are_fresh_interpreters(group, monkeypatch):
+    monkeypatch.setattr(forking, "IMPORTED", ())
+    monkeypatch.setattr(forking, "_MADE", {})
+    gone = forking.nursery(os.environ)
+    gone._process.kill()
+    gone._process.wait(30)
+    run(group(), "is_as_told", imported=False, environment={}, folder=os.getcwd())

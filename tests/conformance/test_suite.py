@@ -31,13 +31,13 @@ def engine_rewards():
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """``run(value=0.0, unsupported={...})``: the suite of a stranger's reward, in a pytest of its own."""
+    """``run(value=0.0, unsupported={...})``: the suite of a stranger's reward, in a session of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pytester.makepyfile(short=PLUGIN)
 
     def of(value=0.0, unsupported=None, *arguments):
         pytester.makepyfile(test_short=REWARD.format(value=value, unsupported=unsupported or {}))
-        return pytester.runpytest_subprocess(
+        return pytester.runpytest_inprocess(
             "-v", "-rs", "-p", "no:cacheprovider", "test_short.py", *arguments
         )
 
@@ -94,7 +94,7 @@ class TestAbsent({base}):
 )  # fmt: skip
 def test_what_cannot_be_used_is_one_short_failure(pytester, base, attribute, lines):
     pytester.makepyfile(test_absent=ABSENT.format(base=base, attribute=attribute))
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "test_absent.py")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "test_absent.py")
     outcomes = result.parseoutcomes()
     assert (outcomes["failed"], outcomes.get("errors", 0)) == (1, 0)
     assert outcomes["skipped"] > 5
