@@ -147,7 +147,9 @@ def simulate(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            "--mode", metavar="NAME", help="sync, early-stop, async-1, async-2, async-4; default all."
+            "--mode",
+            metavar="NAME",
+            help="sync, early-stop, early-stop-rounds, async-1, async-2, async-4; default all.",
         ),
     ] = None,
     speeds: Annotated[

@@ -9,12 +9,10 @@ Left out: episodes of an environment, which have state of their own, and rewards
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-import queue
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +24,7 @@ from engine_core.trainers.ages import stretches
 from engine_core.types import Prompt, Request, Rollout
 
 if TYPE_CHECKING:
+    from engine_core.clock import Clock
     from engine_core.runtime.base import WorkerGroup
     from engine_core.trainers.sampling import RolloutSource
 
@@ -76,12 +75,14 @@ class Flowing:
     Args:
         group: of the sampler; it has a ``flow``.
         requests: that it is asked.
+        clock: what ``next`` waits by.
     """
 
-    def __init__(self, group: WorkerGroup, requests: Sequence[Request]) -> None:
-        self._arrived: queue.SimpleQueue[list[Rollout]] = queue.SimpleQueue()
+    def __init__(self, group: WorkerGroup, requests: Sequence[Request], clock: Clock) -> None:
+        self._arrived: deque[list[Rollout]] = deque()
+        self._changed = clock.condition()
         self._requests = requests
-        self.flow = group.flow(self._arrived.put, partial(self._arrived.put, []))
+        self.flow = group.flow(self._put, partial(self._put, []))
 
     def __next__(self) -> list[Rollout]:
         assert self.flow is not None
@@ -90,17 +91,18 @@ class Flowing:
             self.flow.go(requests)
         while self.flow.resting and self.flow.error is None:  # also of one that was lost while it was told
             self.flow.go()
-        found = self._arrived.get()
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived)
+            found = self._arrived.popleft()
         if self.flow.error is not None:
             raise self.flow.error
         return found
 
     def rest(self) -> list[list[Rollout]]:
         """What has finished besides, once all were stopped: samplers tell it before they answer the stop."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._arrived.get_nowait())
+        with self._changed:
+            found = list(self._arrived)
+            self._arrived.clear()
         return found
 
     def close(self) -> None:
@@ -108,12 +110,18 @@ class Flowing:
         if self.flow is not None:
             self.flow.close()
 
+    def _put(self, rollouts: list[Rollout]) -> None:
+        """These have finished; none: there is something to look at. In a thread that reads answers."""
+        with self._changed:
+            self._arrived.append(rollouts)
+            self._changed.notify()
 
-def _arrivals(group: WorkerGroup, requests: Sequence[Request]) -> Lockstep | Flowing:
+
+def _arrivals(group: WorkerGroup, requests: Sequence[Request], clock: Clock) -> Lockstep | Flowing:
     """In rounds where a run is to take the same course again, and where samplers wait for each other."""
     if group.repeatable:
         return Lockstep(group, requests)
-    flowing = Flowing(group, requests)
+    flowing = Flowing(group, requests, clock)
     return flowing if flowing.flow is not None else Lockstep(group, requests)
 
 
@@ -267,7 +275,8 @@ class Stragglers:
         complete = sum(group.complete for group in groups)
         if not running or complete >= self._wanted:  # what was never asked for needs no stop
             return {}
-        arrivals = _arrivals(sampler, [request for group in groups for request in group.left])
+        asked = [request for group in groups for request in group.left]
+        arrivals = _arrivals(sampler, asked, self.source.run.clock)
         try:
             while running and complete < self._wanted:
                 complete += _settle(next(arrivals), running)

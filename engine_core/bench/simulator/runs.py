@@ -39,6 +39,8 @@ class Mode:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+EARLY_STOP = {"rollout.over_sampling": 1.5, "rollout.carry_partial": True}
+
 MODES: Mapping[str, Mode] = {
     mode.name: mode
     for mode in (
@@ -46,7 +48,12 @@ MODES: Mapping[str, Mode] = {
         Mode(
             "early-stop",
             "in turn, 1.5 times the groups; what is unfinished goes on in the next step",
-            settings={"rollout.over_sampling": 1.5, "rollout.carry_partial": True},
+            settings=EARLY_STOP,
+        ),
+        Mode(
+            "early-stop-rounds",
+            "the same with samplers that are asked in rounds, as `run.deterministic` and CPUs have it",
+            settings=EARLY_STOP | {"run.deterministic": True},
         ),
         Mode("async-1", "one step off", 1),
         Mode("async-2", "at most 2 policy versions ahead", 2),

@@ -301,6 +301,7 @@ class SimulatedRuntime(Runtime):
                 )
             slices = [Slice((rank,), rank) for rank in self.ranks[name]]
             groups[name] = CrewGroup(self.crew, name, slices, 0.0, independent=name == "rollout")
+            groups[name].repeatable = self.config.run.deterministic  # as on the accelerators of `Speeds`
         return groups
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:

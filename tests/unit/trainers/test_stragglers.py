@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine_core.clock import Clock
 from engine_core.errors import WorkerLost
 from engine_core.runtime.base import WorkerGroup
 from engine_core.trainers.stragglers import Flowing, Group, Lockstep, Stragglers, _arrivals, _settle
@@ -53,7 +54,7 @@ def ids(rollouts):
 
 def test_where_the_same_seed_is_to_give_the_same_samplers_are_asked_in_rounds():
     group = Samplers(repeatable=True)
-    arrivals = _arrivals(group, [request(1), request(2)])
+    arrivals = _arrivals(group, [request(1), request(2)], Clock())
     assert isinstance(arrivals, Lockstep)
     assert [ids(next(arrivals)), ids(next(arrivals))] == [["r1"], ["r2"]]
     assert group.rounds == [["r1", "r2"], []]  # asked once
@@ -61,12 +62,12 @@ def test_where_the_same_seed_is_to_give_the_same_samplers_are_asked_in_rounds():
 
 
 def test_samplers_that_wait_for_each_other_are_asked_in_rounds():
-    assert isinstance(_arrivals(Samplers(flows=False), []), Lockstep)
+    assert isinstance(_arrivals(Samplers(flows=False), [], Clock()), Lockstep)
 
 
 def test_samplers_that_go_on_by_themselves_are_told_once_and_again_when_they_rest():
     group = Samplers()
-    arrivals = _arrivals(group, [request(1), request(2)])
+    arrivals = _arrivals(group, [request(1), request(2)], Clock())
     assert isinstance(arrivals, Flowing)
     threading.Timer(0.05, lambda: group.made.tell([request(1).unsampled()])).start()
     assert ids(next(arrivals)) == ["r1"]
@@ -83,7 +84,7 @@ def test_samplers_that_go_on_by_themselves_are_told_once_and_again_when_they_res
 def test_one_that_is_lost_while_it_is_told_is_made_up_for_before_anybody_waits():
     """Nothing of it is open that could tell the loss."""
     group = Samplers()
-    arrivals = _arrivals(group, [request(1)])
+    arrivals = _arrivals(group, [request(1)], Clock())
     go = group.made.go
 
     def lost(requests=(), dropped=()):
@@ -99,7 +100,7 @@ def test_one_that_is_lost_while_it_is_told_is_made_up_for_before_anybody_waits()
 
 def test_a_sampler_that_fails_ends_the_wait():
     group = Samplers()
-    arrivals = _arrivals(group, [request(1)])
+    arrivals = _arrivals(group, [request(1)], Clock())
     group.made.error = WorkerLost("rollout", 1, "here", "gone")
     group.made.changed()
     with pytest.raises(WorkerLost, match="gone"):
@@ -138,7 +139,7 @@ def finished(number):
 def test_a_response_that_one_sampler_tells_and_another_gives_back_finished_is_counted_once():
     first, second, third = finished(2), finished(2), finished(3)
     group = Twice([first], [second, third, finished(3), request(4).unsampled()])
-    stragglers = Stragglers(SimpleNamespace(run=SimpleNamespace(groups={"rollout": group})))
+    stragglers = Stragglers(SimpleNamespace(run=SimpleNamespace(groups={"rollout": group}, clock=Clock())))
     stragglers._wanted = 1
     groups = [Group(Prompt(f"p{n}", [1, 2], "a"), {f"r{n}": request(n)}) for n in (1, 2, 3, 4)]
     flow = group.flow

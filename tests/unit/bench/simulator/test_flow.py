@@ -1,5 +1,7 @@
 """A simulated sampler that goes on by itself: left at the end of its engine's call, with every token once."""
 
+import dataclasses
+
 import pytest
 
 from engine_core.bench.simulator.runs import Setting, simulate
@@ -25,3 +27,14 @@ def test_the_controllers_messages_are_as_many_as_responses_however_long_these_ar
     assert found[1000]["messages"] < 1.5 * found[100]["messages"]
     for each in found.values():
         assert each["idle_samplers"] >= 0
+
+
+def test_early_stop_has_a_flow_as_accelerators_do_and_rounds_where_they_are_asked_for():
+    setting = Setting(workers=8, mode="early-stop", lengths=Lengths(1000, 3000, 8192), steps=2)
+    flow, rounds = (
+        simulate(dataclasses.replace(setting, mode=mode)) for mode in ("early-stop", "early-stop-rounds")
+    )
+    assert rounds["messages"] > 3 * flow["messages"]
+    assert flow["step_s"] < 1.05 * rounds["step_s"]  # none waits for another
+    for each in (flow, rounds):
+        assert set(map(int, each["staleness"])) > {0}  # what was stopped goes on with newer weights

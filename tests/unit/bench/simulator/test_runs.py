@@ -75,7 +75,7 @@ def test_idle_shares_are_what_is_left_of_the_time():
     assert found["tokens_per_s"] == pytest.approx(8 * 50 / whole, rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["async-2", "early-stop"])
+@pytest.mark.parametrize("mode", ["async-2", "early-stop", "early-stop-rounds"])
 def test_the_same_setting_gives_the_same_run(mode):
     given = setting(mode=mode, lengths=Lengths(20, 90, 120), steps=2)
     first, second = (simulate(given) for _ in range(2))
