@@ -49,6 +49,14 @@ def cluster():
     made.close()
 
 
+@pytest.fixture
+def no_cluster(monkeypatch):
+    """This process belongs to none, as it seems; another test may have started the one of the session."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """Folder with ``model/`` and ``train.jsonl``."""

@@ -14,27 +14,18 @@ from engine_plugin_ray.keeper import MARK
 from engine_core.errors import ConfigError
 
 
-@pytest.fixture
-def refusal(monkeypatch):
-    """What is said of an address, in a process that belongs to no cluster: other tests of this one may have started one."""
-    import ray
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    return refused
-
-
-def refused(address):
+def refusal(address):
     with pytest.raises(ConfigError) as caught:
         Cluster(address).join()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["head", ":6379", "head:ray"])
-def test_an_address_without_a_host_or_a_port_is_refused(refusal, address):
+def test_an_address_without_a_host_or_a_port_is_refused(no_cluster, address):
     assert f"runtime.ray.address is '{address}'; expected HOST:PORT" in refusal(address)
 
 
-def test_an_address_where_nobody_answers_is_refused(refusal):
+def test_an_address_where_nobody_answers_is_refused(no_cluster):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -39,7 +39,7 @@ def test_what_the_runtime_keeps_has_other_names_than_what_the_classes_below_it_k
 
 
 @pytest.fixture
-def placed(settings):
+def placed(no_cluster, settings):
     """A runtime whose pools are planned and whose workers are not started; the file names how weights go."""
     pools = {
         "placement.pools": {"train": 1, "serve": 2},
