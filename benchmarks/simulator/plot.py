@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 COLOURS = {
     "sync": "#444444",
     "early-stop": "#d95f02",
+    "early-stop-rounds": "#fdae61",
     "async-1": "#7570b3",
     "async-2": "#1b9e77",
     "async-4": "#1f78b4",
