@@ -75,8 +75,10 @@ class _Rank:
         return f"Worker {self.rank} {ending}. Its last lines:\n{self.last_lines()}"
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.killpg(self.popen.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has ended, or does not lead its group yet
+            self.popen.send_signal(signal.SIGKILL)
         self.popen.wait()
         self.requests.close()
         self.replies.close()
@@ -215,8 +217,8 @@ class Workers:
 def _begun(output: Path, env: Mapping[str, str], forks: bool) -> subprocess.Popen[bytes] | forking.Forked:
     """A worker that waits for its order; what it starts is killed with it: it leads a process group."""
     with output.open("wb") as stderr:
-        if forks and (nursery := forking.nursery(env)):
-            return nursery.fork(env, stderr.fileno())
+        if forks:
+            return forking.fork(env, stderr.fileno())
         return subprocess.Popen(
             [sys.executable, "-m", "engine_core.testing.worker"],
             stdin=subprocess.PIPE,

@@ -1,8 +1,13 @@
 """A group of workers answers, also when what it runs dies, hangs or talks too much."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine_core.testing import forking, launcher
@@ -160,10 +165,38 @@ def test_a_worker_leads_a_process_group_and_ends_when_nobody_has_anything_for_it
 
 
 @pytest.mark.parametrize("start", ["forked"], indirect=True)
-def test_where_what_forks_is_gone_workers_are_fresh_interpreters(group, monkeypatch):
-    monkeypatch.setattr(forking, "IMPORTED", ())
-    monkeypatch.setattr(forking, "_MADE", {})
-    gone = forking.nursery(os.environ)
-    gone._process.kill()
-    gone._process.wait(30)
-    run(group(), "is_as_told", imported=False, environment={}, folder=os.getcwd())
+def test_where_what_forks_is_gone_another_begins(group):
+    first, second = group(), group()
+    run(first, "holds")
+    parent = psutil.Process(pids(first)[0]).parent()
+    parent.kill()
+    deadline = time.monotonic() + 30
+    while parent.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:  # who began it buries it
+        time.sleep(0.01)
+    run(second, "holds")
+    assert psutil.Process(pids(second)[0]).ppid() != parent.pid
+
+
+def test_a_process_that_ends_without_closing_its_workers_waits_for_none_of_them(start):
+    """As one that is interrupted: here the worker would be busy for ten minutes."""
+    code = f"""
+import sys, threading
+sys.path.insert(0, {str(HERE)!r})
+from engine_core.testing.launcher import Workers
+workers = Workers()
+workers.run("launcher_cases:Bench", "launcher_cases:holds", {{}})
+hangs = ("launcher_cases:Bench", "launcher_cases:hangs", {{}})
+threading.Thread(target=workers.run, args=hangs, daemon=True).start()
+print(workers.ranks[0].popen.pid, flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    worker = int(done.stdout)
+    deadline = time.monotonic() + 30
+    while start == "forked" and psutil.pid_exists(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if start == "forked":
+        assert not psutil.pid_exists(worker)
+    else:  # it is asked nothing more: it ends after its case
+        os.kill(worker, signal.SIGKILL)
