@@ -1,4 +1,4 @@
-"""Steps per second with long-tailed responses: in turn, and with rollouts that run ahead, on the same GPUs.
+"""Steps per second with long-tailed responses: in turn, carried over, and with rollouts that run ahead, on the same GPUs.
 
     python benchmarks/async/long_tails.py --gpus 2 --budget 400
     python benchmarks/async/long_tails.py --gpus 2 --shape tiny --device cpu --budget 300      # a try on a CPU
@@ -28,8 +28,9 @@ from tail_runs import Run, settings
 from tail_summary import show, summary
 
 HERE = Path(__file__).resolve().parent
-CASES = ("sync", "colocated", "async")
-"""In turn on all GPUs; ahead, with trainer and sampler on all GPUs; ahead, with GPUs of their own for each."""
+CASES = ("sync", "early", "colocated", "async")
+"""In turn on all GPUs; the same, unfinished responses carried over; ahead, with trainer and sampler on all GPUs; ahead, with
+GPUs of their own for each."""
 LEAST_SECONDS = 60.0  # for another attempt
 
 

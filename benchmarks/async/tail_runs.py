@@ -36,6 +36,7 @@ transport = "{transport}"
 group_size = {group}
 max_response_tokens = {cap}
 {sparse}
+{early}
 {process}
 [rollout.forced_{sampler}]
 median = {median}
@@ -88,14 +89,14 @@ ENDING_SECONDS = 20.0  # for the processes of a run that was ended
 
 def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
     """The run file of a case, and the first and the last step that counts."""
-    ahead, apart = case != "sync", case == "async"
+    ahead, apart, early = case in ("async", "colocated"), case == "async", case == "early"
     trainers = given.train_gpus if apart else given.gpus
     gpu = given.device != "cpu"
     # what was sampled while the first steps were short is learned from before the first that counts, which is the same in
     # turn: responses of a step have lengths of their own
     first = given.short_steps + given.staleness + 2
     last = first + given.steps - 1
-    log_probs = ahead or not given.sync_without_log_probs
+    log_probs = case != "sync" or not given.sync_without_log_probs
     pools = f"[placement]\npools = {{ train = {trainers}, serve = {given.gpus - trainers} }}\n"
     own = given.sampler == "vllm" and apart and given.serve == "worker"
     engine = "torch" if trainers == 1 else "fsdp"
@@ -116,15 +117,16 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         transport=given.transport if apart else "auto",
         group=given.group_size,
         cap=given.cap,
+        early="over_sampling = 1.5\ncarry_partial = true" if early else "",
         sparse="" if log_probs else "log_probs_every_steps = 100",
         correction="" if log_probs else '[algorithm.correction]\nlevel = "off"',
         process="" if own else "[rollout.process]\nmax_restarts = 0",
         median=given.median,
         p99=given.p99,
-        # in turn one long step is enough to warm up
-        short_steps=given.short_steps if ahead else first - 2,
+        # in turn one long step is enough to warm up, and those that carry responses over need as many as those that run ahead
+        short_steps=first - 2 if case == "sync" else given.short_steps,
         short_cap=given.short_cap,
-        table=_vllm(given, gpu, apart, given.async_seqs if ahead else given.sync_seqs)
+        table=_vllm(given, gpu, apart, given.sync_seqs if case == "sync" else given.async_seqs)
         if given.sampler == "vllm"
         else "",
         prompts=given.prompts,

@@ -20,7 +20,10 @@ TOLD = (
     "response_length/max",
     "sync/bytes",
 )
-COUNTED = ("async/overtaken", "async/cut", "async/kept_tokens", "async/resampled", "filter/dropped")
+COUNTED = (
+    "async/overtaken", "async/cut", "async/kept_tokens", "async/resampled", "filter/dropped",
+    "sampling/resumed_groups", "sampling/too_old_groups",
+)  # fmt: skip
 
 
 def summary(lines: list[dict[str, float]], first: int, last: int) -> dict[str, Any]:

@@ -30,10 +30,15 @@ VARIANTS = {
     "ahead by 1": [*AHEAD, "async.max_staleness=1"],
     "ahead by 2": [*AHEAD, "async.max_staleness=2"],
 }
-LESS_MOMENTUM = {
-    f"{name}, less momentum": [*words, "actor.optim.betas=[0.8,0.999]"] for name, words in VARIANTS.items()
+MORE = {
+    **{
+        f"{name}, less momentum": [*words, "actor.optim.betas=[0.8,0.999]"]
+        for name, words in VARIANTS.items()
+    },
+    "carried over": ["rollout.over_sampling=1.5", "rollout.carry_partial=true"],
 }
-"""Updates that come late act like more momentum (docs/async.md): what taking some away does, ahead and in turn. Only where asked for."""
+"""Only where asked for. Updates that come late act like more momentum (docs/async.md): what taking some away does, ahead and in turn.
+In turn with unfinished responses carried over (docs/stragglers.md)."""
 LR = "1.2e-4"
 """What docs/async.md advises for updates that are behind; the band is of runs with the same rate."""
 STEPS = 105
@@ -51,7 +56,7 @@ def curve(
     """
     run = f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}"
     words = [
-        *(VARIANTS | LESS_MOMENTUM)[variant],
+        *(VARIANTS | MORE)[variant],
         *QUIET,
         f"run.name={run}",
         f"run.seed={seed}",
@@ -131,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Every run, as many at one time as ``--jobs``, then the verdict."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "curves-ahead")
-    parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=[*VARIANTS, *LESS_MOMENTUM])
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=[*VARIANTS, *MORE])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", default=LR)

@@ -86,6 +86,8 @@ def test_the_first_steps_are_short(lengths):
         ("sync", {}),
         ("sync", {"device": "auto", "gpus": 4}),
         ("sync", {"sync_without_log_probs": True}),
+        ("early", {}),
+        ("early", {"device": "auto"}),
         ("async", {}),
         ("async", {"device": "auto", "gpus": 4}),
         ("async", {"gpus": 4, "train_gpus": 2}),
@@ -103,7 +105,8 @@ def test_each_case_is_a_valid_run(lengths, runs, tmp_path, case, changes):
     text, first, last = runs.settings(case, given(**changes))
     (tmp_path / "run.toml").write_text(text)
     config = load_config(tmp_path / "run.toml")
-    assert config.trainer == ("rl" if case == "sync" else "async")
+    assert config.trainer == ("rl" if case in ("sync", "early") else "async")
+    assert config.rollout.carry_partial == (case == "early")
     assert sum(config.placement.pools.values() or [config.runtime.options.processes]) == given(**changes).gpus
     assert config.run.steps == last
     # ahead: what counts was sampled after the short steps, but for the first that is learned from; in turn the same steps count
