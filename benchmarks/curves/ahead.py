@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", default=LR)
     parser.add_argument("--evals", type=int, default=7, help="evaluations of a run, after the first")
-    parser.add_argument("--sft-steps", type=int, help="of the warm start, instead of the file's 300")
+    parser.add_argument("--sft-steps", type=int, help="of the warm start, instead of the file's 400")
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which runs are ended")
     parser.add_argument("--threads", type=int, default=1, help="of each process")

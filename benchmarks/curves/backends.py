@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--evals", type=int, default=7, help="evaluations of a run, after the first")
-    parser.add_argument("--sft-steps", type=int, help="of the warm start, instead of the file's 300")
+    parser.add_argument("--sft-steps", type=int, help="of the warm start, instead of the file's 400")
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time")
     parser.add_argument("--run-seconds", type=float, help="most that one run may take")
     given = parser.parse_args(arguments)
