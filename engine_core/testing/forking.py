@@ -10,6 +10,7 @@ the moment, but for what the libraries had read before.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from unittest.mock import patch
 
 VARIABLE = "ENGINE_TEST_FORK"
 IMPORTED = (
@@ -48,12 +50,17 @@ class Forked:
     def __init__(self, process: BaseProcess, requests: int, replies: int) -> None:
         assert process.pid is not None
         self._process, self.pid = process, process.pid
+        self.returncode: int | None = None
         self.stdin = os.fdopen(requests, "wb", buffering=0)
         self.stdout = os.fdopen(replies, "rb", buffering=0)
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
-        return self._process.exitcode
+        if self.returncode is None and (code := self._process.exitcode) is not None:
+            self.returncode = code
+            atexit.unregister(self._process.kill)
+            self._process.close()
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status.
@@ -61,15 +68,17 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: it runs on after so many seconds.
         """
-        self._process.join(timeout)
-        if (code := self._process.exitcode) is None:
+        if self.returncode is None:
+            self._process.join(timeout)
+        if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
         """As ``Popen.send_signal``: nothing where it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, number)
 
 
 def fork(env: Mapping[str, str], stderr: int) -> Forked:
@@ -85,7 +94,10 @@ def fork(env: Mapping[str, str], stderr: int) -> Forked:
     replies, stdout = multiprocessing.Pipe(duplex=False)
     with stdin, requests, replies, stdout, Connection(os.dup(stderr), readable=False) as errors:
         process = context.Process(target=_work, args=((stdin, stdout, errors), dict(env), os.getcwd()))
-        process.start()
+        with patch.dict(
+            os.environ, env
+        ):  # what the libraries read of it, they read in the process that forks
+            process.start()
         atexit.register(process.kill)  # or the end of this process would wait for it
         return Forked(process, os.dup(requests.fileno()), os.dup(replies.fileno()))
 

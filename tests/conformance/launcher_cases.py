@@ -65,6 +65,12 @@ def is_as_told(bench):
     assert os.getcwd() == told["folder"]
 
 
+def computes_in_one_thread(bench):
+    import torch
+
+    assert torch.get_num_threads() == 1, f"{torch.get_num_threads()} threads"
+
+
 def dies(bench):
     print("last words", file=sys.stderr)
     os._exit(7)

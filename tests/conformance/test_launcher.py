@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -177,18 +178,58 @@ def test_where_what_forks_is_gone_another_begins(group):
     assert psutil.Process(pids(second)[0]).ppid() != parent.pid
 
 
-def test_a_process_that_ends_without_closing_its_workers_waits_for_none_of_them(start):
-    """As one that is interrupted: here the worker would be busy for ten minutes."""
-    code = f"""
-import sys, threading
+PROGRAM = f"""
+import os, sys
 sys.path.insert(0, {str(HERE)!r})
 from engine_core.testing.launcher import Workers
+"""
+
+
+def test_a_worker_computes_in_one_thread_where_nobody_has_said_how_many(start):
+    code = PROGRAM + 'Workers().run("launcher_cases:Bench", "launcher_cases:computes_in_one_thread", {})'
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_groups_that_are_closed_leave_no_descriptor_behind(group):
+    def descriptors():
+        workers = group()
+        run(workers, "holds")
+        workers.close()
+        return len(os.listdir("/proc/self/fd"))
+
+    first = descriptors()
+    assert descriptors() == first
+
+
+def test_a_signal_to_a_fork_that_ended_just_now_goes_nowhere():
+    """Between the end of a process and the news of it."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    process = types.SimpleNamespace(pid=ended.pid, exitcode=None)
+    replies, requests = os.pipe()
+    worker = forking.Forked(process, requests, replies)
+    worker.send_signal(signal.SIGKILL)
+    worker.stdin.close()
+    worker.stdout.close()
+
+
+def test_a_process_that_ends_without_closing_its_workers_waits_for_none_of_them(start):
+    """As one that is interrupted: here the worker would be busy for ten minutes."""
+    code = (
+        PROGRAM
+        + """
+import threading
 workers = Workers()
-workers.run("launcher_cases:Bench", "launcher_cases:holds", {{}})
-hangs = ("launcher_cases:Bench", "launcher_cases:hangs", {{}})
+workers.run("launcher_cases:Bench", "launcher_cases:holds", {})
+hangs = ("launcher_cases:Bench", "launcher_cases:hangs", {})
 threading.Thread(target=workers.run, args=hangs, daemon=True).start()
 print(workers.ranks[0].popen.pid, flush=True)
 """
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )

@@ -190,7 +190,7 @@ def accuracies(lines):
 def test_the_demo_learns(learned):
     before, after = before_and_after(learned[1])
     assert before <= 0.40
-    assert after >= 0.85
+    assert after >= 0.92  # 0.94 to 0.97 with other seeds
 
 
 @pytest.mark.slow
@@ -236,5 +236,5 @@ def test_the_demo_learns_as_much_with_rollouts_that_run_ahead(train_as):
     lines, _ = train_as("ahead")
     before, *_, after = accuracies(lines)
     assert before <= 0.40
-    assert after >= 0.85  # the bounds of the synchronous demo
+    assert after >= 0.92  # the bounds of the synchronous demo
     assert max(line.get("async/staleness_max", 0) for line in lines) == 1

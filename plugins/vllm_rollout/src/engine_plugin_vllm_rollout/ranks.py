@@ -54,12 +54,12 @@ def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table
                 f"take GPUs 0 to {parts - 1}, which are others'. Give the pool {parts} processes ([placement] pools)."
             )
         return
-    if parts == 1 and table != "rollout":
-        raise ConfigError(
-            f"{table}.backend = 'vllm' answers in one process, and {pool} has {size}. Name a pool of one process there, or "
-            f"cut the model over them with {key} = {size}."
-        )
     if parts == 1:
+        if table != "rollout":
+            raise ConfigError(
+                f"{table}.backend = 'vllm' answers in one process, and {pool} has {size}. Name a pool of one process there, or "
+                f"cut the model over them with {key} = {size}."
+            )
         raise ConfigError(
             f"rollout.backend = 'vllm' samples in one process, and the pool has {size}. Give it a process of its own in each of "
             f"them with a table [rollout.process], cut the model over them with {key} = {size}, or "
@@ -70,7 +70,7 @@ def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table
             f"{key} = {parts} does not divide the {size} processes of {pool}. Set it to "
             f"a divisor, such as {max(n for n in range(1, size + 1) if size % n == 0 and n <= max(parts, 1))}, or change the pool."
         )
-    if config.request_timeout_seconds:
+    if config.request_timeout_seconds:  # a judge's responses have none
         raise ConfigError(
             f"rollout.request_timeout_seconds = {config.request_timeout_seconds:g}: the {parts} processes that share a model would each "
             "stop a response by a clock of their own, and wait for each other for ever. Remove it; rollout.over_sampling "
