@@ -160,16 +160,6 @@ class Rollout:
         return Rollout(*_fields_of(self))
 
 
-def sampled_lengths(rollouts: Sequence[Rollout]) -> Tensor:
-    """[B] int64: tokens of each rollout that the policy sampled; in one pass, for a call a rollout takes longer."""
-    import torch
-
-    if not rollouts:
-        return torch.zeros(0, dtype=torch.int64)
-    lengths = torch.tensor([rollout.loss_mask.numel() for rollout in rollouts])  # [B]
-    return counted(torch.cat([rollout.loss_mask for rollout in rollouts]), lengths).cpu()
-
-
 def counted(mask: Tensor, lengths: Tensor) -> Tensor:
     """[B] int64: how many tokens of each sequence are marked.
 
@@ -304,7 +294,7 @@ class Batch:
         import torch
 
         plain = values.is_cpu and self.lengths.is_cpu and values.dim() == 1 and not values.requires_grad
-        if plain and values.dtype is not torch.bfloat16:  # a tenth of what an index and a look-up of it take
+        if plain and values.dtype is torch.float32:  # a tenth of what an index and a look-up of it take
             return torch.from_numpy(values.numpy().repeat(self.lengths.numpy()))
         return values[self.sequence_index.to(values.device)]
 

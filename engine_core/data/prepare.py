@@ -77,7 +77,7 @@ class Preparer:
     @property
     def remedy(self) -> str:
         """What to do about a row that is too long, before what `over_long` offers."""
-        return "Shorten the row" if self.learn and self.limit < self._asked else "Raise it"
+        return "Shorten the row" if self.limit < self._asked else "Raise it"
 
     @property
     def _key(self) -> str:

@@ -11,7 +11,8 @@ system message stays. What is still too long then is skipped and counted as over
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -231,21 +232,25 @@ class Renderer:
             raise BadRow(f"the chat template refuses it ({error})") from error
 
     def _encode(self, text: str, **options: bool) -> Any:
-        try:
+        with _tokenizing():
             return self.tokenizer(text, **options)
-        except Exception as error:  # the tokenizers library has no type of its own for it
-            raise BadRow(f"the tokenizer refuses it ({error})") from error
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
-        try:
+        with _tokenizing():
             return token_ids(self.tokenizer, text, special)
-        except Exception as error:  # as above
-            raise BadRow(f"the tokenizer refuses it ({error})") from error
 
     def _text_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
         ids = self._ids(text, special=True)
         return ids[:-1] if self._adds_end else ids
+
+
+@contextmanager
+def _tokenizing() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the tokenizers library has no type of its own for it
+        raise BadRow(f"the tokenizer refuses it ({error})") from error
 
 
 def _longest(rendered: Sequence[Rendered]) -> int:

@@ -58,10 +58,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = Tru
     backend = _own_backend(tokenizer)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    found: list[int] = backend.encode_batch_fast([text], add_special_tokens=special)[
-        0
-    ].ids  # no places in the text
-    return found
+    (encoded,) = backend.encode_batch_fast([text], add_special_tokens=special)  # without places in the text
+    return list(encoded.ids)
 
 
 def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -7,6 +7,7 @@ takes only a peer that knows the run's token: each side proves it without sendin
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import math
@@ -238,13 +239,27 @@ class _Hall:
     def _take_in(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
+        except OSError as error:  # who called has gone, or the network has a problem with it
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
             return
         if len(self._waiting) >= MAX_STRANGERS:
-            self._send_away(next(iter(self._waiting)))
+            self._make_room()
         connection.setblocking(False)
         self._waiting[connection] = time.monotonic() + HANDSHAKE_SECONDS, _heard(connection, self._token)
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self) -> None:
+        """The oldest is sent away.
+
+        Raises:
+            OSError: there is none, so others than strangers have all descriptors.
+        """
+        if not self._waiting:
+            raise OSError(
+                errno.EMFILE, "too many open files: no other process can be heard. Raise `ulimit -n`"
+            )
+        self._send_away(next(iter(self._waiting)))
 
     def _hear(self, connection: socket.socket) -> tuple[int, Channel] | None:
         """What more it says; its rank and a channel to it, where it has proved that it knows the token."""
@@ -255,10 +270,18 @@ class _Hall:
         except OSError:
             self._send_away(connection)
         except StopIteration as end:
-            self._forget(connection)
-            _settle(connection)
-            return end.value, Channel(connection)
+            return self._known(connection, end.value)
         return None
+
+    def _known(self, connection: socket.socket, rank: int) -> tuple[int, Channel] | None:
+        self._forget(connection)
+        channel = Channel(connection)
+        try:
+            _settle(connection)
+        except OSError:  # gone already
+            channel.close()
+            return None
+        return rank, channel
 
     def _send_away(self, connection: socket.socket) -> None:
         self._forget(connection)

@@ -234,10 +234,10 @@ class _Writer:
     def _dataclass(self, value: Any, where: str) -> Any:
         cls = type(value)
         if cls is Prompt:
-            number = self.prompts.get(id(value))
-            if number is not None:
-                return {"$": "same", "prompt": number}
-            value = self._noted(value)
+            if not self._is_new(value):
+                return {"$": "same", "prompt": self.prompts[id(value)]}
+            if not self.whole_prompts:
+                value = Prompt(value.id, [], "")
         fields = {f: self.tree(getattr(value, f), f"{where}.{f}") for f in FIELDS[cls]}
         return {"$": cls.__name__, "fields": fields}
 
@@ -272,7 +272,7 @@ class _Writer:
         return [self.tree(entry, where) for entry in values]
 
     def _prompts(self, values: list[Prompt], where: str) -> Any:
-        new = [self._noted(value) for value in values if id(value) not in self.prompts]
+        new = [value for value in values if self._is_new(value)]
         at = [self.prompts[id(value)] for value in values]
         if self.texts is not None and new:
             texts = [text for prompt in new if (text := self._prompt_text(prompt, self.texts, where))]
@@ -292,16 +292,14 @@ class _Writer:
             found = texts[id(prompt)] = b"" if alone.buffers else _text(tree)
         return found
 
-    def _noted(self, prompt: Prompt) -> Prompt:
-        """A prompt that the message has not had, as it crosses."""
-        self.prompts[id(prompt)] = len(self.prompts)
-        return prompt if self.whole_prompts else Prompt(prompt.id, [], "")
+    def _is_new(self, prompt: Prompt) -> bool:
+        """Whether the message has not had it; from now on it has."""
+        count = len(self.prompts)
+        return self.prompts.setdefault(id(prompt), count) == count
 
     def _cat(self, values: list[Tensor]) -> Any:
         name = _dtype_name(values[0])
-        at, *_ = [
-            self._put(bytes_of(value), ALIGNMENT if not number else 1) for number, value in enumerate(values)
-        ]
+        at, *_ = [self._put(bytes_of(value), 1 if i else ALIGNMENT) for i, value in enumerate(values)]
         return {"$": "cat", "dtype": name, "sizes": [value.numel() for value in values], "at": at}
 
     def _tensor(self, value: Tensor | Pieces) -> Any:
@@ -421,12 +419,15 @@ class _Reader:
         if tree is None:
             return
         if tree["$"] == "ids":
+            if type(tree["of"]) is not list or not all(type(id) is str for id in tree["of"]):
+                raise NotOurs("No encoded value: ids of prompts are no list of words.")
             self.prompts += [Prompt(id, [], "") for id in tree["of"]]
-        elif tree["$"] != "texts":
+        elif tree["$"] == "texts":
+            for at, size in tree["of"]:
+                if type(self.value(json.loads(bytes(self._bytes(at, size))))) is not Prompt:
+                    raise NotOurs("No encoded value: a prompt's text is none.")
+        else:
             self.prompts += self._rows("Prompt", tree["columns"])
-        for at, size in tree["of"] if tree["$"] == "texts" else ():
-            if type(self.value(json.loads(bytes(self._bytes(at, size))))) is not Prompt:
-                raise NotOurs("No encoded value: a prompt's text is none.")
 
     def _cat(self, dtype: str, sizes: list[int], at: int) -> Sequence[Tensor]:
         if len(sizes) == 1:

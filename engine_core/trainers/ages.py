@@ -54,9 +54,8 @@ def stretches(rollouts: Sequence[Rollout]) -> Stretches:
     lengths = np.array([rollout.loss_mask.numel() for rollout in rollouts])
     versions = torch.cat([rollout.policy_versions for rollout in rollouts]).cpu().numpy()  # [T]
     sampled = torch.cat([rollout.loss_mask for rollout in rollouts]).cpu().numpy()  # [T] bool
-    begins = np.empty(
-        len(versions), dtype=bool
-    )  # [T] another version, or sampled where the one before was not
+    # [T] another version, or sampled where the one before was not
+    begins = np.empty(len(versions), dtype=bool)
     np.not_equal(versions[1:], versions[:-1], out=begins[1:])
     begins[1:] |= sampled[1:] != sampled[:-1]
     ends = lengths.cumsum()

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import TrainingFailed
 from engine_core.rewards.early import Known
 from engine_core.rollout_files import read_rollouts, write_rollouts
-from engine_core.trainers.ages import Stretches, stretches
+from engine_core.trainers.ages import stretches
 from engine_core.trainers.ahead import AheadQueue, Group
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
@@ -49,8 +48,6 @@ class AheadSource(RolloutSource):
     """
 
     run: AsyncTrainer
-
-    _looked_at: tuple[Sequence[Rollout], Stretches | None] = (), None
 
     def __init__(self, run: AsyncTrainer) -> None:
         super().__init__(run)
@@ -248,7 +245,7 @@ class AheadSource(RolloutSource):
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
         """The rule of ``ahead``, held against what came."""
         most = self.run.options.max_staleness
-        found = self._stretches(rollouts)
+        found = stretches(rollouts)
         if not len(found.versions) or self.version - int(found.versions.min()) <= most:
             return
         place, oldest = next((p, v) for p, v in found.oldest().items() if self.version - v > most)
@@ -257,20 +254,11 @@ class AheadSource(RolloutSource):
             f"(async.max_staleness = {most}). The weights were left alone. This is a bug of the sampler or of the engine."
         )
 
-    def _stretches(self, rollouts: Sequence[Rollout]) -> Stretches:
-        """Of a step's rollouts: looked for once, where no stage has changed which they are."""
-        before, found = self._looked_at
-        if found is None or len(before) != len(rollouts) or any(map(operator.is_not, before, rollouts)):
-            found = stretches(rollouts)
-            self._looked_at = list(rollouts), found
-        return found
-
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """How many versions ago the tokens of a step were sampled."""
-        found = self._stretches(rollouts)
+        found = stretches(rollouts)
         if not len(found.versions):
             return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
-        self._looked_at = (), None  # it would keep them
         ages = self.version - found.versions.astype("int64")
         return {
             "async/staleness_mean": int((ages * found.counts).sum()) / int(found.counts.sum()),

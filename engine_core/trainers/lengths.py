@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 POSITION_TABLES = frozenset(
     {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"}
 )
-"""Kinds of models (``model_type``) that look positions up in a table of ``max_position_embeddings`` rows and fail beyond it.
-Others compute them: there the number is what the model was trained for, and longer sequences can be learned."""
+"""Decoders (``model_type``) that are known to look positions up in a table of ``max_position_embeddings`` rows, and to fail beyond it.
+Where positions are computed, the number is what the model was trained for, and longer sequences can be learned."""
 
 
 def held_tokens(run: TrainingRun) -> int:

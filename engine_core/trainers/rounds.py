@@ -150,9 +150,8 @@ def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]
         total = sum(count for count, _ in parts)
         if name in COUNTS or (name.count("/") == 2 and name.rpartition("/")[2] in COUNTS_OF_A_REWARD):
             metrics[name] = sum(noted[name] for _, noted in parts)
-        elif (
-            name == "reward/std" and len(parts) > 1
-        ):  # from the mean of squares: rounds have means of their own
+        elif name == "reward/std" and len(parts) > 1:
+            # from the mean of squares: rounds have means of their own
             mean = sum(count * noted["reward/mean"] for count, noted in parts) / total
             squares = sum(count * (noted[name] ** 2 + noted["reward/mean"] ** 2) for count, noted in parts)
             metrics[name] = math.sqrt(max(squares / total - mean**2, 0.0))

@@ -179,6 +179,5 @@ def persistent():
             stack.callback(thread.join)
             assert called.wait(60)
 
-        stack.callback(over.set)
         yield call
         over.set()
