@@ -26,6 +26,8 @@ from engine_core.errors import DataError, nearest
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.default(?=\.|$)")  # as peft names what is trained
 SAMPLES = 256  # values of each tensor in an identity
+IN_CHECKSUM = 64  # and in a checksum, beside a sum
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 BASE, SAVED = ".base_layer.", ".original_module."  # and what lies below it
 
 
@@ -187,7 +189,62 @@ def identity(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = whole(tensors[name])
         digest.update(f"{name}{list(tensor.shape)}".encode())
-        flat = tensor.flatten()
-        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
-        digest.update(some.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+        digest.update(_some(tensor, SAMPLES).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+class Checksum:
+    """Of names, shapes, and values where they lie: a sum over each tensor and some of its values; all bytes of one of integers.
+
+    A hash of every byte would bring all weights to the host, which takes a hundred times as long as the
+    update itself. Two orders of the same values within one tensor are told apart by the samples alone.
+
+    On a CPU the sum is of the values' bits, as whole numbers: it does not depend on how many threads share the work, so
+    that unlike hosts agree. On an accelerator it is the L1 norm, one kernel for many tensors.
+    """
+
+    def __init__(self) -> None:
+        self._words = hashlib.blake2b(digest_size=16)
+        self._values: list[Tensor] = []
+
+    def of(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass weights on, each once it was added."""
+        for entry in stream:
+            self.add([entry])
+            yield entry
+
+    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
+        """Tensors of one device."""
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for name, tensor in bucket:
+            self._words.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+            if tensor.is_floating_point():
+                by_type.setdefault(tensor.dtype, []).append(tensor.detach())
+            else:  # a config, a table: small
+                self._words.update(_bits(tensor.cpu(), torch.uint8).numpy().tobytes())
+        for dtype, tensors in by_type.items():
+            if tensors[0].is_cpu:
+                whole = WHOLE[dtype.itemsize]
+                sums = [int(_bits(tensor, whole).sum(dtype=torch.int64)) for tensor in tensors]
+                self._words.update(str(sums).encode())
+            else:
+                self._values.append(torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)))
+            self._values.append(torch.cat([_some(tensor, IN_CHECKSUM) for tensor in tensors]).float())
+
+    def result(self) -> str:
+        """Hexadecimal; the device is waited for once, here."""
+        if self._values:
+            values = torch.cat([v.to(self._values[0].device) for v in self._values]).cpu()
+            self._words.update(values.numpy().tobytes())
+        return self._words.hexdigest()
+
+
+def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n] of whole numbers: what lies in it."""
+    return tensor.detach().contiguous().reshape(-1).view(dtype)
+
+
+def _some(tensor: Tensor, count: int) -> Tensor:
+    """[at most ``count``] of its values, evenly spread."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // count)][:count]

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import os
+import resource
 import socket
 import threading
 import time
@@ -147,6 +149,50 @@ def test_of_more_strangers_than_are_heard_the_oldest_are_sent_away(listener, mon
         assert not served.done()
         connect(listener.getsockname(), token, 7, 5).close()
         assert served.result()[0] == 7
+
+
+@contextlib.contextmanager
+def no_more_descriptors():
+    """Within it this process can open nothing but what takes the place of something that was closed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_free_descriptor_the_oldest_stranger_makes_room(listener, monkeypatch):
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 600.0)
+    with contextlib.ExitStack() as stack:
+        coming = stack.enter_context(
+            contextlib.closing(callers(listener, "t", time.monotonic() + SECONDS, 0.05))
+        )
+        older, newer = (stack.enter_context(socket.socket()) for _ in range(2))
+        older.connect(listener.getsockname())
+        assert next(coming) is None
+        older.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            older.recv(1)
+        with no_more_descriptors():
+            newer.connect(listener.getsockname())
+            assert [next(coming) for _ in range(3)] == [None] * 3
+        assert older.recv(1) == b""
+        newer.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is heard
+            newer.recv(1)
+
+
+def test_where_others_than_strangers_have_all_descriptors_that_is_told(listener):
+    with contextlib.closing(callers(listener, "t", time.monotonic() + SECONDS, 0.05)) as coming:
+        assert next(coming) is None
+        with socket.socket() as stranger, no_more_descriptors():
+            stranger.connect(listener.getsockname())
+            with pytest.raises(
+                OSError, match=r"too many open files: no other process can be heard. Raise `ulimit -n`"
+            ):
+                next(coming)
 
 
 def test_strangers_who_keep_calling_do_not_move_the_deadline(listener, persistent):

@@ -246,6 +246,8 @@ HOSTILE = [
     {"$": "rows", "of": "Prompt", "columns": [["a"], {"$": "each", "value": 3}, ["b"], [{}]]},
     {"$": "prompts", "new": None, "at": [0]},
     {"$": "prompts", "new": {"$": "rows", "of": "Prompt", "columns": []}, "at": []},
+    {"$": "prompts", "new": {"$": "ids", "of": "abc"}, "at": [0]},
+    {"$": "prompts", "new": {"$": "ids", "of": [{"$": "x"}, 5]}, "at": [0]},
     {"$": "prompts", "new": {"$": "texts", "of": [[0, 9]]}, "at": [0]},  # 9 bytes of 8
     {"$": "prompts", "new": {"$": "texts", "of": [[0, 8]]}, "at": [0]},  # no JSON
     {"$": "columns", "count": 3, "of": [["x", "float32", 0]]},

@@ -103,3 +103,44 @@ def test_a_token_that_is_too_old_ends_the_run():
 
 def test_the_file_is_one_of_rollouts(saved):
     assert RolloutFile(saved[1] / FILE).about["temperature"] == 1.0
+
+
+def with_versions(id, versions, sampled=None):
+    """A rollout whose first token is the prompt's; the versions are of the rest."""
+    made = rollout(id, Prompt(id, [1], ""))
+    made.token_ids = torch.arange(len(versions) + 1)
+    made.loss_mask = torch.tensor([False, *(sampled or [True] * len(versions))])
+    made.rollout_log_probs = torch.zeros(len(versions) + 1)
+    made.policy_versions = torch.tensor([-1, *versions], dtype=torch.int32)
+    return made
+
+
+def test_staleness_is_that_of_the_tokens_that_count_also_once_a_stage_has_masked_some():
+    made = source(version=3, staleness=2)
+    rollouts = [
+        with_versions("mixed", [1, 1, 2, 3]),
+        with_versions("a", [3]),
+        with_versions("none", [0], [False]),
+    ]
+    # ages 2, 2, 1, 0 and 0; one of three rollouts is of several versions
+    expected = {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/mixed_share": 1 / 3}
+    made._check_staleness(rollouts)
+    assert made._staleness(rollouts) == expected
+    rollouts[0].loss_mask[1:3] = False  # ages 1, 0 and 0
+    assert made._staleness(rollouts) == expected | {"async/staleness_mean": 1 / 3, "async/staleness_max": 1.0}
+    rollouts[0].loss_mask[3] = False  # now of one version
+    made._check_staleness(rollouts)
+    assert made._staleness(rollouts) == dict.fromkeys(expected, 0.0)
+
+
+def test_nothing_sampled_is_not_stale():
+    made = source(version=3)
+    rollouts = [with_versions("none", [0], [False])]
+    made._check_staleness(rollouts)
+    assert set(made._staleness(rollouts).values()) == {0.0}
+
+
+def test_a_token_that_is_too_old_ends_the_run_with_its_rollout_and_age():
+    made = source(version=3, staleness=1)
+    with pytest.raises(TrainingFailed, match=r"'old'.*2"):
+        made._check_staleness([with_versions("new", [3]), with_versions("old", [2, 1])])

@@ -7,7 +7,6 @@ process with a train engine it samples from that engine's own module and weights
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from engine_core.engines.linear_products import use_quicker_products
 from engine_core.engines.model_loading import adopt_live, load_model
 from engine_core.engines.precision import DTYPES
 from engine_core.engines.requests import check_request
-from engine_core.engines.weights import near, own_weights, to_own_names
+from engine_core.engines.weights import Checksum, near, own_weights, to_own_names
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
@@ -270,16 +269,16 @@ class HFRolloutEngine(RolloutEngine):
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
         self._set_aside()
         module = self._module()
-        digest = hashlib.blake2b(digest_size=16)
+        checksum = Checksum()
         self._incomplete = f"an update to version {version} did not come to its end"
         if self.options.adapter:
             self._adapter = self._adapter or OwnAdapter(module, self.model_config.path)
-            self._adapter.take(_digested(stream, digest), version)
+            self._adapter.take(checksum.of(stream), version)
             self._incomplete, self.version = "", version
-            return digest.hexdigest()
+            return checksum.result()
         own = own_weights(module)
         left = set(own)
-        for name, tensor in to_own_names(module, _digested(stream, digest)):
+        for name, tensor in to_own_names(module, checksum.of(stream)):
             if name not in own:
                 raise DataError(
                     f"Unknown weight '{name}' in the update to version {version}." + near(name, own)
@@ -295,7 +294,7 @@ class HFRolloutEngine(RolloutEngine):
                 f"The update to version {version} lacks {len(left)} weights, such as '{min(left)}'."
             )
         self._incomplete, self.version = "", version
-        return digest.hexdigest()
+        return checksum.result()
 
     # -- device memory ------------------------------------------------------
 
@@ -330,14 +329,6 @@ class HFRolloutEngine(RolloutEngine):
 def _max_positions(config: Any) -> int:
     """Tokens that the model can hold; a config that does not say sets no limit."""
     return getattr(config, "max_position_embeddings", None) or 1 << 30
-
-
-def _digested(stream: Iterable[tuple[str, Tensor]], digest: Any) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on; their names and bytes go into ``digest``."""
-    for name, tensor in stream:
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        yield name, tensor
 
 
 def _check_parts(parts: Sequence[str]) -> None:

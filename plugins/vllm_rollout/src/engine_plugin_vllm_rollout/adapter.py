@@ -7,7 +7,6 @@ go on with the new adapter.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -19,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine_core.engines.weights import Checksum
 from engine_core.errors import ConfigError, DataError
 from engine_core.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX
 from engine_plugin_vllm_rollout import versions
-from engine_plugin_vllm_rollout.weights import Checksum
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -70,13 +69,12 @@ class AdapterUpdater:
                 f"'{ADAPTER_PREFIX}', got {', '.join([*tensors][:3]) or 'nothing'}."
             )
         checksum = Checksum()
-        about = config.to(torch.uint8).numpy().tobytes()
-        checksum.add([(hashlib.blake2b(about).hexdigest(), config.float()), *tensors.items()])
+        checksum.add([(ADAPTER_CONFIG, config), *tensors.items()])
         folder = Path(self._folder.name) / str(version)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save_file(tensors, folder / WEIGHTS)
-        (folder / ADAPTER_CONFIG).write_bytes(about)
+        (folder / ADAPTER_CONFIG).write_bytes(config.to(torch.uint8).numpy().tobytes())
         try:
             self.request = versions.load_adapter(self._engine, NUMBER, folder)
         except ValueError as error:  # it was looked at before the one before was taken out

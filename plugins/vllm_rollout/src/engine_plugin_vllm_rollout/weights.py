@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine_core.engines.weights import near, published_weights
+from engine_core.engines.weights import Checksum, near, published_weights
 from engine_core.errors import ConfigError, DataError
 from engine_core.weight_sync import buckets
 from engine_plugin_vllm_rollout import versions
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 BUCKET = 1 << 29  # bytes handed over at once; a stream that gathers holds no more than this
-SAMPLES = 64  # values of each tensor in the checksum, beside its norm
 
 
 def expected_shapes(config: Any) -> dict[str, torch.Size]:
@@ -32,40 +30,6 @@ def expected_shapes(config: Any) -> dict[str, torch.Size]:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     return {name: tensor.shape for name, tensor in published_weights(module)}
-
-
-class Checksum:
-    """Of names, shapes, and values where they lie: the L1 norm and ``SAMPLES`` values of each tensor.
-
-    A hash of every byte would bring all weights to the host, which takes a hundred times as long as the
-    update itself. Two orders of the same values within one tensor are told apart by the samples alone.
-    """
-
-    def __init__(self) -> None:
-        self._words = hashlib.blake2b(digest_size=16)
-        self._values: list[Tensor] = []
-
-    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Tensors of one device."""
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for name, tensor in bucket:
-            self._words.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
-            by_type.setdefault(tensor.dtype, []).append(tensor.detach())
-        for tensors in by_type.values():
-            norms = torch._foreach_norm(tensors, 1, dtype=torch.float32)
-            some = [flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES] for flat in map(_flat, tensors)]
-            self._values += [torch.stack(norms), torch.cat(some).float()]
-
-    def result(self) -> str:
-        """Hexadecimal; the device is waited for once, here."""
-        if self._values:
-            values = torch.cat([v.to(self._values[0].device) for v in self._values]).cpu()
-            self._words.update(values.numpy().tobytes())
-        return self._words.hexdigest()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)
 
 
 class Updater:
