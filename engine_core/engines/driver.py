@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.engines.deadlines import TIMEOUT
+from engine_core.engines.lots import Lots
 from engine_core.errors import PluginError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def advance(
 def flow(
     engine: RolloutEngine, requests: Sequence[Request], dropped: Sequence[str], goes_on: Callable[[], bool]
 ) -> Generator[list[Rollout], None, None]:
-    """As ``advance``, again and again; what has finished as soon as it has.
+    """As ``advance``, again and again; what has finished once nothing of its ``Lots`` is left, or this is.
 
     Args:
         engine: any rollout engine.
@@ -126,13 +127,17 @@ def flow(
     Raises:
         PluginError: as ``generate``.
     """
-    finished = engine.advance(requests, dropped)
+    gone = set(dropped)
+    lots = Lots([request for id, request in engine.running.items() if id not in gone] + list(requests))
+    finished = lots.finished(engine.advance(requests, dropped))
     while True:
         if finished:
             yield finished
         if not engine.running or not goes_on():
-            return
-        finished = engine.advance()
+            break
+        finished = lots.finished(engine.advance())
+    if held := lots.rest():
+        yield held
 
 
 def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:

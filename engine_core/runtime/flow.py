@@ -1,8 +1,9 @@
 """Samplers that go on by themselves: each is told what is new and tells what has finished, and none waits for another.
 
 A command of a flow goes to one sampler. It samples until another command comes, until nothing is left, or for
-``MOST_SECONDS``, and tells rollouts as they finish. So the messages of a run are as many as its requests and its
-rollouts, however long these take, and whoever wants to change something (new weights, a stop) sends a command: the
+``MOST_SECONDS``, and tells the rollouts of a group when it has none of them left, or leaves the flow (``engines.lots``).
+All requests of a group go to one sampler, which reads their prompt once. So the messages of a run are as many as its
+groups, and some more where responses take longer than a command, and whoever wants to change something (new weights, a stop) sends a command: the
 sampler leaves the flow for it between two steps of its engine.
 
 consumes: requests, of ``go``; waits for: nothing; unblocked by: answers; produces: rollouts for ``tell``, once each, and
@@ -86,7 +87,7 @@ class Flow:
 
     def _shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
         """What each sampler is asked anew."""
-        return self.group.running.share(requests)
+        return self.group.running.share(requests, whole_groups=True)
 
     def _there(self) -> Collection[int]:
         """Numbers of the slices that can be told something."""

@@ -71,7 +71,7 @@ class ReplaceableGroup(CrewGroup):
         self.take_lost()
         again, self._again = [each for each in self._again if each.id not in dropped], []
         self.replacements.reissue(len(again))
-        return self.running.share([*requests, *again], self._present())
+        return self.running.share([*requests, *again], self._present(), whole_groups=True)
 
     def _present(self) -> list[int]:
         """Numbers of the slices that are there."""

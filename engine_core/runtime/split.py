@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -128,12 +128,15 @@ class Running:
         self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
         self._lock = threading.Lock()  # some ask while answers come
 
-    def share(self, requests: Sequence[Request], among: Sequence[int] | None = None) -> list[list[Request]]:
+    def share(
+        self, requests: Sequence[Request], among: Sequence[int] | None = None, whole_groups: bool = False
+    ) -> list[list[Request]]:
         """New requests by slice.
 
         Args:
             requests: in the order in which they are given out.
             among: slices that may have them; default: all.
+            whole_groups: those of one prompt that follow each other go to one slice.
         """
         shares: list[list[Request]] = [[] for _ in self.left]
         if not requests:  # of a sampler that goes on
@@ -142,14 +145,14 @@ class Running:
             slices = range(len(self.left)) if among is None else among
             least = [(self.left[at], place, at) for place, at in enumerate(slices)]
             heapq.heapify(least)
-            for request in requests:
+            for unit in _by_prompt(requests) if whole_groups else ([request] for request in requests):
                 left, place, chosen = least[0]
-                left += _tokens(request)
+                left += sum(map(_tokens, unit))
                 heapq.heapreplace(least, (left, place, chosen))
-                shares[chosen].append(request)
+                shares[chosen] += unit
                 self.left[chosen] = left
-                self.under_way[chosen] += 1
-                self._asked[request.id] = request, chosen
+                self.under_way[chosen] += len(unit)
+                self._asked |= {request.id: (request, chosen) for request in unit}
         return shares
 
     def forget(self, ids: Iterable[str]) -> dict[int, list[str]]:
@@ -191,6 +194,12 @@ class Running:
             self.left[chosen] -= _tokens(request)
             self.under_way[chosen] -= 1
         return found
+
+
+def _by_prompt(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Those that follow each other with one prompt together."""
+    for _, unit in itertools.groupby(requests, key=lambda request: id(request.prompt)):
+        yield list(unit)
 
 
 def _tokens(request: Request) -> int:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_core.bench.simulator.workers import SimulatedSampler, SimulatedTrainer
+from engine_core.engines.lots import Lots
 from engine_core.runtime.base import Role, Runtime, WorkerGroup
 from engine_core.runtime.codec import Encoded, decode, encode
 from engine_core.runtime.crew import Command, Crew, Reply, message_to
@@ -98,6 +99,7 @@ class SimulatedWorker:
         self.free_at = 0.0
         self._flow = 0  # the command of a flow that it is at; 0: none
         self._stretch: Stretch | None = None  # of it
+        self._lots = Lots([])  # of it
         self.busy = {"actor": 0.0, "rollout": 0.0}  # seconds, by role
         self._role = ""  # of its last command that took any
 
@@ -142,6 +144,7 @@ class SimulatedWorker:
     def _begin_flow(self, number: int, message: Mapping[str, Any]) -> None:
         clock, self._flow, self._stretch = self.cluster.clock, number, None
         self._sampler.take_in(message["requests"], message["dropped"])
+        self._lots = Lots(self._sampler.under_way())
         self.free_at = max(self.free_at, clock.now())
         clock.at(self.free_at, lambda: self._go_on(number))
         clock.at(self.free_at + message["seconds"], lambda: self._late(number))
@@ -181,10 +184,12 @@ class SimulatedWorker:
         self.free_at = stretch.start + stretch.prefill + tokens * stretch.each
         self.busy["rollout"] += self.free_at - stretch.start
         self._role = "rollout"
-        if done := self._sampler.run(tokens):
+        if done := self._lots.finished(self._sampler.run(tokens)):
             self.tell(self.rank, self._flow, {"part": done}, self.free_at)
 
     def _end_flow(self) -> None:
+        if held := self._lots.rest():
+            self.tell(self.rank, self._flow, {"part": held}, self.free_at)
         self.tell(self.rank, self._flow, {"value": None}, self.free_at)
         self._flow = 0
 

@@ -118,6 +118,10 @@ class SimulatedSampler:
             self._forget(id)
         self._add(requests)
 
+    def under_way(self) -> list[Request]:
+        """What it was asked and has not finished."""
+        return [each.request for each in (*self._running.values(), *self._waiting)]
+
     @property
     def unfinished(self) -> bool:
         """Whether there is anything to sample."""

@@ -51,6 +51,11 @@ def requests(count):
     return [Request(f"r{i}", Prompt(f"train:{i}", [i + 3, 4], ""), Sampling()) for i in range(count)]
 
 
+def group_of(name, count):
+    prompt = Prompt(f"train:{name}", [ord(name), 4], "")
+    return [Request(f"{name}{i}", prompt, Sampling(), ord(name), i) for i in range(count)]
+
+
 def test_rollouts_come_in_the_order_of_the_requests():
     asked = requests(5)
     assert [r.request_id for r in Echo().generate(asked)] == [r.id for r in asked]
@@ -121,6 +126,24 @@ def test_a_flow_tells_what_ends_until_it_is_left_and_goes_on_with_what_was_under
     parts = flow(engine, asked[5:], [], lambda: True)  # until nothing is left
     assert [[r.request_id for r in part] for part in parts] == [["r5", "r0"]]
     assert list(flow(engine, [], [], lambda: True)) == []
+
+
+def test_a_flow_tells_a_group_when_nothing_of_it_is_left_or_it_is_left_itself():
+    engine, left = Echo(), [True, False]  # two a round, the newest first
+    mine, other = group_of("a", 3), group_of("b", 3)
+    parts = flow(engine, [*mine, *other], [], lambda: left.pop(0))
+    assert [[r.request_id for r in part] for part in parts] == [["b2", "b1", "b0"], ["a2"]]
+    assert list(engine.running) == ["a0", "a1"]
+    parts = flow(engine, group_of("a", 5)[3:], [], lambda: True)  # more of a group that was left under way
+    assert [[r.request_id for r in part] for part in parts] == [["a4", "a3", "a1", "a0"]]
+
+
+def test_a_flow_waits_for_nothing_of_a_group_that_was_dropped():
+    engine = Echo()
+    engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []
+    list(flow(engine, group_of("a", 3), [], lambda: False))
+    parts = flow(engine, group_of("a", 4)[3:], ["a0"], lambda: True)
+    assert [[r.request_id for r in part] for part in parts] == [["a3"]]
 
 
 def test_a_flow_forgets_what_is_dropped():

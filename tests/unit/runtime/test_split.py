@@ -1,5 +1,6 @@
 """What is split over slices comes back as if it had not been."""
 
+import dataclasses
 from concurrent.futures import Future
 
 import pytest
@@ -179,6 +180,20 @@ def test_requests_that_come_one_by_one_go_where_the_least_is_left_to_do():
     assert running.left == [0, 6]
     assert [[r.id for r in share] for share in running.share(requests[4:])] == [["0:4", "0:5"], []]
     assert running.merge([None, None]) is None
+
+
+def test_requests_of_one_prompt_go_to_one_slice_where_groups_stay_whole():
+    running, first = Running(3), request(0)
+    requests = [dataclasses.replace(first, id=f"0:{index}", index=index) for index in range(4)]
+    requests += [request(number) for number in range(4, 7)]  # of prompts of their own
+    shares = running.share(requests, whole_groups=True)
+    assert [[r.id for r in share] for share in shares] == [
+        [r.id for r in requests[:4]],
+        ["0:4", "0:6"],
+        ["0:5"],
+    ]
+    assert (running.left, running.under_way) == ([24, 12, 6], [4, 2, 1])
+    assert running.forget(["0:1"]) == {0: ["0:1"]}
 
 
 def test_lists_of_rollouts_are_joined_and_anything_else_is_the_first_slices():
