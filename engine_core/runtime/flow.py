@@ -65,13 +65,13 @@ class Flow:
         with self._lock:
             resting, self._resting = self._resting, set()
         resting = {at for at in resting if group.running.under_way[at]}
-        asked, there = {at for at, share in enumerate(shares) if share}, self._there()
-        asked = {at for at in asked | set(forgotten) | resting if at in there}
+        there = self._there()
+        asked = {at for at in {*shares, *forgotten, *resting} if at in there}
         same: dict[str, Any] | None = None  # what all are told that have nothing new
         texts: Texts = {}  # a group's requests go to several samplers
         for at in sorted(asked):
-            if shares[at] or at in forgotten:
-                self._send(at, {"requests": shares[at], "dropped": forgotten.get(at, [])}, texts)
+            if at in shares or at in forgotten:
+                self._send(at, {"requests": shares.get(at, []), "dropped": forgotten.get(at, [])}, texts)
             else:
                 same = same or {"requests": [], "dropped": []}
                 self._send(at, same, texts)
@@ -85,9 +85,9 @@ class Flow:
             if isinstance(reply, Reply):
                 reply.give_up()
 
-    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
-        """What each sampler is asked anew."""
-        return self.group.running.share(requests, whole_groups=True)
+    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> dict[int, list[Request]]:
+        """What samplers are asked anew, those that are."""
+        return given(self.group.running.share(requests, whole_groups=True)) if requests else {}
 
     def _there(self) -> Collection[int]:
         """Numbers of the slices that can be told something."""
@@ -136,3 +136,8 @@ class Flow:
     def _failed(self, error: BaseException) -> None:
         self.error = self.error or error
         self._changed()
+
+
+def given(shares: Sequence[list[Request]]) -> dict[int, list[Request]]:
+    """Those that have something, by slice."""
+    return {at: share for at, share in enumerate(shares) if share}

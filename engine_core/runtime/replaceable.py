@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import WorkerLost
 from engine_core.runtime.crew import Reply, message_to
 from engine_core.runtime.crew_group import ONE_BY_ONE, CrewGroup
-from engine_core.runtime.flow import Flow
+from engine_core.runtime.flow import Flow, given
 from engine_core.runtime.portions import Portions, portions_of
 from engine_core.runtime.split import in_order, split_requests
 
@@ -62,7 +62,7 @@ class ReplaceableGroup(CrewGroup):
                 self._again += self.running.lose(at)
 
     def shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
-        """New requests, and those of lost slices, for those that are there.
+        """New requests, and those of lost slices, for those that are there; by slice.
 
         Args:
             requests: new ones.
@@ -159,8 +159,8 @@ class SurvivingFlow(Flow):
     def resting(self) -> bool:
         return super().resting or self.group.lost_some
 
-    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
-        return self.group.shares(requests, dropped)
+    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> dict[int, list[Request]]:
+        return given(self.group.shares(requests, dropped))
 
     def _there(self) -> set[int]:
         return set(self.group._present())

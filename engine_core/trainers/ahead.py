@@ -72,6 +72,7 @@ class AheadQueue:
     def __init__(self, prompts_per_step: int, max_staleness: int, in_order: bool) -> None:
         self.prompts_per_step, self.max_staleness, self.in_order = prompts_per_step, max_staleness, in_order
         self.groups: list[Group] = []
+        self._awaited: Group | None = None  # the last one that a step could not go without
         self.overtaken = 0  # times that a group was passed over for a later one, since the beginning
 
     def room(self, needed: int, left: int) -> int:
@@ -90,11 +91,15 @@ class AheadQueue:
 
     def take(self, step: int, count: int) -> list[Group] | None:
         """The groups that step ``step`` learns from, in the order of the data; None: wait for more to be ready."""
+        awaited = self._awaited  # asked for each group that becomes ready: what mostly holds is seen at once
+        if awaited is not None and awaited.due <= step and not awaited.ready:
+            return None
         first = self.groups[:count]
         # in ascending order, none behind them
         due = itertools.takewhile(lambda group: group.due <= step, first)
-        if not all(group.ready for group in (first if self.in_order else due)):
-            return None  # asked for each group that becomes ready: what mostly holds is seen at once
+        self._awaited = next((group for group in (first if self.in_order else due) if not group.ready), None)
+        if self._awaited is not None:
+            return None
         chosen = first if self.in_order else [group for group in self.groups if group.ready][:count]
         rest = self._without(chosen)
         in_time = all(g.due >= step + 1 + j // self.prompts_per_step for j, g in enumerate(rest))

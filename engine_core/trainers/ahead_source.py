@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import TrainingFailed
 from engine_core.rewards.early import Known
 from engine_core.rollout_files import read_rollouts, write_rollouts
-from engine_core.trainers.ages import stretches
+from engine_core.trainers.ages import Stretches, stretches
 from engine_core.trainers.ahead import AheadQueue, Group
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
@@ -61,6 +61,7 @@ class AheadSource(RolloutSource):
         self.scoring: ScoringThread | None = None
         self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
+        self._ages: Stretches | None = None  # of its rollouts, as they came
         self._uncounted: list[Rollout] = []  # that have come since then
         self._ready = 0  # groups in the queue that are
         self._wanted = 0  # groups that somebody waits for
@@ -245,7 +246,7 @@ class AheadSource(RolloutSource):
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
         """The rule of ``ahead``, held against what came."""
         most = self.run.options.max_staleness
-        found = stretches(rollouts)
+        found = self._ages = stretches(rollouts)
         if not len(found.versions) or self.version - int(found.versions.min()) <= most:
             return
         place, oldest = next((p, v) for p, v in found.oldest().items() if self.version - v > most)
@@ -256,7 +257,8 @@ class AheadSource(RolloutSource):
 
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """How many versions ago the tokens of a step were sampled."""
-        found = stretches(rollouts)
+        came = None if self.run.config_now.stage else self._ages  # stages may mask tokens, or drop groups
+        found = stretches(rollouts) if came is None else came
         if not len(found.versions):
             return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
         ages = self.version - found.versions.astype("int64")
@@ -356,7 +358,11 @@ class AheadSource(RolloutSource):
 def _as_json(group: Group) -> dict[str, Any]:
     if group.as_json is None:
         plain = {field.name: getattr(group.prompt, field.name) for field in dataclasses.fields(Prompt)}
-        group.as_json = {"number": group.number, "prompt": json.loads(json.dumps(plain, default=str))}
+        columns = json.loads(
+            json.dumps(group.prompt.columns, default=str)
+        )  # the other fields are JSON as they are
+        plain |= {"token_ids": list(group.prompt.token_ids), "columns": columns}
+        group.as_json = {"number": group.number, "prompt": plain}
     return group.as_json
 
 

@@ -63,7 +63,10 @@ class StepLoop:
         assert run.folder is not None
         self.point = point or ResumePoint.take(run, {}, unfinished={})
         metrics: dict[str, float] = {}
-        with Progress(self._total, run.step_done, run.folder.path.name) as run.progress, set_up_is_kept():
+        with (
+            Progress(self._total, run.step_done, run.folder.path.name) as run.progress,
+            set_up_is_kept() as look_for_garbage,
+        ):
             try:
                 if self.point.unfinished is not None:
                     if run.step_done:  # its evaluation is under the settings of its step
@@ -72,6 +75,7 @@ class StepLoop:
                 while run.step_done < self._total:
                     run.signals.check()
                     metrics = self._finish(self._train(run.step_done + 1))
+                    look_for_garbage(run.step_done)
             except SamplerLost:
                 self._keep()
                 raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,30 +15,42 @@ if TYPE_CHECKING:
     from engine_core.trainers.base import TrainingRun
 
 
-YOUNG = 50_000
-"""New objects until Python looks for garbage among them: a step's thousands of rollouts are none."""
+YOUNG = 500_000
+"""New objects in one step until Python looks for garbage among them by itself: rollouts are none, however many."""
+FULL_EVERY = 10
+"""Steps after which it looks through all objects that have come since the beginning, not only through the step's."""
 
 
 @contextmanager
-def set_up_is_kept() -> Iterator[None]:
-    """Within it Python's garbage collector leaves out what is there now, and looks less often.
+def set_up_is_kept() -> Iterator[Callable[[int], None]]:
+    """Within it Python's garbage collector leaves out what is there now, and looks once a step for what is garbage.
 
     A program with torch and transformers has many objects that stay until its end; looking through them again for
-    each few thousand rollouts was a fifth of what the controller computes. Where somebody has frozen objects before,
-    nothing is done: thawing would undo theirs. A program that has set how often is left with it, where that is rarer.
+    each few thousand rollouts was a fifth of what the controller computes, and looking through the rollouts of a step in the
+    midst of it, again and again, a tenth. Where somebody has frozen objects before, nothing is done: thawing would
+    undo theirs. A program that has set how often is left with it, where that is rarer.
+
+    Yields:
+        What is to be called at the end of each step, with its number.
     """
     if gc.get_freeze_count():
-        yield
+        yield lambda step: None
         return
     gc.collect()
     gc.freeze()
     young, *older = before = gc.get_threshold()
     gc.set_threshold(max(young, YOUNG) if young else 0, *older)  # 0: it is off
     try:
-        yield
+        yield _look if young else lambda step: None
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def _look(step: int) -> None:
+    """Free what is garbage of a step; unless somebody has switched the collector off."""
+    if gc.isenabled():
+        gc.collect(2 if step % FULL_EVERY == 0 else 0)
 
 
 @contextmanager

@@ -214,10 +214,13 @@ class SamplerThread:
             self._changed.notify_all()
 
     def _give(self, finished: Sequence[Rollout]) -> None:
+        takers: dict[Taker, list[Rollout]] = {}
         for rollout in finished:
             asked = self._asked.get(rollout.request_id)
             if asked is not None:
-                asked.taker([rollout])
+                takers.setdefault(asked.taker, []).append(rollout)
+        for taker, rollouts in takers.items():
+            taker(rollouts)
         with self._changed:
             for rollout in finished:
                 self._asked.pop(rollout.request_id, None)

@@ -70,7 +70,7 @@ def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_w
 
 
 @pytest.mark.parametrize(
-    ("before", "within"), [((700, 11, 12), 50_000), ((60_000, 11, 12), 60_000), ((0, 11, 12), 0)]
+    ("before", "within"), [((700, 11, 12), 500_000), ((600_000, 11, 12), 600_000), ((0, 11, 12), 0)]
 )
 def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_so_already(before, within):
     told = gc.get_threshold()
@@ -81,6 +81,39 @@ def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_s
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*told)
+
+
+def test_garbage_of_a_step_is_freed_at_its_end_and_what_outlived_steps_at_each_tenth():
+    found = []
+    with set_up_is_kept() as look:
+        new, kept = InACircle(), InACircle()
+        weakref.finalize(new, found.append, "new")
+        weakref.finalize(kept, found.append, "kept")
+        del new
+        look(3)
+        assert found == ["new"]
+        del kept  # looked at already, and alive then
+        look(4)
+        assert found == ["new"]
+        look(10)
+        assert found == ["new", "kept"]
+
+
+@pytest.mark.parametrize("switch_off", [gc.disable, lambda: gc.set_threshold(0)])
+def test_whoever_has_switched_the_collector_off_has_it_off(switch_off):
+    told = gc.get_threshold()
+    try:
+        switch_off()
+        with set_up_is_kept() as look:
+            kept = InACircle()
+            gone = weakref.ref(kept)
+            del kept
+            look(10)
+            assert gone() is not None
+    finally:
+        gc.set_threshold(*told)
+        gc.enable()
+        gc.collect()
 
 
 def test_what_somebody_else_has_frozen_stays_so():
