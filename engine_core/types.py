@@ -14,6 +14,7 @@ needs a rectangle makes one and puts it away again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,12 +171,9 @@ def counted(mask: Tensor, lengths: Tensor) -> Tensor:
     import numpy as np
     import torch
 
-    of, found = lengths.cpu(), torch.zeros(len(lengths), dtype=torch.int64)
-    if bool((there := of > 0).any()):  # `reduceat` gives an empty part the token behind it
-        starts = (of.cumsum(0) - of)[there]
-        marked = mask.cpu().numpy().view(np.uint8)
-        found[there] = torch.from_numpy(np.add.reduceat(marked, starts.numpy(), dtype=np.int64))
-    return found.to(mask.device)
+    ends, marked, count = lengths.cumsum(0).tolist(), mask.cpu().numpy(), np.count_nonzero
+    found = [count(marked[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    return torch.tensor(found, dtype=torch.int64, device=mask.device)
 
 
 def sampled_tokens(rollouts: Sequence[Rollout]) -> int:

@@ -206,7 +206,9 @@ class RewardConfig(Table):
 
     def clipped(self, value: float) -> float:
         """``value`` within `clip`."""
-        low, high = self.clip or (value, value)
+        if self.clip is None:
+            return value
+        low, high = self.clip
         return min(max(value, low), high)
 
     @property

@@ -108,6 +108,8 @@ class Scorer:
 
     def policy(self, outcome: Outcome) -> str:
         """``drop``, ``zero`` or ``fail`` for a failure, else an empty string."""
+        if not outcome.failure:
+            return ""
         policies = {"error": self.config.on_error, "timeout": self.config.on_timeout or "drop"}
         return policies.get(outcome.failure, "")
 

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 YOUNG = 500_000
-"""New objects in one step until Python looks for garbage among them by itself: rollouts are none, however many."""
-FULL_EVERY = 10
-"""Steps after which it looks through all objects that have come since the beginning, not only through the step's."""
+"""New objects until Python looks for garbage among them by itself: rollouts are none, however many."""
+LOOK_EVERY = 8
+"""Steps after which all objects are looked through that have come since the beginning."""
 
 
 @contextmanager
 def set_up_is_kept() -> Iterator[Callable[[int], None]]:
-    """Within it Python's garbage collector leaves out what is there now, and looks once a step for what is garbage.
+    """Within it Python's garbage collector leaves out what is there now, and looks between steps for what is garbage.
 
     A program with torch and transformers has many objects that stay until its end; looking through them again for
     each few thousand rollouts was a fifth of what the controller computes, and looking through the rollouts of a step in the
@@ -48,9 +48,9 @@ def set_up_is_kept() -> Iterator[Callable[[int], None]]:
 
 
 def _look(step: int) -> None:
-    """Free what is garbage of a step; unless somebody has switched the collector off."""
-    if gc.isenabled():
-        gc.collect(2 if step % FULL_EVERY == 0 else 0)
+    """Free what is garbage, where it is the turn of a step; unless somebody has switched the collector off."""
+    if step % LOOK_EVERY == 0 and gc.isenabled():
+        gc.collect()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from engine_core.config import EngineConfig
 from engine_core.errors import EnvironmentProblem
 from engine_core.runtime.base import Role
 from engine_core.runtime.remote_errors import pack, unpack
-from engine_core.trainers.memory import out_of_memory_explained, set_up_is_kept
+from engine_core.trainers.memory import LOOK_EVERY, out_of_memory_explained, set_up_is_kept
 
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
 
@@ -83,20 +83,18 @@ def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_s
         gc.set_threshold(*told)
 
 
-def test_garbage_of_a_step_is_freed_at_its_end_and_what_outlived_steps_at_each_tenth():
+def test_at_the_end_of_some_steps_all_that_has_come_since_the_beginning_is_looked_through():
     found = []
     with set_up_is_kept() as look:
-        new, kept = InACircle(), InACircle()
-        weakref.finalize(new, found.append, "new")
-        weakref.finalize(kept, found.append, "kept")
-        del new
-        look(3)
-        assert found == ["new"]
-        del kept  # looked at already, and alive then
-        look(4)
-        assert found == ["new"]
-        look(10)
-        assert found == ["new", "kept"]
+        for name, step in (("first", LOOK_EVERY), ("second", 2 * LOOK_EVERY)):
+            new = InACircle()
+            weakref.finalize(new, found.append, name)
+            gc.collect()  # it outlives one look
+            del new
+            look(step - 1)
+            assert name not in found
+            look(step)
+            assert name in found
 
 
 @pytest.mark.parametrize("switch_off", [gc.disable, lambda: gc.set_threshold(0)])
@@ -108,7 +106,7 @@ def test_whoever_has_switched_the_collector_off_has_it_off(switch_off):
             kept = InACircle()
             gone = weakref.ref(kept)
             del kept
-            look(10)
+            look(LOOK_EVERY)
             assert gone() is not None
     finally:
         gc.set_threshold(*told)
