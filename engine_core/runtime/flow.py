@@ -2,9 +2,10 @@
 
 A command of a flow goes to one sampler. It samples until another command comes, until nothing is left, or for
 ``MOST_SECONDS``, and tells the rollouts of a group when it has none of them left, or leaves the flow (``engines.lots``).
-All requests of a group go to one sampler, which reads their prompt once. So the messages of a run are as many as its
-groups, and some more where responses take longer than a command, and whoever wants to change something (new weights, a stop) sends a command: the
-sampler leaves the flow for it between two steps of its engine.
+The requests of a group go to one sampler, which reads their prompt once, unless there are fewer groups than samplers. So
+the messages of a run are as many as its groups, and some more where responses take longer than a command, and whoever
+wants to change something (new weights, a stop) sends a command: the sampler leaves the flow for it between two steps of
+its engine.
 
 consumes: requests, of ``go``; waits for: nothing; unblocked by: answers; produces: rollouts for ``tell``, once each, and
 ``changed`` when a sampler rests or one has failed, both in threads that read answers.

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -136,7 +136,8 @@ class Running:
         Args:
             requests: in the order in which they are given out.
             among: slices that may have them; default: all.
-            whole_groups: those of one prompt that follow each other go to one slice.
+            whole_groups: those of one prompt that follow each other go to one slice, where there are so many groups that
+                no slice has nothing to do for that.
         """
         shares: list[list[Request]] = [[] for _ in self.left]
         if not requests:  # of a sampler that goes on
@@ -145,7 +146,12 @@ class Running:
             slices = range(len(self.left)) if among is None else among
             least = [(self.left[at], place, at) for place, at in enumerate(slices)]
             heapq.heapify(least)
-            for unit in _by_prompt(requests) if whole_groups else ([request] for request in requests):
+            units = _by_prompt(requests) if whole_groups else []
+            if sum(self.under_way[at] for at in slices) + len(requests) < len(slices) * max(
+                map(len, units), default=1
+            ):
+                units = []
+            for unit in units or ([request] for request in requests):
                 left, place, chosen = least[0]
                 left += sum(map(_tokens, unit))
                 heapq.heapreplace(least, (left, place, chosen))
@@ -196,10 +202,9 @@ class Running:
         return found
 
 
-def _by_prompt(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
     """Those that follow each other with one prompt together."""
-    for _, unit in itertools.groupby(requests, key=lambda request: id(request.prompt)):
-        yield list(unit)
+    return [list(unit) for _, unit in itertools.groupby(requests, key=lambda request: id(request.prompt))]
 
 
 def _tokens(request: Request) -> int:

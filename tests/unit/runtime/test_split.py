@@ -182,18 +182,33 @@ def test_requests_that_come_one_by_one_go_where_the_least_is_left_to_do():
     assert running.merge([None, None]) is None
 
 
+def requests_of(*sizes):
+    """Groups of so many, each of a prompt of its own; ids are the group's and the place in it."""
+    firsts = [request(number) for number in range(len(sizes))]
+    return [
+        dataclasses.replace(first, id=f"{number}:{index}", index=index)
+        for number, (first, size) in enumerate(zip(firsts, sizes, strict=True))
+        for index in range(size)
+    ]
+
+
 def test_requests_of_one_prompt_go_to_one_slice_where_groups_stay_whole():
-    running, first = Running(3), request(0)
-    requests = [dataclasses.replace(first, id=f"0:{index}", index=index) for index in range(4)]
-    requests += [request(number) for number in range(4, 7)]  # of prompts of their own
+    running, requests = Running(2), requests_of(4, 1, 1, 2)
     shares = running.share(requests, whole_groups=True)
     assert [[r.id for r in share] for share in shares] == [
-        [r.id for r in requests[:4]],
-        ["0:4", "0:6"],
-        ["0:5"],
+        ["0:0", "0:1", "0:2", "0:3"],
+        ["1:0", "2:0", "3:0", "3:1"],
     ]
-    assert (running.left, running.under_way) == ([24, 12, 6], [4, 2, 1])
+    assert (running.left, running.under_way) == ([24, 24], [4, 4])
     assert running.forget(["0:1"]) == {0: ["0:1"]}
+
+
+def test_fewer_groups_than_slices_are_split_so_that_none_has_nothing_to_do():
+    running = Running(4)
+    assert [len(share) for share in running.share(requests_of(4, 4), whole_groups=True)] == [2] * 4
+    # with what is under way there is a group for each, and of two slices they are whole again
+    assert [len(share) for share in running.share(requests_of(4, 4), whole_groups=True)] == [4, 4, 0, 0]
+    assert [len(share) for share in running.share(requests_of(4), [2, 3], whole_groups=True)] == [0, 0, 4, 0]
 
 
 def test_lists_of_rollouts_are_joined_and_anything_else_is_the_first_slices():
