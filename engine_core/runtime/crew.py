@@ -421,6 +421,9 @@ class Crew:
             now = time.monotonic()
             for worker in self.workers:
                 worker.notice_death()
+                if cause := worker.host_is_gone():
+                    self._lose(worker, f"{cause}.")
+                    worker.channel.close()  # whoever waits to send more is told
             with self._lock:
                 failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
                 there = [worker for worker in self.workers if worker.rank not in self.absent]

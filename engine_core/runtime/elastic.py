@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TOKEN = "ENGINE_TOKEN"
 STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may read its data for long
+REACH_SECONDS = 15.0  # for a host that is there to take a connection
+LOST = 6  # exit code of a rank that cannot reach the controller's node any more
 _sessions = 0  # runtimes that this process has started
 
 
@@ -165,7 +167,22 @@ def serve() -> int:
     while (told := json.loads(store.get(launch._key(session)))) is not None:
         _work(launch, told)
         session += 1
+        if not _reached(launch):
+            return LOST
     return 0
+
+
+def _reached(launch: Launch) -> bool:
+    """Whether torchrun's store can be reached: an open connection to a host that is gone would wait for ever."""
+    try:
+        socket.create_connection((launch.address, launch.port), REACH_SECONDS).close()
+    except OSError as error:
+        print(
+            f"engine: rank {launch.rank} ends: the controller's node at {launch.address}:{launch.port} is lost ({error})",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 def loopback_interface() -> str | None:

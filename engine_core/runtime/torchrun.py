@@ -34,6 +34,7 @@ class TorchrunRuntime(CrewRuntime):
         super().__init__(*args, **kwargs)
         self._folder: Path | None = None
         self._torchrun: elastic.Launch | None = None
+        self._gathered: list[WorkerHandle] = []  # of an external torchrun
 
     def close(self) -> None:
         super().close()
@@ -54,7 +55,8 @@ class TorchrunRuntime(CrewRuntime):
 
     def _launch(self) -> list[WorkerHandle]:
         if self._torchrun is not None:
-            return self._torchrun.gather(self.options.start_minutes * 60)
+            self._gathered = self._torchrun.gather(self.options.start_minutes * 60)
+            return self._gathered
         self._folder = Path(tempfile.mkdtemp(prefix="engine-torchrun-"))
         return self._spawn(self._size)
 
@@ -101,7 +103,9 @@ class TorchrunRuntime(CrewRuntime):
             "local_world_size": launch.local_world_size,
             "path": None,
         }
-        return seat | {"host": launch.host}
+        mine = self._gathered[rank]
+        # each where its connection comes from: the controller's address is that of its own node's ranks alone
+        return seat | {"host": launch.host if mine.process is not None else mine.channel.peer}
 
     def _meeting(self, name: str) -> dict[str, Any]:
         if self._torchrun is None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.runtime.channel import Channel, Closed, Outbox
 from engine_core.runtime.remote_errors import pack
+from engine_core.runtime.silence import end_with
 from engine_core.types import decode_ended
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Worker:
         self.thread = threading.get_ident()
         self._allow_breaks()
         threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
+        self._watch_over_controller()
         try:
             while (message := self.mailbox.get())["kind"] != "close":
                 self._answer(message)
@@ -255,6 +257,10 @@ class Worker:
             traceback.print_exc()
             sys.stderr.flush()
             end_at_once(1)
+
+    def _watch_over_controller(self) -> None:
+        """The end of the controller's host, which says nothing, is the end of this process too."""
+        end_with(self.channel.socket, lambda: end_at_once(CONTROLLER_GONE))
 
     def _allow_breaks(self) -> None:
         """Called once, in the thread of the commands."""

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from engine_core.logs import FILE_ONLY
 from engine_core.runtime.channel import Channel, Closed, pair
+from engine_core.runtime.silence import Silence
 
 log = logging.getLogger("engine")
 
@@ -43,6 +44,7 @@ class WorkerHandle:
         self._mailbox: list[int] = []  # commands that it has not answered, in their order
         self._since = 0.0  # it is at the first of them
         self._died_at: float | None = None
+        self._silence = Silence(channel.socket)
         self._printed: threading.Thread | None = None
         if process is not None and process.stderr is not None:
             self._printed = threading.Thread(target=self._print, args=(process.stderr,), daemon=True)
@@ -91,6 +93,10 @@ class WorkerHandle:
         self._died_at = self._died_at or time.monotonic()
         if time.monotonic() - self._died_at > 1.0:
             self.channel.close()
+
+    def host_is_gone(self) -> str:
+        """Why its host counts as gone, without a word; "": it does not."""
+        return self._silence.told
 
     def how_it_ended(self, cause: str = "") -> str:
         """In words, with the end of what it printed."""

@@ -1,13 +1,17 @@
 """Clusters that are joined, and those that are refused with the keys to change."""
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
+from engine_plugin_ray import cluster as module
 from engine_plugin_ray.cluster import Cluster, _minor
 from engine_plugin_ray.keeper import MARK
 
@@ -61,6 +65,8 @@ def test_another_patch_of_python_is_no_other_version():
 
 JOIN = """
 import sys
+import tempfile
+from pathlib import Path
 from engine_core.errors import ConfigError
 from engine_plugin_ray.cluster import Cluster, asks_for_token
 
@@ -116,3 +122,37 @@ def marked(process, folder):
         return process.environ().get(MARK) == folder
     except psutil.Error:
         return False
+
+
+@pytest.mark.parametrize(
+    ("characters", "private"), [(10, True), (19, True), (20, False), (29, False), (60, False)]
+)
+def test_a_temporary_folder_in_which_sockets_would_have_too_long_names_is_not_used(
+    monkeypatch, characters, private
+):
+    name = "/" + "t" * (characters - 1)
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: name)
+    assert module._short_folder() == (None if private else "/tmp")
+    longest = len(f"{name if private else '/tmp'}{module.SOCKET}")
+    assert longest <= module.SOCKET_BYTES
+
+
+@pytest.mark.slow
+def test_a_cluster_starts_wherever_the_temporary_folder_is(tmp_path_factory):
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="a" * 11))  # 24 characters
+    try:
+        text = (
+            "from engine_plugin_ray.cluster import Cluster\nc = Cluster('')\n"
+            "c.start(cpus=1, gpus=0, object_store_mib=100, workers=1)\nc.close()\nprint('started')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", text],
+            env=os.environ | {"TMPDIR": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "started" in done.stdout, done.stderr
+        assert not list(folder.glob("engine-ray-*"))
+    finally:
+        shutil.rmtree(folder)

@@ -8,78 +8,21 @@ import json
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-HEAD, OTHER = "10.213.87.1", "10.213.87.2"
+from engine_core.testing.namespaces import Nodes, two_nodes
+
+HEAD, OTHER = Nodes.addresses
 PORT = 6391
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ENGINE = [sys.executable, "-m", "engine_core.cli.main"]
+MISSED_SECONDS = 45.0  # it takes 15 to 25; Ray says so after 60
 KEPT = re.compile(r"(actor|reward|tokens|response_length)/.*")
-
-
-def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-
-def cannot():
-    """Why there can be no namespaces; empty where there can."""
-    if shutil.which("ip") is None:
-        return "no program 'ip' (iproute2) here"
-    name = f"probe-{os.getpid()}"
-    made = ip("netns", "add", name)
-    linked = ip("-n", name, "link", "add", "probe0", "type", "veth", "peer", "name", "probe1")
-    ip("netns", "del", name)
-    if made.returncode or linked.returncode:
-        return f"network namespaces are not allowed here: {(made.stderr or linked.stderr).strip()}"
-    return ""
-
-
-@pytest.fixture
-def nodes():
-    """Runs a command in one of two namespaces."""
-    if why := cannot():
-        pytest.skip(why)
-    names = [f"engine{number}-{os.getpid()}" for number in (0, 1)]
-    cable = [f"veth{number}" for number in (0, 1)]
-    try:
-        for name in names:
-            assert ip("netns", "add", name).returncode == 0
-            ip("-n", name, "link", "set", "lo", "up")
-        ip(
-            "-n",
-            names[0],
-            "link",
-            "add",
-            cable[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            cable[1],
-            "netns",
-            names[1],
-        )
-        for name, end, address in zip(names, cable, (HEAD, OTHER), strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            assert ip("-n", name, "link", "set", end, "up").returncode == 0
-        yield names
-    finally:
-        for name in names:
-            for pid in ip("netns", "pids", name).stdout.split():
-                subprocess.run(["kill", "-9", pid], check=False)
-            ip("netns", "del", name)
-
-
-def run(node, command, env, cwd, seconds):
-    return subprocess.run(
-        ["ip", "netns", "exec", node, *command],
-        env=env, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
 
 
 def samples(folder):
@@ -87,53 +30,86 @@ def samples(folder):
     return [{key: value for key, value in line.items() if KEPT.fullmatch(key)} for line in lines]
 
 
-@pytest.mark.slow
-def test_a_trainer_and_a_sampler_on_two_nodes_do_what_one_process_does(nodes, settings, tmp_path):
+@pytest.fixture
+def nodes(tmp_path):
+    """Two nodes of a Ray cluster, with room for one process each; ``env``: of whoever runs there."""
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env = plain | {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    own = ["--num-cpus=1", "--object-store-memory=100000000"]  # of a node: room for one process
-    head = [f"--node-ip-address={HEAD}", f"--port={PORT}", "--include-dashboard=false", *own]
-    started = run(nodes[0], [*RAY, "start", "--head", *head], env, tmp_path, 120)
-    assert started.returncode == 0, started.stdout + started.stderr
-    joined = [f"--address={HEAD}:{PORT}", f"--node-ip-address={OTHER}", *own]
-    started = run(nodes[1], [*RAY, "start", *joined], env, tmp_path, 120)
-    assert started.returncode == 0, started.stdout + started.stderr
-    given = settings | {
-        "run.steps": 1,
-        "algorithm.kl_coef": 0.0,
-        "checkpoint.every_steps": 0,
-        "rollout.weights": "own",
-    }
-    given.pop("reward")
-    base = [f"--set={key}={json.dumps(value)}" for key, value in given.items() if key != "plugins"]
-    file = tmp_path / "run.toml"
-    file.write_text('plugins = ["digits.py"]\n[[reward]]\nname = "digits"\nworkers = 0\n')
+    with two_nodes() as made:
+        made.env = plain | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        own = ["--num-cpus=1", "--object-store-memory=100000000"]
+        head = ["--head", f"--node-ip-address={HEAD}", f"--port={PORT}", "--include-dashboard=false", *own]
+        for node, words in enumerate(
+            (head, [f"--address={HEAD}:{PORT}", f"--node-ip-address={OTHER}", *own])
+        ):
+            started = made.run(node, [*RAY, "start", *words], made.env, tmp_path, 120)
+            assert started.returncode == 0, started.stdout + started.stderr
+        yield made
+
+
+@pytest.fixture
+def words(settings, tmp_path):
+    """A command that trains, with changes of its run file; actor and sampler on different nodes unless it is ``local``."""
+    (tmp_path / "run.toml").write_text('plugins = ["digits.py"]\n[[reward]]\nname = "digits"\nworkers = 0\n')
     pools = ["placement.pools={ train = 1, serve = 1 }", "placement.actor=train", "placement.rollout=serve"]
-    ray = ["runtime.backend=ray", f"runtime.ray.address={HEAD}:{PORT}", *pools, "run.name=ray"]
-    words = ["train", str(file), "--allow-code", *base]
-    done = run(nodes[0], [*ENGINE, *words, *(f"--set={each}" for each in ray)], env, tmp_path, 200)
+    ray = ["runtime.backend=ray", f"runtime.ray.address={HEAD}:{PORT}", *pools]
+
+    def command(name, local=False, **changes):
+        given = settings | {"algorithm.kl_coef": 0.0, "rollout.weights": "own", "run.name": name} | changes
+        given = {key: value for key, value in given.items() if key not in ("reward", "plugins")}
+        base = [f"--set={key}={json.dumps(value)}" for key, value in given.items()]
+        sets = [] if local else [f"--set={each}" for each in ray]
+        return [*ENGINE, "train", str(tmp_path / "run.toml"), "--allow-code", *base, *sets]
+
+    command.folder = Path(settings["run.dir"])
+    return command
+
+
+@pytest.mark.slow
+def test_a_trainer_and_a_sampler_on_two_nodes_do_what_one_process_does(nodes, words, tmp_path):
+    one = {"run.steps": 1, "checkpoint.every_steps": 0}
+    done = nodes.run(0, words("ray", **one), nodes.env, tmp_path, 200)
     assert done.returncode == 0, done.stdout + done.stderr
-    alone = subprocess.run(
-        [*ENGINE, *words, "--set=run.name=local"],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    local = words("local", local=True, **one)
+    alone = subprocess.run(local, env=nodes.env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert alone.returncode == 0, alone.stderr
-    (over_the_cable,) = samples(Path(given["run.dir"]) / "ray")
-    assert [over_the_cable] == samples(Path(given["run.dir"]) / "local")
-    carried = int(
-        run(nodes[1], ["cat", "/sys/class/net/veth1/statistics/rx_bytes"], env, tmp_path, 20).stdout
-    )
-    lines = (Path(given["run.dir"]) / "ray" / "metrics.jsonl").read_text().splitlines()
-    assert carried > json.loads(lines[0])["sync/bytes"] > 0  # the weights came over it
+    (over_the_cable,) = samples(words.folder / "ray")
+    assert [over_the_cable] == samples(words.folder / "local")
+    lines = (words.folder / "ray" / "metrics.jsonl").read_text().splitlines()
+    assert nodes.received(1) > json.loads(lines[0])["sync/bytes"] > 0  # the weights came over it
+
+
+@pytest.mark.slow
+def test_a_node_whose_cable_is_cut_is_missed_long_before_ray_misses_it(nodes, words, tmp_path):
+    with (tmp_path / "err").open("w") as said:
+        run = nodes.start(0, words("cut", **{"run.steps": 5000}), nodes.env, tmp_path, said)
+    text = (tmp_path / "err").read_text
+    until(lambda: text().count("  reward ") >= 3, text, 200)
+    (seat,) = [pid for pid in nodes.processes(1) if is_seat(pid)]
+    nodes.cut()
+    until(lambda: "Lost worker" in text(), text, MISSED_SECONDS)
+    assert run.wait(120) == 6
+    until(lambda: not is_seat(seat), text, MISSED_SECONDS)  # it has missed the controller's node too
+    assert re.search(r"Lost worker rollout\[1\] on \S+: its host has acknowledged nothing for 15 s", text())
+    assert "The newest checkpoint is of step" in text()
+
+
+def until(found, text, seconds):
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, text()
+        time.sleep(0.1)
+
+
+def is_seat(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::Seat")
+    except OSError:
+        return False

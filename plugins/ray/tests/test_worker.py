@@ -13,6 +13,8 @@ from engine_core.runtime.channel import Closed
 class Mailbox:
     """Both ends in this process."""
 
+    socket = None
+
     def __init__(self):
         self.commands, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
 

@@ -61,6 +61,19 @@ class Seat:
             mailbox = connect(listener, token, rank, CONNECT_SECONDS)
         threading.Thread(target=self._serve, args=(mailbox,), name="commands", daemon=True).start()
 
+    def hold(self, listener: tuple[str, int], token: str, rank: int) -> None:
+        """End with the controller's node, also where that is gone without a word; see ``lifeline``.
+
+        Args:
+            listener: of the controller.
+            token: that both sides know.
+            rank: of the run.
+        """
+        from engine_core.runtime.channel import connect
+        from engine_plugin_ray.lifeline import end_with
+
+        end_with(connect(listener, token, rank, CONNECT_SECONDS), lambda: os._exit(ENDED))
+
     @ray.method(concurrency_group="inbox")
     def deliver(self, header: bytes, payload: Any) -> None:
         """A message of the controller."""

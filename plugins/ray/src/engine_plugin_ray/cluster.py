@@ -44,6 +44,9 @@ LEAN = {
 """The same, where the environment says nothing else. Ray's own 15 would let any other process of the machine go before
 the workers; nobody asks a cluster of the run's own for its metrics or for a list of its tasks."""
 PRESTART = "RAY_prestart_worker_first_driver"  # Ray starts as many workers as there are CPUs
+SOCKET_BYTES = 107  # of the name of a socket
+SOCKET = "/engine-ray-12345678/ray/session_2026-01-02_03-04-05_123456_1234567/sockets/plasma_store"
+"""The longest that Ray makes below the temporary folder."""
 _TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
 
 
@@ -317,8 +320,8 @@ def _own_signals() -> Iterator[None]:
 
 
 def _short_folder() -> str | None:
-    """Sockets have short names: a deep temporary folder does not do."""
-    return None if len(tempfile.gettempdir()) < 30 else "/tmp"
+    """Where the folder of a cluster of our own is made: None is the temporary folder, unless Ray's sockets there had too long names."""
+    return None if len(os.fsencode(f"{tempfile.gettempdir()}{SOCKET}")) <= SOCKET_BYTES else "/tmp"
 
 
 def _first_line(error: Exception) -> str:

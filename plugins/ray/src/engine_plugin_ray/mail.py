@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from engine_core.runtime.channel import Closed
+from engine_core.runtime.channel import Channel, Closed
 from engine_core.runtime.codec import Encoded, decode, encode
 
 STORED_BYTES = 64 * 1024  # payloads from here on go into the object store
@@ -54,10 +54,12 @@ class ControllerEnd:
     Args:
         actor: ``actor.Seat``.
         store: of all workers of the run.
+        line: to it, which carries nothing; None: it does not reach this process.
     """
 
-    def __init__(self, actor: Any, store: Store) -> None:
-        self._actor, self._store = actor, store
+    def __init__(self, actor: Any, store: Store, line: Channel | None = None) -> None:
+        self._actor, self._store, self._line = actor, store, line
+        self.socket = line.socket if line is not None else None
         self._answers = actor.answers.options(num_returns="streaming").remote()
         self._closed = False
         self.loss = ""  # what Ray said of its end
@@ -90,10 +92,14 @@ class ControllerEnd:
     def close(self) -> None:
         """Nothing is sent any more."""
         self._closed = True
+        if self._line is not None:
+            self._line.close()
 
 
 class WorkerEnd:
     """The interface of ``channel.Channel`` within the actor."""
+
+    socket = None  # what comes by Ray has none
 
     def __init__(self) -> None:
         self._in: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()

@@ -23,12 +23,14 @@ from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
 from engine_core.runtime.host import default_device
 from engine_core.runtime.placement import Pool, wanted_processes
 from engine_plugin_ray.cluster import Cluster, asks_for_token
+from engine_plugin_ray.lifeline import hold
 from engine_plugin_ray.mail import ControllerEnd, Store
 from engine_plugin_ray.nearby import NearEnd, connect_all
 from engine_plugin_ray.placing import Node, check, nodes_of_cluster, release, reserve, resources
 
 if TYPE_CHECKING:
     from engine_core.runtime.base import Role
+    from engine_core.runtime.channel import Channel
     from engine_core.runtime.worker_process import WorkerHandle
     from engine_plugin_ray.handle import ActorHandle
     from engine_plugin_ray.plugin import RayOptions
@@ -160,9 +162,16 @@ class RayRuntime(CrewRuntime):
         except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
         far = {rank: actor for rank, actor in actors.items() if rank not in near}
+        lines = self._lines(far)
         for rank, actor in far.items():
             actor.serve.remote(None, "", rank)
-        return ends | {rank: ControllerEnd(actor, self.store) for rank, actor in far.items()}
+        return ends | {rank: ControllerEnd(actor, self.store, lines.get(rank)) for rank, actor in far.items()}
+
+    def _lines(self, far: Mapping[int, Any]) -> dict[int, Channel]:
+        """Lines to actors of other nodes, whose silence tells of a node that is gone."""
+        import ray
+
+        return hold(far, ray.util.get_node_ip_address(), self._token) if far else {}
 
     @property
     def _size(self) -> int:
