@@ -13,13 +13,13 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_core.errors import DataError, nearest
+from engine_core.private_folder import PrivateFolder
 
 MAX_ROW_BYTES = 8 * 2**20  # one line of JSONL, one value of Parquet; more is a broken file, not a prompt
 
@@ -114,8 +114,8 @@ class Rows:
         self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
         self.cache = cache or os.environ.get("HF_DATASETS_CACHE") or ""
         if not self.cache and any(path.suffix in (".csv", ".parquet") for path in self.paths):
-            self._folder = tempfile.TemporaryDirectory(prefix="engine-data-", ignore_cleanup_errors=True)
-            self.cache = self._folder.name
+            self._folder = PrivateFolder("engine-data-")
+            self.cache = self._folder.path
         self.files = (
             [files] if isinstance(files, MemoryRows) else [_open(path, self.cache) for path in self.paths]
         )

@@ -15,12 +15,10 @@ import json
 import logging
 import os
 import queue
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 import weakref
@@ -30,6 +28,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine_core.errors import DataError, WorkerLost
+from engine_core.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,9 +124,9 @@ class WorkerPool:
     ) -> None:
         self._most_jobs, self._where = num_workers * ahead, where
         self.restarts = 0
-        self._folder = tempfile.mkdtemp(prefix="engine-tokenizer-")
-        tokenizer.save_pretrained(self._folder)
-        self._setup = json.dumps({**setup, "tokenizer": self._folder})
+        self._folder = PrivateFolder("engine-tokenizer-")
+        tokenizer.save_pretrained(self._folder.path)
+        self._setup = json.dumps({**setup, "tokenizer": self._folder.path})
         self._workers = [Worker(rank, self._setup) for rank in range(num_workers)]
         self.close = weakref.finalize(self, _end, self._workers, self._folder)
 
@@ -184,10 +183,10 @@ class WorkerPool:
             fresh.give(job)
 
 
-def _end(workers: list[Worker], folder: str) -> None:
+def _end(workers: list[Worker], folder: PrivateFolder) -> None:
     for worker in workers:
         worker.end()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()
 
 
 def serve() -> None:

@@ -10,7 +10,6 @@ Left out: weights that are trained, or read by others (a sampler, a checkpoint):
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from engine_core.engines.memory import Held
 from engine_core.engines.torch_options import bytes_of
 from engine_core.engines.units import decoder_layers
 from engine_core.errors import ConfigError, did_you_mean
+from engine_core.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,10 +85,8 @@ class SpreadModel:
 
     def __init__(self, options: DeviceMapOptions) -> None:
         self.options = options
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="engine-offload-", dir=options.offload_folder or None
-        )
-        self.folder = Path(self._folder.name)
+        self._folder = PrivateFolder("engine-offload-", options.offload_folder or None)
+        self.folder = Path(self._folder.path)
         self.used = False
         self._away: dict[int, torch.device] = {}
 
@@ -137,7 +135,7 @@ class SpreadModel:
 
     def close(self) -> None:
         """Remove the folder."""
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def _size(tensor: Tensor) -> int:

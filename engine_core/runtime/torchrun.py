@@ -11,13 +11,12 @@ no channel to what it started.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError
+from engine_core.private_folder import PrivateFolder
 from engine_core.runtime import elastic
 from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
 from engine_core.runtime.placement import Pool, wanted_processes
@@ -32,14 +31,14 @@ class TorchrunRuntime(CrewRuntime):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
         self._torchrun: elastic.Launch | None = None
         self._gathered: list[WorkerHandle] = []  # of an external torchrun
 
     def close(self) -> None:
         super().close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def _processes(self, roles: Mapping[str, Role]) -> int:
@@ -57,7 +56,7 @@ class TorchrunRuntime(CrewRuntime):
         if self._torchrun is not None:
             self._gathered = self._torchrun.gather(self.options.start_minutes * 60)
             return self._gathered
-        self._folder = Path(tempfile.mkdtemp(prefix="engine-torchrun-"))
+        self._folder = PrivateFolder("engine-torchrun-")
         return self._spawn(self._size)
 
     @property
@@ -116,9 +115,9 @@ class TorchrunRuntime(CrewRuntime):
         return self._torchrun is None
 
     def _private_folder(self) -> str:
-        return "" if self._folder is None else str(self._folder)
+        return "" if self._folder is None else self._folder.path
 
     @property
     def _private(self) -> Path:
         assert self._folder is not None
-        return self._folder
+        return Path(self._folder.path)

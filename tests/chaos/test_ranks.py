@@ -128,13 +128,17 @@ def workers(run):
     return [process for process in run.family() if "engine_core.runtime.worker" in process.cmdline()]
 
 
-def test_workers_end_with_a_controller_that_is_killed(engine, hurting, ranks):
-    run = engine.start("train", ranks(hurt=["rollout", 1, "sample", "sleep"]))
+def test_workers_end_with_a_controller_that_is_killed(engine, hurting, ranks, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    path = ranks(hurt=["rollout", 1, "sample", "sleep"])
+    run = engine.start("train", path, prelude=f"import tempfile\ntempfile.tempdir = {str(temporary)!r}")
     run.until((engine.folder / "done").exists, "a rank at work that hangs")
     assert len(workers(run)) == 2
+    assert list(temporary.glob("engine-*"))
     run.send(signal.SIGKILL)
     run.wait()
     assert run.orphans() == []
+    assert list(temporary.glob("engine-*")) == []
 
 
 @pytest.mark.slow

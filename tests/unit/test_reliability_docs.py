@@ -35,7 +35,7 @@ def test_every_named_test_exists():
     named = {match.groups() for match in NAMED.finditer(PAGE)}
     assert len(named) > 50
     folders = ("tests/chaos", "tests/soak", "tests/unit", "tests/integration", "plugins/rewards/tests")
-    folders += ("plugins/vllm_rollout/tests",)
+    folders += ("plugins/vllm_rollout/tests", "plugins/ray/tests")
     assert named - set().union(*map(functions, folders)) == set()
 
 

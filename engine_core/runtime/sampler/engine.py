@@ -8,9 +8,7 @@ is answered once, whatever happens.
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +24,7 @@ from engine_core.errors import (
     PluginError,
     SamplerLost,
 )
+from engine_core.private_folder import PrivateFolder
 from engine_core.rollout_environment import other_core, without_core
 from engine_core.runtime.remote_errors import unpack
 from engine_core.runtime.sampler.memory import HostMemory, environment_for, shares_device
@@ -92,11 +91,12 @@ class SamplerEngine(RolloutEngine):
             again=self.settings.max_restarts > 0,
         )
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
-        self._folder = tempfile.mkdtemp(prefix="engine-sampler-")
+        self._folder = PrivateFolder("engine-sampler-")
+        self._open = True
         self.process: SamplerProcess | None = None
         try:
             if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(self._folder)
+                self._tokenizer.save_pretrained(self._folder.path)
             if not self._shared:
                 self.begin()()
         except BaseException:
@@ -306,12 +306,12 @@ class SamplerEngine(RolloutEngine):
         if self.process is not None:
             self.process.close()
             self.process = None
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._open:
+            self._folder.remove()
             if not self._shared:
                 self._weights.close()
                 self._weights.host.close()
-            self._folder = ""
+            self._open = False
         self._asked.clear()
         self._done.clear()
 
@@ -446,7 +446,7 @@ class SamplerEngine(RolloutEngine):
             "allow_code": plugins.allow_code,
             "other": bool(self.settings.python),
             "path": None if self.settings.python else portable_path(),
-            "tokenizer": None if tokenizer is None else [self._folder, tokenizer_hash(tokenizer)],
+            "tokenizer": None if tokenizer is None else [self._folder.path, tokenizer_hash(tokenizer)],
             "log_level": log.getEffectiveLevel(),
             "context": {
                 "role": context.role,

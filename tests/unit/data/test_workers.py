@@ -96,7 +96,7 @@ def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(config_of, tokeniz
 
 def test_closing_ends_the_processes_and_removes_the_tokenizer(tokenizer):
     pool = WorkerPool({}, tokenizer, num_workers=1, ahead=1, where=str)
-    workers, folder = [worker.process.pid for worker in pool._workers], Path(pool._folder)
+    workers, folder = [worker.process.pid for worker in pool._workers], Path(pool._folder.path)
     assert all(alive(pid) for pid in workers)
     assert folder.exists()
     pool.close()

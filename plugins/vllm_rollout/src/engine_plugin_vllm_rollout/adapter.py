@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from engine_core.engines.weights import Checksum
 from engine_core.errors import ConfigError, DataError
+from engine_core.private_folder import PrivateFolder
 from engine_core.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX
 from engine_plugin_vllm_rollout import versions
 
@@ -44,7 +44,7 @@ class AdapterUpdater:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         place = MEMORY if os.access(MEMORY, os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-", dir=place)
+        self._folder = PrivateFolder("vllm-adapter-", place)
         self.touched = False
         self.request: LoRARequest | None = None  # of what is sampled from now on; None: the base
 
@@ -70,7 +70,7 @@ class AdapterUpdater:
             )
         checksum = Checksum()
         checksum.add([(ADAPTER_CONFIG, config), *tensors.items()])
-        folder = Path(self._folder.name) / str(version)
+        folder = Path(self._folder.path) / str(version)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save_file(tensors, folder / WEIGHTS)
@@ -83,11 +83,11 @@ class AdapterUpdater:
                 f"rollout.vllm.adapter: vLLM does not take this adapter: {error} Raise rollout.vllm.max_lora_rank where it is "
                 "the rank; else leave the key out: merged weights are then handed over."
             ) from error
-        for old in Path(self._folder.name).iterdir():
+        for old in Path(self._folder.path).iterdir():
             if old != folder:
                 shutil.rmtree(old)
         return checksum.result()
 
     def close(self) -> None:
         """Remove the folder."""
-        self._folder.cleanup()
+        self._folder.remove()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from engine_core.engines.model_loading import has_no_weights, load_hf_config
 from engine_core.engines.requests import check_request
 from engine_core.engines.weights import published_weights
 from engine_core.errors import ConfigError, DataError, did_you_mean
+from engine_core.private_folder import PrivateFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
@@ -72,11 +72,11 @@ class VLLMRolloutEngine(RolloutEngine):
                 "it to 1, which keeps them on the host."
             )
         check_ranks(config, self.options.tensor_parallel_size, context, self._table)
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-")  # tokenizer and config
+        self._folder = PrivateFolder("vllm-")  # tokenizer and config
         try:
             self._start()
         except BaseException:
-            self._folder.cleanup()
+            self._folder.remove()
             raise
         self._running: dict[str, Any] = {}  # Running, by our ids
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
@@ -101,16 +101,16 @@ class VLLMRolloutEngine(RolloutEngine):
             )
         hf_config = load_hf_config(self.model_config) if module is None else module.config
         self._tokenizer = tokenizer
-        tokenizer.save_pretrained(self._folder.name)
-        hf_config.save_pretrained(self._folder.name)  # vLLM looks for one beside the tokenizer, and waits
+        tokenizer.save_pretrained(self._folder.path)
+        hf_config.save_pretrained(self._folder.path)  # vLLM looks for one beside the tokenizer, and waits
         text_config = hf_config.get_text_config()
         positions = self._positions(text_config)
         device = self.context.device
         check_heads(text_config, device, self.where)
         self._full = self._tells_mass()
         self._llm = start(
-            self._folder.name if module is not None else self.model_config.path,
-            Path(self._folder.name),
+            self._folder.path if module is not None else self.model_config.path,
+            Path(self._folder.path),
             self.options,
             Place(
                 device,
@@ -310,7 +310,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._updater.close()
         del self._updater, self.memory
         self._llm = None  # type: ignore[assignment]
-        self._folder.cleanup()
+        self._folder.remove()
         gc.collect()
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
