@@ -65,7 +65,7 @@ class StepLoop:
         metrics: dict[str, float] = {}
         with (
             Progress(self._total, run.step_done, run.folder.path.name) as run.progress,
-            set_up_is_kept() as look_for_garbage,
+            set_up_is_kept(run.clock.now) as look_for_garbage,
         ):
             try:
                 if self.point.unfinished is not None:
@@ -75,7 +75,7 @@ class StepLoop:
                 while run.step_done < self._total:
                     run.signals.check()
                     metrics = self._finish(self._train(run.step_done + 1))
-                    look_for_garbage(run.step_done)
+                    look_for_garbage()
             except SamplerLost:
                 self._keep()
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 YOUNG = 500_000
 """New objects until Python looks for garbage among them by itself: rollouts are none, however many."""
-LOOK_EVERY = 8
-"""Steps after which all objects are looked through that have come since the beginning."""
+SHARE = 0.005
+"""Of a run's time, what looking for garbage between steps may take."""
 
 
 @contextmanager
-def set_up_is_kept() -> Iterator[Callable[[int], None]]:
+def set_up_is_kept(now: Callable[[], float]) -> Iterator[Callable[[], None]]:
     """Within it Python's garbage collector leaves out what is there now, and looks between steps for what is garbage.
 
     A program with torch and transformers has many objects that stay until its end; looking through them again for
@@ -30,27 +31,42 @@ def set_up_is_kept() -> Iterator[Callable[[int], None]]:
     midst of it, again and again, a tenth. Where somebody has frozen objects before, nothing is done: thawing would
     undo theirs. A program that has set how often is left with it, where that is rarer.
 
+    Args:
+        now: the clock of the run, in seconds.
+
     Yields:
-        What is to be called at the end of each step, with its number.
+        What is to be called at the end of each step.
     """
     if gc.get_freeze_count():
-        yield lambda step: None
+        yield lambda: None
         return
     gc.collect()
     gc.freeze()
     young, *older = before = gc.get_threshold()
     gc.set_threshold(max(young, YOUNG) if young else 0, *older)  # 0: it is off
     try:
-        yield _look if young else lambda step: None
+        yield _Looks(now) if young else lambda: None
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
 
 
-def _look(step: int) -> None:
-    """Free what is garbage, where it is the turn of a step; unless somebody has switched the collector off."""
-    if step % LOOK_EVERY == 0 and gc.isenabled():
+class _Looks:
+    """Frees what is garbage when it is called: each time, unless that would take more of the time than ``SHARE``.
+
+    Garbage may hold an accelerator's memory, of which Python knows nothing. A run of thousands of workers has objects for a
+    second's look; there it waits for some steps.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._next = now, now()
+
+    def __call__(self) -> None:
+        if not gc.isenabled() or self._now() < self._next:  # somebody has switched it off
+            return
+        began = time.perf_counter()
         gc.collect()
+        self._next = self._now() + (time.perf_counter() - began) / SHARE
 
 
 @contextmanager

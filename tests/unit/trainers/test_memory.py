@@ -1,6 +1,7 @@
 """What a step says that had no memory; what is not looked through for garbage."""
 
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from engine_core.config import EngineConfig
 from engine_core.errors import EnvironmentProblem
 from engine_core.runtime.base import Role
 from engine_core.runtime.remote_errors import pack, unpack
-from engine_core.trainers.memory import LOOK_EVERY, out_of_memory_explained, set_up_is_kept
+from engine_core.trainers.memory import SHARE, out_of_memory_explained, set_up_is_kept
 
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
 
@@ -54,7 +55,7 @@ def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_w
     found = []
     old, before = InACircle(), gc.get_freeze_count()
     assert not before
-    with set_up_is_kept():
+    with set_up_is_kept(time.perf_counter):
         assert gc.get_freeze_count() > 10_000
         assert not any(each is old for each in gc.get_objects())
         new = InACircle()
@@ -76,25 +77,31 @@ def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_s
     told = gc.get_threshold()
     gc.set_threshold(*before)
     try:
-        with set_up_is_kept():
+        with set_up_is_kept(time.perf_counter):
             assert gc.get_threshold() == (within, 11, 12)
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*told)
 
 
-def test_at_the_end_of_some_steps_all_that_has_come_since_the_beginning_is_looked_through():
-    found = []
-    with set_up_is_kept() as look:
-        for name, step in (("first", LOOK_EVERY), ("second", 2 * LOOK_EVERY)):
+def test_between_steps_all_that_has_come_is_looked_through_as_often_as_a_part_of_the_time_allows():
+    found, seconds = [], 100.0
+    with set_up_is_kept(lambda: seconds) as look:
+        for name in ("first", "second"):
             new = InACircle()
             weakref.finalize(new, found.append, name)
             gc.collect()  # it outlives one look
             del new
-            look(step - 1)
-            assert name not in found
-            look(step)
+            began = time.perf_counter()
+            look()
+            took = time.perf_counter() - began
             assert name in found
+            new = InACircle()
+            weakref.finalize(new, found.append, f"soon after {name}")
+            del new
+            look()
+            assert f"soon after {name}" not in found
+            seconds += took / SHARE
 
 
 @pytest.mark.parametrize("switch_off", [gc.disable, lambda: gc.set_threshold(0)])
@@ -102,11 +109,11 @@ def test_whoever_has_switched_the_collector_off_has_it_off(switch_off):
     told = gc.get_threshold()
     try:
         switch_off()
-        with set_up_is_kept() as look:
+        with set_up_is_kept(time.perf_counter) as look:
             kept = InACircle()
             gone = weakref.ref(kept)
             del kept
-            look(LOOK_EVERY)
+            look()
             assert gone() is not None
     finally:
         gc.set_threshold(*told)
@@ -119,7 +126,7 @@ def test_what_somebody_else_has_frozen_stays_so():
     try:
         count = gc.get_freeze_count()  # what is frozen may still be freed; what is new must not join it
         new = [[] for _ in range(10_000)]
-        with set_up_is_kept():
+        with set_up_is_kept(time.perf_counter):
             assert count - len(new) < gc.get_freeze_count() <= count
         assert count - len(new) < gc.get_freeze_count() <= count
     finally:
@@ -127,6 +134,6 @@ def test_what_somebody_else_has_frozen_stays_so():
 
 
 def test_a_run_that_fails_has_its_objects_looked_through_again():
-    with pytest.raises(KeyError), set_up_is_kept():
+    with pytest.raises(KeyError), set_up_is_kept(time.perf_counter):
         raise KeyError
     assert not gc.get_freeze_count()
