@@ -23,11 +23,12 @@ from engine_core.bench.simulator.sweep import sweep
 BASE = Setting(prompts_per_worker=1.0)
 SETTINGS = {
     "growth": BASE,
+    "data-worker": dataclasses.replace(BASE, data_workers=1),
     "star": dataclasses.replace(BASE, weights="star"),
     "equal": dataclasses.replace(BASE, lengths=Lengths(300, 300, 8192)),
     "training": dataclasses.replace(BASE, lengths=Lengths(300, 300, 8192), prompts_per_worker=16),
 }
-"""``growth``: long tails, weights handed on; ``star``: weights from one rank to each; ``equal``: short and equal lengths;
+"""``growth``: long tails, weights handed on; ``data-worker``: the same, prompts tokenized by a process of their own; ``star``: weights from one rank to each; ``equal``: short and equal lengths;
 ``training``: the same, with so many that a step is mostly training."""
 
 

@@ -164,10 +164,10 @@ class Running:
     def forget(self, ids: Iterable[str]) -> dict[int, list[str]]:
         """Nobody waits for them any more; slice -> those that it has."""
         found: dict[int, list[str]] = {}
-        for id in ids:
-            _, chosen = self._settle(id)
-            if chosen is not None:
-                found.setdefault(chosen, []).append(id)
+        with self._lock:
+            for id in ids:
+                if (entry := self._settle(id)) is not None:
+                    found.setdefault(entry[1], []).append(id)
         return found
 
     def lose(self, slice: int) -> list[Request]:
@@ -186,16 +186,15 @@ class Running:
 
     def settle(self, rollouts: Sequence[Rollout]) -> None:
         """These have finished: they get the controller's own prompts."""
-        for rollout in rollouts:
-            if request := self._settle(rollout.request_id)[0]:
-                rollout.prompt = request.prompt
-
-    def _settle(self, id: str) -> tuple[Request, int] | tuple[None, None]:
-        """It is under way no more: request and slice."""
         with self._lock:
-            found = self._asked.pop(id, None)
-            if found is None:
-                return None, None
+            for rollout in rollouts:
+                if (entry := self._settle(rollout.request_id)) is not None:
+                    rollout.prompt = entry[0].prompt
+
+    def _settle(self, id: str) -> tuple[Request, int] | None:
+        """Within the lock: it is under way no more; request and slice, where it was."""
+        found = self._asked.pop(id, None)
+        if found is not None:
             request, chosen = found
             self.left[chosen] -= _tokens(request)
             self.under_way[chosen] -= 1

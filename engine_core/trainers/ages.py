@@ -33,6 +33,10 @@ class Stretches(NamedTuple):
         places, lowest, _ = self._by_rollout()
         return dict(zip(places.tolist(), lowest.tolist(), strict=True))
 
+    def counted(self) -> list[tuple[int, int]]:
+        """The version of each, with how many tokens, in order."""
+        return list(zip(self.versions.tolist(), self.counts.tolist(), strict=True))
+
     def mixed(self) -> int:
         """How many rollouts have sampled tokens of more than one version."""
         _, lowest, highest = self._by_rollout()

@@ -257,8 +257,7 @@ class AheadSource(RolloutSource):
 
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """How many versions ago the tokens of a step were sampled."""
-        came = None if self.run.config_now.stage else self._ages  # stages may mask tokens, or drop groups
-        found = stretches(rollouts) if came is None else came
+        found = stretches(rollouts) if (came := self._unchanged()) is None else came
         if not len(found.versions):
             return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
         ages = self.version - found.versions.astype("int64")
@@ -267,6 +266,14 @@ class AheadSource(RolloutSource):
             "async/staleness_max": float(max(int(ages.max()), 0)),
             "async/mixed_share": found.mixed() / len(rollouts),
         }
+
+    def _unchanged(self) -> Stretches | None:
+        """Of the step's rollouts as they came, where nobody has changed any: stages may mask tokens, or drop groups."""
+        return None if self.run.config_now.stage else self._ages
+
+    def sampled_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        came = self._unchanged()
+        return super().sampled_tokens(rollouts) if came is None else int(came.counts.sum())
 
     def _count(self) -> None:
         """Count the tokens of what has come."""

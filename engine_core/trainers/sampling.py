@@ -249,7 +249,7 @@ class RolloutSource:
         return {
             "rollouts": float(len(rollouts)),
             "tokens/total": float(sum(r.token_ids.numel() for r in rollouts)),
-            "tokens/generated": float(sampled_tokens(rollouts)),
+            "tokens/generated": float(self.sampled_tokens(rollouts)),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/truncated_share": truncated / len(lengths),
@@ -257,6 +257,10 @@ class RolloutSource:
             **limited,
             **self.stragglers.metrics(),
         }
+
+    def sampled_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        """Tokens of a step's rollouts that the policy sampled."""
+        return sampled_tokens(rollouts)
 
     def keep(self, rollouts: list[Rollout], step: int) -> None:
         """Write them for people and for offline training, and tell observers."""

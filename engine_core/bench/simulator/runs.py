@@ -76,6 +76,7 @@ class Setting:
     trainer_share: float = 0.25  # of the devices, where the two sides have devices of their own
     weights: str = "relay"
     rewards_per_worker: float = 1.0  # processes that score
+    data_workers: int = 0  # processes that tokenize prompts (`data.num_workers`); 0: the controller does
     steps: int = 6  # that count
     seed: int = 0
 
@@ -196,8 +197,14 @@ def simulate(setting: Setting) -> dict[str, Any]:
         # a model whose config is read, and no more
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 3}))
         # the one plugin file is our own, and lies outside the folder of whoever calls
-        config = load_config(overrides=_settings(setting, mode, total, folder), allow_code=True)
-        run = kind(config, tokenizer=_tokenizer(), rewards=[_unused], data=_rows(setting, total))
+        settings, rows = _settings(setting, mode, total, folder), _rows(setting, total)
+        live: dict[str, Any] = {"data": rows}
+        if setting.data_workers:  # they read files
+            live, file = {}, Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+            settings |= {"data.train": [str(file)], "data.num_workers": setting.data_workers}
+        config = load_config(overrides=settings, allow_code=True)
+        run = kind(config, tokenizer=_tokenizer(), rewards=[_unused], **live)
         run._prepare_simulation(cluster, setting)
         clock.controller.switch(True)
         try:

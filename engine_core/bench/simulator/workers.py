@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.trainers.ages import stretches
 from engine_core.types import Batch, Request, Rollout, StepOutput, TrainOutput
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class SimulatedSampler:
             length = min(self.lengths.of(request.sampling.seed or 0), request.sampling.max_response_tokens)
             begun = request.begun
             had = begun.response_length if begun is not None else 0
-            versions = _counted(begun) if begun is not None else ()
+            versions = stretches([begun]).counted() if begun is not None else ()
             self._waiting.append(Running(request, length, had, versions=versions))
 
     def _forget(self, id: str) -> Running | None:
@@ -196,9 +197,3 @@ class SimulatedSampler:
             if start <= of.joined:
                 break
         return [torch.full((n,), v, dtype=torch.int32) for v, n in (*parts, *reversed(mine)) if n]
-
-
-def _counted(rollout: Rollout) -> list[tuple[int, int]]:
-    """The versions of its sampled tokens, in order, with how many."""
-    versions, counts = rollout.policy_versions[rollout.loss_mask].unique_consecutive(return_counts=True)
-    return list(zip(versions.tolist(), counts.tolist(), strict=True))

@@ -14,15 +14,15 @@ from engine_core.trainers.ahead_source import FILE, AheadSource
 from engine_core.types import Prompt, Rollout
 
 
-def source(per_step=4, staleness=1, temperature=1.0, version=3):
+def source(per_step=4, staleness=1, temperature=1.0, version=3, stages=()):
     """One without workers."""
     made = object.__new__(AheadSource)
     rollout = SimpleNamespace(temperature=temperature, top_p=1.0, top_k=0, group_size=2)
-    config = SimpleNamespace(rollout=rollout)
+    config = SimpleNamespace(rollout=rollout, stage=stages)
     options = SimpleNamespace(max_staleness=staleness)
     made.run = SimpleNamespace(config=config, config_now=config, options=options, step_done=3)
     made._tokenizer, made.version = "hash", version
-    made._changed = threading.Condition()
+    made._changed, made._ages = threading.Condition(), None
     made.per_step, made.queue = per_step, AheadQueue(per_step, staleness, False)
     made.returned, made.admitted, made.resampled = deque(), 0, 0
     return made
@@ -116,7 +116,7 @@ def with_versions(id, versions, sampled=None):
 
 
 def test_staleness_is_that_of_the_tokens_that_count_also_once_a_stage_has_masked_some():
-    made = source(version=3, staleness=2)
+    made = source(version=3, staleness=2, stages=["one that masks"])
     rollouts = [
         with_versions("mixed", [1, 1, 2, 3]),
         with_versions("a", [3]),
@@ -131,6 +131,18 @@ def test_staleness_is_that_of_the_tokens_that_count_also_once_a_stage_has_masked
     rollouts[0].loss_mask[3] = False  # now of one version
     made._check_staleness(rollouts)
     assert made._staleness(rollouts) == dict.fromkeys(expected, 0.0)
+
+
+def test_without_stages_ages_and_sampled_tokens_are_those_of_what_came():
+    made, other = source(version=3, staleness=2), source(version=3, staleness=2, stages=["one that drops"])
+    rollouts = [with_versions("mixed", [1, 1, 2, 3]), with_versions("none", [0], [False])]
+    for each in (made, other):
+        assert each.sampled_tokens(rollouts) == 4  # nothing has come yet
+        each._check_staleness(rollouts)
+        assert each.sampled_tokens(rollouts) == 4
+    assert made._staleness(rollouts) == other._staleness(rollouts)
+    assert other.sampled_tokens(rollouts[1:]) == 0
+    assert other._staleness(rollouts[1:]) == dict.fromkeys(other._staleness(rollouts), 0.0)
 
 
 def test_nothing_sampled_is_not_stale():

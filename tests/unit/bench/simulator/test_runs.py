@@ -84,6 +84,13 @@ def test_the_same_setting_gives_the_same_run(mode):
     assert max(map(int, first["staleness"])) <= max(MODES[mode].staleness, 4)
 
 
+def test_prompts_that_others_tokenize_change_nothing_of_what_happens():
+    own = simulate(Setting(workers=4, mode="async-1", steps=2))
+    others = simulate(Setting(workers=4, mode="async-1", steps=2, data_workers=1))
+    same = ("step_s", "idle", "tokens_per_s", "staleness", "messages")
+    assert [others[name] for name in same] == [own[name] for name in same]
+
+
 def test_weights_from_one_rank_to_each_sampler_take_as_many_times_as_there_are_samplers():
     speeds = dataclasses.replace(SPEED, weight_bytes=10**9, weight_bandwidth=1e9)
     for way, seconds in (("relay", 1.0), ("star", 3.0)):
