@@ -6,6 +6,8 @@ import itertools
 import textwrap
 
 import pytest
+import torch
+from engine_plugin_ray import runtime as module
 from engine_plugin_ray.runtime import RayRuntime
 
 from engine_core import load_config
@@ -70,3 +72,15 @@ def test_memory_that_all_ends_see_is_refused_in_a_cluster_that_is_joined(placed)
         ConfigError, match=r"^rollout\.transport: got 'ipc', which needs a run that has started all"
     ):
         runtime._check_transport(ROLES)
+
+
+def test_more_accelerators_than_this_machine_has_are_refused_with_the_roles_that_ask(placed, monkeypatch):
+    monkeypatch.setattr(module, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ConfigError) as caught:
+        placed().start(ROLES, 1)
+    assert str(caught.value) == (
+        "placement.pools: train = 1 (actor), serve = 2 (rollout) asks for 1 CPU and 1 GPU a process; the cluster of this "
+        "machine has room for 2 processes: this machine has 3 CPU and 2 GPU. Lower it, look at CUDA_VISIBLE_DEVICES, set "
+        "runtime.ray.device = 'cpu'."
+    )

@@ -11,28 +11,27 @@ import contextlib
 import logging
 import math
 import os
-import platform
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_plugin_ray.greeting import greet
+from engine_plugin_ray.address import host_and_port
+from engine_plugin_ray.joining import find, meet
 from engine_plugin_ray.keeper import MARK, clear
 
 log = logging.getLogger("engine")
 
-CONNECT_SECONDS = 5.0
 KEEPER_SECONDS = 30.0
-TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LOOPBACK = ("127.0.0.1", "::1")
 OWN = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Environment of a cluster of the run's own; the last: its nodes are at the loopback address."""
@@ -80,6 +79,7 @@ class Cluster:
             workers: processes that the run asks for.
 
         Raises:
+            ConfigError: the object store takes what the machine has.
             EnvironmentProblem: Ray does not start here, or would be open to others.
         """
         import ray
@@ -99,6 +99,8 @@ class Cluster:
                 )  # fmt: skip
             except Exception as error:
                 self.close()
+                if "object_store_memory" in str(error):
+                    raise ConfigError(_too_large(object_store_mib)) from error
                 raise EnvironmentProblem(
                     f"Ray did not start on this machine: {_first_line(error)}."
                 ) from error
@@ -123,19 +125,17 @@ class Cluster:
         if ray.is_initialized():  # by the program that this run is part of
             log.info("Ray: this process belongs to a cluster already, which is used.")
             return
-        near = False
-        if self.address != "auto":
-            near = _reach(self.address) in LOOPBACK
-            self._meet(greet(self.address))
-        mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE") or ("token" if _has_token() else "disabled")}
+        found = find(self.address)
+        mode = {"RAY_AUTH_MODE": meet(self.address, found)}
+        near = host_and_port(found)[0] in (*LOOPBACK, "localhost")
         with _own_signals(), _environment(mode), _loopback() if near else contextlib.nullcontext():
             _read_settings_again()
             try:
-                ray.init(self.address, **_quiet())
+                ray.init(found, **_quiet())
             except Exception as error:
                 with contextlib.suppress(Exception):
                     ray.shutdown()
-                raise ConfigError(self._refusal(error)) from error
+                raise ConfigError(self._refusal(found, error)) from error
         self._connected = True
 
     def close(self) -> None:
@@ -184,41 +184,12 @@ class Cluster:
         )  # fmt: skip
         os.close(reading)
 
-    def _meet(self, answer: Mapping[str, Any]) -> None:
-        """Refuse a cluster that is none, that asks for another token, or that is of another version."""
-        import ray
-
-        at = f"runtime.ray.address = '{self.address}'"
-        error, ours = answer.get("error", ""), (ray.__version__, platform.python_version())
-        if "uthenticat" in error:
-            here = " and ".join(name for name in TOKEN_VARIABLES if os.environ.get(name)) or "no token"
-            raise ConfigError(
-                f"{at}: the cluster asks for a token, and does not know ours ({here} is set here). Set RAY_AUTH_TOKEN to "
-                "the cluster's token, or RAY_AUTH_TOKEN_PATH to the file that holds it."
-            )
-        if not answer or error:
-            raise ConfigError(
-                f"{at}: what answers there is no Ray cluster{f' ({error:.200})' if error else ''}."
-            )
-        theirs = (answer["ray"], answer["python"])
-        if theirs[0] != ours[0] or _minor(theirs[1]) != _minor(ours[1]):
-            raise ConfigError(
-                f"{at}: the cluster is of Ray {theirs[0]} and Python {theirs[1]}, and this is Ray {ours[0]} and Python "
-                f"{ours[1]}. Run engine in the environment that the cluster was started with, or start the cluster "
-                "with this one."
-            )
-
-    def _refusal(self, error: Exception) -> str:
+    def _refusal(self, found: str, error: Exception) -> str:
         """What to do about a cluster that answers and could not be joined."""
         at, text = f"runtime.ray.address = '{self.address}'", " ".join(str(error).split())
-        if isinstance(error, ConnectionError) and self.address == "auto":
-            return (
-                f"{at}: no Ray runs on this machine. Give the address of the cluster's head, make this machine a node of "
-                "it (ray start --address=HOST:6379), or leave the key out for a cluster of the run's own."
-            )
         return (
             f"{at}: the cluster cannot be joined: {type(error).__name__}: {text:.300}. engine runs on a node of the "
-            f"cluster: make this machine one with 'ray start --address={self.address}'."
+            f"cluster: make this machine one with 'ray start --address={found}'."
         )
 
 
@@ -231,42 +202,11 @@ def _quiet() -> dict[str, Any]:
     }
 
 
-def _minor(version: str) -> str:
-    return ".".join(str(version).split(".")[:2])
-
-
-def _reach(address: str) -> str:
-    """The host of an address; one at which nobody answers is refused."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise ConfigError(
-            f"runtime.ray.address is '{address}'; expected HOST:PORT of a Ray cluster's head (6379 is Ray's port), or "
-            "'auto'. Leave it out for a cluster of the run's own."
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"runtime.ray.address = '{address}': nobody answers there ({error}). Start the cluster (ray start --head), "
-            "look at the address, or leave it out for a cluster of the run's own."
-        ) from None
-    return "127.0.0.1" if host == "localhost" else host.strip("[]")
-
-
 def asks_for_token() -> bool:
     """Whether the cluster that this process belongs to does."""
     from ray._raylet import AuthenticationMode, get_authentication_mode
 
     return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
-
-
-def _has_token() -> bool:
-    """Whether this process has one, in a variable or in ``~/.ray/auth_token``."""
-    from ray._raylet import AuthenticationTokenLoader
-
-    loader = AuthenticationTokenLoader.instance()
-    loader.reset_cache()
-    return bool(loader.has_token(ignore_auth_mode=True))
 
 
 def _read_settings_again() -> None:
@@ -322,6 +262,14 @@ def _own_signals() -> Iterator[None]:
 def _short_folder() -> str | None:
     """Where the folder of a cluster of our own is made: None is the temporary folder, unless Ray's sockets there had too long names."""
     return None if len(os.fsencode(f"{tempfile.gettempdir()}{SOCKET}")) <= SOCKET_BYTES else "/tmp"
+
+
+def _too_large(object_store_mib: int) -> str:
+    free = psutil.virtual_memory().available >> 20
+    return (
+        f"runtime.ray.object_store_mib is {object_store_mib}, and {free} MiB of this machine's memory are free: Ray wants "
+        "room for the workers beside the store. Lower it."
+    )
 
 
 def _first_line(error: Exception) -> str:

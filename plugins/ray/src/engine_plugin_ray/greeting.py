@@ -1,7 +1,8 @@
 """Asks a cluster what it is, before a run joins it: ``python -m engine_plugin_ray.greeting HOST:PORT``.
 
 A process of its own: Ray ends the one in which it waits in vain, and waits for long. Prints one line of JSON:
-``{"ray": ..., "python": ...}`` or ``{"error": ...}``; another end means that no Ray answers.
+``{"ray": ..., "python": ..., "mode": ...}`` or ``{"error": ...}``; another end means that no Ray answers. It asks without
+a token first, and shows the one that it has to clusters that ask for one alone: ``mode`` is the way that was taken.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 PATIENCE = {
@@ -19,6 +21,8 @@ PATIENCE = {
 }
 SECONDS = 60.0  # with the import of Ray
 KEY, NAMESPACE = b"CLUSTER_METADATA", b"cluster"  # where Ray itself looks
+MODE = "RAY_AUTH_MODE"
+OPEN, TOKEN = "disabled", "token"  # of it
 
 
 def greet(address: str) -> dict[str, Any]:
@@ -36,22 +40,39 @@ def greet(address: str) -> dict[str, Any]:
     return answer
 
 
+def asks_for_another(answer: Mapping[str, Any]) -> bool:
+    """Whether the cluster wants a token, and not the one that it was shown."""
+    return "uthenticat" in answer.get("error", "")
+
+
 def main() -> None:
-    """Ask, and print."""
-    from ray._private.authentication.authentication_token_setup import (
-        maybe_enable_token_auth_if_token_available,
-    )
+    """Ask, and print; what comes last counts, since Ray ends a process whose token it cannot read."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    wanted = os.environ.get(MODE, TOKEN).lower()
+    for mode in (OPEN, TOKEN):
+        os.environ[MODE] = mode
+        Config.initialize("")  # Ray has read its environment when it was imported
+        loader = AuthenticationTokenLoader.instance()
+        loader.reset_cache()
+        if mode == TOKEN and (wanted != TOKEN or not loader.has_token(ignore_auth_mode=True)):
+            return
+        answer = _ask(sys.argv[1])
+        print(json.dumps(answer | {"mode": mode}), flush=True)
+        if not asks_for_another(answer):
+            return
+
+
+def _ask(address: str) -> dict[str, Any]:
+    """What the cluster is, as this process shows itself now."""
     from ray._raylet import GcsClient
 
     try:
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        client = GcsClient(address=sys.argv[1])
+        client = GcsClient(address=address)
         found = json.loads(client.internal_kv_get(KEY, NAMESPACE, timeout=5) or b"{}")
     except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    else:
-        answer = {"ray": found.get("ray_version"), "python": found.get("python_version")}
-    print(json.dumps(answer))
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"ray": found.get("ray_version"), "python": found.get("python_version")}
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
+from engine_core.runtime.placement import DEFAULT_POOL
 
 if TYPE_CHECKING:
     from engine_core.runtime.placement import Pool
     from engine_plugin_ray.plugin import RayOptions
 
 Node = Mapping[str, float]  # resources by name
+THIS_MACHINE = "this machine"  # as a node, before a cluster of the run's own is started
 
 
 def nodes_of_cluster() -> dict[str, Node]:
@@ -58,10 +60,10 @@ def check(
     asked, there = _asked(pools, each), _there(nodes, gpu)
     total = sum(len(pool.ranks) for pool in pools)
     if total > sum(room.values()):
-        lower = "placement.pools" if len(pools) > 1 else "runtime.ray.processes"
+        one = len(pools) == 1
         raise ConfigError(
-            f"{lower}: {asked}; {shown} has room for {sum(room.values())} processes: {there}. Lower it, add nodes"
-            f"{', set runtime.ray.device = ' + repr('cpu') if gpu else ', lower runtime.ray.cpus_per_process'}."
+            f"{_size_key(pools[0]) if one else 'placement.pools'}: {asked}; {shown} has room for "
+            f"{sum(room.values())} processes: {there}. Lower it, {_other_ways(total, each, nodes)}."
         )
     for pool in pools:
         wanted, size = options.strategy.get(pool.name, "pack"), len(pool.ranks)
@@ -69,13 +71,60 @@ def check(
         if wanted == "strict_pack" and size > largest:
             raise ConfigError(
                 f"runtime.ray.strategy.{pool.name} = 'strict_pack': {asked}, and no node of {shown} has room for more "
-                f"than {largest}: {there}. Set it to 'pack', or lower placement.pools.{pool.name}."
+                f"than {largest}: {there}. Set it to 'pack', or lower {_size_key(pool)}."
             )
         if wanted == "strict_spread" and size > useful:
             raise ConfigError(
-                f"runtime.ray.strategy.{pool.name} = 'strict_spread': {asked}, and {shown} has {useful} nodes with room "
-                f"for one: {there}. Set it to 'spread', or lower placement.pools.{pool.name}."
+                f"runtime.ray.strategy.{pool.name} = 'strict_spread': {asked}, and {shown} has {useful} node"
+                f"{'s' * (useful != 1)} with room for one: {there}. Set it to 'spread', or lower {_size_key(pool)}."
             )
+    if not _fit_together(pools, options, room.values()):
+        strict = ", ".join(f"{name} = '{kind}'" for name, kind in _strict(pools, options).items())
+        raise ConfigError(
+            f"runtime.ray.strategy: {asked}, and {shown} has no room for all of them at a time with {strict}: {there}. "
+            "Set one to 'pack' or 'spread', or lower placement.pools."
+        )
+
+
+def _fit_together(pools: Sequence[Pool], options: RayOptions, room: Iterable[int]) -> bool:
+    """Whether all pools fit at once; each does alone, and all processes are of one size.
+
+    Args:
+        room: processes that each node has room for.
+    """
+    kinds = _strict(pools, options)
+    sizes = {pool.name: len(pool.ranks) for pool in pools}
+    packed = sorted((sizes[name] for name, kind in kinds.items() if kind == "strict_pack"), reverse=True)
+    spread = [sizes[name] for name, kind in kinds.items() if kind == "strict_spread"]
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+
+    def fit(done: int, left: tuple[int, ...]) -> bool:
+        if done == len(packed):
+            return _spread_out(spread, left)
+        if (done, left) in seen:
+            return False
+        seen.add((done, left))
+        return any(
+            fit(done + 1, _less(left, count, packed[done])) for count in set(left) if count >= packed[done]
+        )
+
+    return fit(0, tuple(sorted(room, reverse=True)))
+
+
+def _less(left: tuple[int, ...], count: int, size: int) -> tuple[int, ...]:
+    """The rooms after ``size`` processes went to a node that had ``count``; largest first."""
+    rest = list(left)
+    rest.remove(count)
+    return tuple(sorted([*rest, count - size], reverse=True))
+
+
+def _spread_out(sizes: Sequence[int], left: tuple[int, ...]) -> bool:
+    """Whether pools with a node for each process fit: each takes the nodes with most room."""
+    for size in sorted(sizes, reverse=True):
+        if size and left[size - 1] == 0:
+            return False
+        left = tuple(sorted((*(count - 1 for count in left[:size]), *left[size:]), reverse=True))
+    return True
 
 
 def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
@@ -87,13 +136,13 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
     import ray
     from ray.util.placement_group import placement_group
 
-    groups: list[Any] = []
+    groups: dict[str, Any] = {}
     try:
-        for pool in pools:
+        for pool in sorted(pools, key=lambda pool: _order(pool, options)):
             strategy = options.strategy.get(pool.name, "pack").upper()
             bundles = [resources(options, gpu)] * len(pool.ranks)
-            groups.append(placement_group(bundles, strategy=strategy))
-            if not groups[-1].wait(options.start_minutes * 60):
+            groups[pool.name] = placement_group(bundles, strategy=strategy)
+            if not groups[pool.name].wait(options.start_minutes * 60):
                 free = {
                     name: amount
                     for name, amount in ray.available_resources().items()
@@ -105,9 +154,9 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
                     "ask for less."
                 )
     except BaseException:
-        release(groups)
+        release(list(groups.values()))
         raise
-    return groups
+    return [groups[pool.name] for pool in pools]
 
 
 def release(groups: Sequence[Any]) -> None:
@@ -116,6 +165,34 @@ def release(groups: Sequence[Any]) -> None:
 
     for group in groups:
         remove_placement_group(group)
+
+
+def _strict(pools: Sequence[Pool], options: RayOptions) -> dict[str, str]:
+    """The pools whose strategy must be kept, with it."""
+    kinds = {pool.name: options.strategy.get(pool.name, "pack") for pool in pools}
+    return {name: kind for name, kind in kinds.items() if kind.startswith("strict_")}
+
+
+def _order(pool: Pool, options: RayOptions) -> tuple[int, int]:
+    """Who is hardest to place comes first: others fit into what is left."""
+    kinds = ("strict_pack", "strict_spread", "pack", "spread")
+    return kinds.index(options.strategy.get(pool.name, "pack")), -len(pool.ranks)
+
+
+def _size_key(pool: Pool) -> str:
+    return "runtime.ray.processes" if pool.name == DEFAULT_POOL else f"placement.pools.{pool.name}"
+
+
+def _other_ways(total: int, each: Mapping[str, float], nodes: Mapping[str, Node]) -> str:
+    """What to do beside asking for less, by what there is too little of."""
+    short = [
+        kind
+        for kind, amount in each.items()
+        if sum(_ranks_on(node, {kind: amount}) for node in nodes.values()) < total
+    ]
+    ways = {"CPU": "lower runtime.ray.cpus_per_process", "GPU": "set runtime.ray.device = 'cpu'"}
+    grow = "look at CUDA_VISIBLE_DEVICES" if THIS_MACHINE in nodes else "add nodes"
+    return ", ".join([grow, *(ways[kind] for kind in short)])
 
 
 def _ranks_on(node: Node, each: Mapping[str, float]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from engine_core import hookimpl
 from engine_core.runtime.options import CrewOptions
 from engine_core.specs import RuntimeSpec
+from engine_plugin_ray.address import AUTO, host_and_port
 
 
 class RayOptions(CrewOptions):
@@ -29,6 +30,13 @@ class RayOptions(CrewOptions):
     """How commands and rollouts reach workers: ``auto``: those on the controller's node over a socket of the loopback interface, others by Ray; ``ray``: all by Ray."""
     object_store_mib: int = Field(512, ge=128)
     """Size of the object store of a cluster of the run's own."""
+
+    @field_validator("address")
+    @classmethod
+    def _an_address(cls, address: str) -> str:
+        if address not in ("", AUTO):
+            host_and_port(address)
+        return address
 
 
 @hookimpl

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from engine_core.errors import EnvironmentProblem
 from engine_core.runtime import elastic
 from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
 from engine_core.runtime.host import default_device
 from engine_core.runtime.placement import Pool, wanted_processes
+from engine_plugin_ray import environments
 from engine_plugin_ray.cluster import Cluster, asks_for_token
 from engine_plugin_ray.lifeline import hold
 from engine_plugin_ray.mail import ControllerEnd, Store
 from engine_plugin_ray.nearby import NearEnd, connect_all
-from engine_plugin_ray.placing import Node, check, nodes_of_cluster, release, reserve, resources
+from engine_plugin_ray.placing import THIS_MACHINE, Node, check, nodes_of_cluster, release, reserve, resources
 
 if TYPE_CHECKING:
     from engine_core.runtime.base import Role
@@ -71,9 +72,8 @@ class RayRuntime(CrewRuntime):
         import ray
 
         if not self.options.address and not ray.is_initialized():
-            count = self._here()
             self._gpu = self.options.device != "cpu" and default_device().type != "cpu"
-            return count
+            return wanted_processes(self.config) or (torch.accelerator.device_count() if self._gpu else 1)
         self.cluster.join()
         gpus = int(sum(node.get("GPU", 0) for node in nodes_of_cluster().values()))
         self._gpu = self.options.device != "cpu" and gpus > 0
@@ -87,9 +87,10 @@ class RayRuntime(CrewRuntime):
         # a cluster of our own counts as many CPUs as are asked for, as other launchers do
         gpus = torch.accelerator.device_count() if self._gpu else 0
         own: Node = {"CPU": size * self.options.cpus_per_process, "GPU": gpus}
-        nodes = nodes_of_cluster() if joined else {"this machine": own}
+        nodes = nodes_of_cluster() if joined else {THIS_MACHINE: own}
         check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
         if not joined:
+            environments.check_here(self.options.python)
             self.cluster.start(own["CPU"], gpus, self.options.object_store_mib, size)
         elif not asks_for_token():
             log.warning(
@@ -98,8 +99,17 @@ class RayRuntime(CrewRuntime):
                 self.cluster.shown,
             )
         self._groups = reserve(self.pools, self.options, self._gpu)
+        if joined:
+            self._check_pythons()
         self._seats = self._take_seats(range(size))
         return list(self._seats)
+
+    def _check_pythons(self) -> None:
+        seconds = self.options.start_minutes * 60
+        try:
+            environments.check_there(self.pools, self.options.python, self._groups, seconds)
+        except RayError as error:
+            raise EnvironmentProblem(_no_seat(error)) from error
 
     def _take_seats(self, ranks: Sequence[int]) -> list[ActorHandle]:
         """An actor for each of these ranks, in the bundle that is its own.
@@ -114,10 +124,11 @@ class RayRuntime(CrewRuntime):
         from engine_plugin_ray.handle import ActorHandle
 
         made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
-        each, given = resources(self.options, self._gpu), self._given(self._size)
+        each = resources(self.options, self._gpu)
         actors = []
         for pool, group in zip(self.pools, self._groups, strict=True):
             python = self.options.python.get(pool.name)
+            given = self._given(self._size, python is not None)
             for place in (place for place, rank in enumerate(pool.ranks) if rank in ranks):
                 chosen = made.options(
                     num_cpus=each["CPU"],
@@ -185,8 +196,13 @@ class RayRuntime(CrewRuntime):
         (self._seats[rank],) = self._take_seats([rank])
         return self._seats[rank]
 
-    def _given(self, size: int) -> tuple[dict[str, str], list[str] | None, str]:
-        """What an actor is told before it imports anything: environment, path, working folder."""
+    def _given(self, size: int, own_python: bool) -> tuple[dict[str, str], list[str] | None, str]:
+        """What an actor is told before it imports anything: environment, path, working folder.
+
+        Args:
+            size: ranks of the run.
+            own_python: it runs on another environment's Python, and takes its packages from there.
+        """
         from engine_core.runtime.starting import portable_path
 
         env: dict[str, str] = {}
@@ -198,7 +214,8 @@ class RayRuntime(CrewRuntime):
             loopback = elastic.loopback_interface()
             env |= {name: os.environ.get(name, loopback) for name in elastic.INTERFACE_VARIABLES if loopback}
         env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        return env | self.options.env, portable_path() if self.cluster.own else None, os.getcwd()
+        path = portable_path() if self.cluster.own and not own_python else None
+        return env | self.options.env, path, os.getcwd()
 
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
         mine = self._seats[rank]
@@ -229,9 +246,11 @@ class RayRuntime(CrewRuntime):
 
 def _no_seat(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, GetTimeoutError):
+        return "Workers did not start within runtime.ray.start_minutes. Raise it, or look at the logs of Ray on their nodes."
     if "ModuleNotFoundError" in text or "No module named" in text:
         return (
             f"A node of the cluster cannot import what the run needs: {text[-300:]}. Install engine-plugin-ray and the run's "
             "other plugins in the environment of every node."
         )
-    return f"A worker did not start within runtime.ray.start_minutes, or ended: {type(error).__name__}: {text:.500}"
+    return f"A worker ended before it had started: {type(error).__name__}: {text:.500}"
