@@ -53,7 +53,9 @@ def test_rollouts_run_ahead_as_with_torchrun(cluster, train):
 
 def test_a_pool_may_have_a_python_of_its_own(cluster, train, tmp_path):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho used >> "{tmp_path}/used"\nexec "{sys.executable}" "$@"\n')
+    python.write_text(f'#!/bin/sh\necho "$1" >> "{tmp_path}/used"\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     train("ray", **RAY, **{"run.steps": 1, "runtime.ray.python": {"all": str(python)}})
-    assert (tmp_path / "used").read_text() == "used\n"
+    looked_at, worker = (tmp_path / "used").read_text().splitlines()
+    assert looked_at == "-c"
+    assert worker.endswith("default_worker.py")
