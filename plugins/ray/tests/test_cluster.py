@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_plugin_ray import cluster as module
+from engine_plugin_ray import joining
 from engine_plugin_ray.cluster import Cluster
 from engine_plugin_ray.joining import check, minor
 from engine_plugin_ray.keeper import MARK, clear
@@ -115,6 +116,22 @@ def test_another_patch_of_python_is_no_other_version():
 
     theirs = {"ray": ray.__version__, "python": minor(sys.version.split()[0]) + ".99", "mode": "token"}
     assert check("runtime.ray.address = 'head:6379'", theirs) == "token"
+
+
+def test_a_machine_that_is_no_node_is_refused_with_the_way_to_become_one(monkeypatch):
+    from ray._private import services
+
+    monkeypatch.setattr(joining, "NODE_SECONDS", 0.3)
+    monkeypatch.setattr(services, "find_node_ids", set)
+    with pytest.raises(ConfigError) as caught:
+        joining.see_node("runtime.ray.address = 'head:6379'", "head:6379")
+    assert str(caught.value) == (
+        "runtime.ray.address = 'head:6379': this machine is no node of the cluster, and engine runs on one of them. Make "
+        "it one with 'ray start --address=head:6379', or start engine on a node."
+    )
+    late = iter([set(), {"a node"}])
+    monkeypatch.setattr(services, "find_node_ids", lambda: next(late))
+    joining.see_node("runtime.ray.address = 'head:6379'", "head:6379")  # one that was just starting
 
 
 # -- against a real cluster ----------------------------------------------------------------------

@@ -113,6 +113,10 @@ class Cluster:
                 f"Ray listens on {at} {'with' if asks_for_token() else 'without'} a token; expected the loopback address "
                 "and a token. Start a cluster with 'ray start' and name it in runtime.ray.address."
             )
+        log.info(
+            "Ray %s: a cluster of the run's own at %s, which asks for a token; an object store of %d MiB.",
+            ray.__version__, at, object_store_mib,
+        )  # fmt: skip
 
     def join(self) -> None:
         """Join the cluster at ``address``.
@@ -137,6 +141,7 @@ class Cluster:
                     ray.shutdown()
                 raise ConfigError(self._refusal(found, error)) from error
         self._connected = True
+        log.info("Ray %s: joined the cluster at %s.", ray.__version__, found)
 
     def close(self) -> None:
         """Leave the cluster; one of our own ends, with its folder."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from engine_plugin_ray.address import AUTO, host_and_port
 from engine_plugin_ray.greeting import MODE, OPEN, TOKEN, asks_for_another, greet
 
 CONNECT_SECONDS = 5.0
+NODE_SECONDS = 10.0  # for a node that is just starting
 
 
 def find(address: str) -> str:
@@ -55,11 +57,36 @@ def meet(address: str, found: str) -> str:
         The way to prove oneself there, of ``RAY_AUTH_MODE``.
 
     Raises:
-        ConfigError: nobody answers there, or no Ray, or one of another version, or it asks for another token.
+        ConfigError: nobody answers there, or no Ray, or one of another version, or it asks for another token, or this
+            machine is none of its nodes.
     """
     at = f"runtime.ray.address = '{address}'" + ("" if found == address else f" ({found})")
     _reach(at, found)
-    return check(at, greet(found))
+    mode = check(at, greet(found))
+    see_node(at, found)
+    return mode
+
+
+def see_node(at: str, found: str) -> None:
+    """See that this machine is a node of a cluster, as whoever joins one must be; Ray would look for a minute.
+
+    Args:
+        at: the key and what it holds, for messages.
+        found: the cluster's ``HOST:PORT``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from ray._private import services
+
+    deadline = time.monotonic() + NODE_SECONDS
+    while not services.find_node_ids():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{at}: this machine is no node of the cluster, and engine runs on one of them. Make it one with "
+                f"'ray start --address={found}', or start engine on a node."
+            )
+        time.sleep(0.2)
 
 
 def check(at: str, answer: Mapping[str, Any]) -> str:
