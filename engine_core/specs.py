@@ -28,6 +28,11 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+    @property
+    def changes_weights_under_way(self) -> bool:
+        """Of a trainer's table: weights may change while responses are being sampled, which go on with the new ones."""
+        return False
+
 
 class NoOptions(Options):
     """For a name that takes no options."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from engine_core.config.tables import (
     Fraction,
@@ -219,7 +219,18 @@ class RolloutConfig(Table):
     transport_options: Any = Field(default=None, exclude=True)
     """The transport's own table, filled in by the loader."""
 
+    _updates_under_way: bool = PrivateAttr(default=False)
+
+    def expect_updates(self) -> None:
+        """Weights may change while responses are being sampled: the trainer's table says so."""
+        self._updates_under_way = True
+
     @property
     def stops_responses(self) -> bool:
-        """Responses may be stopped before their end: an engine's steps are then short."""
+        """Responses may be stopped before their end."""
         return self.request_timeout_seconds > 0 or self.over_sampling > 1
+
+    @property
+    def steps_are_short(self) -> bool:
+        """An engine that samples in rounds ends its steps before their responses: these may be stopped, or go on with other weights."""
+        return self.stops_responses or self._updates_under_way

@@ -182,6 +182,8 @@ class _Validation:
                 holder.options = {**holder.options, chosen.name: options}
             else:
                 setattr(holder, chosen.field, options)
+        if getattr(config.options, "changes_weights_under_way", False):
+            config.rollout.expect_updates()
         for name in OPTIONAL_ROLES:
             role, actor = getattr(config, name), config.actor
             if role and role.backend == actor.backend and bare(role.backend) not in self.raw.data[name]:

@@ -298,7 +298,7 @@ class RolloutEngine(abc.ABC):
     def step(self) -> list[Rollout]:
         """Go on sampling; the rollouts that finished since the last call. Nothing queued: [].
 
-        With the capability ``partial``, where ``config.stops_responses``, it takes a bounded number of tokens of each
+        With the capability ``partial``, where ``config.steps_are_short``, it takes a bounded number of tokens of each
         sequence and what is unfinished stays under way, so that single requests can be stopped between two steps.
         """
 

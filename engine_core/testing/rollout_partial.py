@@ -46,7 +46,7 @@ def _in_the_midst(rollouts: Sequence[Rollout]) -> list[int]:
     ]
     assert found, (
         f"No response of {LONG} tokens was stopped in its midst: {[r.response_length for r in rollouts]} tokens after "
-        f"one step. A step must be short where config.stops_responses. {LIVELIER}"
+        f"one step. A step must be short where config.steps_are_short. {LIVELIER}"
     )
     return found
 

@@ -19,6 +19,10 @@ class AsyncOptions(Options):
     order: Literal["ready", "admitted"] = "ready"
     """Which groups a step takes: those that are ready first, as long as no other becomes too old; or in the order of the data, whatever takes long."""
 
+    @property
+    def changes_weights_under_way(self) -> bool:
+        return self.max_staleness > 0 and self.weight_updates != "drain"
+
 
 class OfflineOptions(Options):
     """``[offline]``"""

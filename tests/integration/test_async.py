@@ -219,3 +219,50 @@ def test_workers_in_processes_run_ahead_too(grpo, where):
     for line in found["lines"]:
         assert line.get("mismatch/fresh_mean_abs", line["mismatch/mean_abs"]) < 1e-4
     assert threads() == set()
+
+
+class Slow:
+    """A sampler that has always something under way when the weights change: its steps wait for an update."""
+
+    def __init__(self, monkeypatch):
+        from engine_plugin_hf_rollout.engine import HFRolloutEngine
+
+        self.updates, self.between = threading.Event(), []
+        step, update = HFRolloutEngine.step, HFRolloutEngine.update_weights
+
+        def stepping(engine):
+            found = step(engine)
+            if engine.num_unfinished and engine._decoding is not None:
+                self.between.append(engine.version)
+                self.updates.wait(0.05)  # so that an update finds responses under way
+            return found
+
+        def updating(engine, stream, version):
+            self.updates.set()
+            self.updates.clear()
+            return update(engine, stream, version)
+
+        monkeypatch.setattr(HFRolloutEngine, "step", stepping)
+        monkeypatch.setattr(HFRolloutEngine, "update_weights", updating)
+
+
+@pytest.mark.parametrize("how", ["keep", "abort", "drain"])
+def test_responses_under_way_go_on_with_new_weights_or_are_waited_for(train, monkeypatch, how):
+    slow = Slow(monkeypatch)
+    changes = {
+        "async.weight_updates": how,
+        "async.max_staleness": 2,
+        "run.steps": 6,
+        "rollout.hf.tokens_per_step": 1,
+        "rollout.max_response_tokens": 16,
+    }
+    _, _, found = train(how, AHEAD | changes)
+    versions = [sample[3] for step in found["samples"] for sample in step]
+    mixed = sum(len(set(each)) > 1 for each in versions)
+    kept = sum(line["async/kept_tokens"] for line in found["lines"])
+    assert bool(slow.between) == (how != "drain")  # steps that end before their responses
+    assert bool(mixed) == (how != "drain")
+    assert bool(kept) == (how == "abort")
+    assert all(each == sorted(each) for each in versions)
+    for line in found["lines"]:  # each token is of the version that it says
+        assert line.get("mismatch/fresh_mean_abs", line["mismatch/mean_abs"]) < 1e-4

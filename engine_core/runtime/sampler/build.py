@@ -32,6 +32,8 @@ def build_engine(order: Mapping[str, Any], device: torch.device) -> RolloutEngin
     """
     root = Path(order["root"])
     config = RolloutConfig.model_validate(order["rollout"])
+    if order["steps_are_short"]:
+        config.expect_updates()
     plugins = load_backend(config.backend, order["modules"], root, order["allow_code"], order["other"])
     table = plugins.spec("rollout_engines", config.backend).config
     given = {"folder": root, "allow_code": order["allow_code"]}

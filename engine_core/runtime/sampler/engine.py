@@ -439,6 +439,7 @@ class SamplerEngine(RolloutEngine):
         options = {} if config.options is None else config.options.model_dump(mode="json", exclude_none=True)
         return {
             "rollout": config.model_dump(mode="json", exclude={"process"}),
+            "steps_are_short": config.steps_are_short,
             "options": options,
             "model": self.model_config.model_dump(mode="json"),
             "modules": list(plugins.modules),

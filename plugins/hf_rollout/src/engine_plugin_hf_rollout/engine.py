@@ -41,8 +41,8 @@ PAUSES = ("abort", "drain", "keep")
 class HFRolloutEngine(RolloutEngine):
     """See ``RolloutEngine``.
 
-    ``step`` samples a whole batch to its end. Where the run stops responses before theirs
-    (``config.stops_responses``) it takes `tokens_per_step` tokens of each sequence, and what finished comes back; the
+    ``step`` samples a whole batch to its end. Where the run stops responses before theirs, or changes weights under them
+    (``config.steps_are_short``), it takes `tokens_per_step` tokens of each sequence, and what finished comes back; the
     batch and its cache stay until the rest has, or weights change.
     """
 
@@ -61,7 +61,7 @@ class HFRolloutEngine(RolloutEngine):
             self._own = load_model(model_config, context.device, DTYPES[self.options.dtype]).eval()
             use_quicker_products(self._own)
         self._queue: dict[str, Request] = {}
-        self._steps = self.options.tokens_per_step if config.stops_responses else 0
+        self._steps = self.options.tokens_per_step if config.steps_are_short else 0
         self._batch: list[Request] = []  # under way, and waiting in the queue too
         self._decoding: Decoding | None = None
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step

@@ -17,7 +17,7 @@ class HFOptions(Options):
     batch_size: int = Field(default=256, gt=0)
     """Sequences sampled at one time. More is faster until memory or the cores are full."""
     tokens_per_step: int = Field(default=16, gt=0)
-    """Tokens of each sequence between two looks at what is to be stopped, where the run stops responses before their end (`rollout.request_timeout_seconds`, `rollout.over_sampling`)."""
+    """Tokens of each sequence between two looks at what else there is to do, where the run stops responses before their end (`rollout.request_timeout_seconds`, `rollout.over_sampling`) or changes weights under them (`async.weight_updates`, other than ``drain``)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights, where the sampler has a model of its own."""
     adapter: bool = False
