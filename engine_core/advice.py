@@ -8,7 +8,8 @@ Of a run whose steps sample, then train, with medians over steps (the first is l
   which most responses are done and the last ones still go on: a sampler that is never without requests needs at
   best ``g * mean / max`` of the responses' lengths, so ``w - g + g * mean / max`` is a lower bound.
 
-Of one that samples ahead: ``m`` seconds in which the sampler had work and ``g`` in which the step waited for rollouts.
+Of one that samples ahead: ``m`` seconds in which the sampler had work and ``g`` in which the step waited for rollouts,
+or an update of weights for the sampler.
 The side that the other waits for is the one to strengthen, at best down to the other's time: ``w - g`` with more
 samplers, ``m`` with more trainers. One after the other they would take ``w - g + m``, if neither were slowed down by
 the other.
@@ -71,10 +72,16 @@ def _in_turn(medians: Mapping[str, float]) -> str:
 
 def _ahead(medians: Mapping[str, float]) -> str:
     """Of a run that samples ahead."""
-    step, waited, busy = medians["time/step"], medians["time/generate"], medians["time/sampling"]
+    step, stood, busy = medians["time/step"], medians.get("time/sync_wait", 0.0), medians["time/sampling"]
+    waited = medians["time/generate"] + stood
     rest = max(step - waited, 0.0)
+    why = (
+        ""
+        if step < WORTH * (step - stood)
+        else f" ({stood:.3g} of them before an update of weights, see async.weight_updates)"
+    )
     head = (
-        f"A step takes {step:.3g} s: the trainer works for {rest:.3g} and waits {waited:.3g} for rollouts, the sampler has work "
+        f"A step takes {step:.3g} s: the trainer works for {rest:.3g} and waits {waited:.3g} for rollouts{why}, the sampler has work "
         f"for {busy:.3g}. One after the other would take {rest + busy:.3g} s or less: running ahead is at best "
         f"{_times(rest + busy, step)}"
     )

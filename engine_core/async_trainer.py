@@ -6,6 +6,12 @@
     thread "scoring":   complete groups -> rewards
     main thread:        groups that are ready -> stages -> advantages -> update -> weight sync
 
+The main thread consumes: rows of the data, groups that are ready; waits for: as many of these as a step takes, in
+``update`` for the workers, in ``sync`` for the sampler to stand still; unblocked by: the scoring thread (or the sampling
+one, where nothing is scored early), the workers' answers, the error of either thread, a signal; produces: requests for
+the sampling thread, new weights, checkpoints. What the others do stands in ``trainers.sampler_thread`` and
+``trainers.scoring_thread``.
+
 A step is the step of ``trainer``: only where its rollouts come from differs (``trainers.ahead_source``), and what
 becomes of those in flight when the weights change. How far ahead, and why no token is older than `max_staleness`
 versions, is in ``trainers.ahead``. What staleness does to the gradient is corrected as ``[algorithm.correction]``

@@ -1,4 +1,8 @@
-"""One rank's part of a checkpoint, written in a thread while training goes on."""
+"""One rank's part of a checkpoint, written in a thread while training goes on.
+
+consumes: copies of the rank's state; waits for: the disk; unblocked by: the disk; produces: files, and a future that is
+done with them.
+"""
 
 from __future__ import annotations
 

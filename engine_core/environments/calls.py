@@ -100,7 +100,10 @@ def _is_async(call: Any) -> bool:
 
 
 def _in_thread(call: Callable[[], Any], threads: set[threading.Thread]) -> asyncio.Future[Any]:
-    """Not the loop's executor: it has few threads, and its end waits for all of them."""
+    """Not the loop's executor: it has few threads, and its end waits for all of them.
+
+    consumes: one call; waits for: the tool; unblocked by: its result, or never; produces: the result, in the loop.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

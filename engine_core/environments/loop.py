@@ -38,7 +38,11 @@ NOTHING_SAMPLED = (
 
 
 class LoopThread:
-    """An asyncio loop in a daemon thread: it ends with the process, whatever runs on it."""
+    """An asyncio loop in a daemon thread: it ends with the process, whatever runs on it.
+
+    consumes: functions that are posted, episodes; waits for: sampled turns, tools, timers; unblocked by: ``post``, tools
+    that answer, the clock; produces: requests for turns, finished episodes, for the main thread.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

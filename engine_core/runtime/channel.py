@@ -113,7 +113,11 @@ class Channel:
 
 
 class Outbox:
-    """Sends in a thread of its own: an exception that a signal raises where messages are made cuts none in two."""
+    """Sends in a thread of its own: an exception that a signal raises where messages are made cuts none in two.
+
+    consumes: messages; waits for: messages, and room in the socket; unblocked by: ``put``, ``close``, the other side, also
+    by its end; produces: bytes.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

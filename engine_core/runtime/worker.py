@@ -3,6 +3,9 @@
 Commands come over the socket FD and are carried out one after another, each answered under its number; see
 ``crew`` for the other side. A thread reads ahead: what must not wait for the command in hand (an interrupt, the
 question where this rank is) is answered by it, and when the controller ends, so does this process, at once.
+
+consumes: commands; waits for: the next one, while its mailbox is empty, and within one for whatever the engine waits for;
+unblocked by: the thread that reads, an interrupt; produces: answers and parts of them, in an ``Outbox``.
 """
 
 from __future__ import annotations

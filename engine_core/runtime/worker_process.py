@@ -28,6 +28,9 @@ ENDING_SECONDS = 3.0  # for a process whose socket has closed
 class WorkerHandle:
     """See the module.
 
+    A thread reads what the process prints. consumes: its lines; waits for: the next; unblocked by: lines, its end; produces:
+    records of the log, ``last_lines``.
+
     Args:
         rank: of the run.
         channel: to it.

@@ -2,6 +2,9 @@
 
 The main thread takes rows from the data, admits them, and takes groups for its step. The thread of
 ``sampler_thread`` samples, the thread of ``scoring_thread`` scores; both say what they have done under one lock.
+
+consumes: rows, finished rollouts, scored groups; waits for: a step's groups to be ready, and before new weights for the
+sampler; unblocked by: ``_scored``, the error of a thread; produces: requests, the groups of a step, what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -88,14 +91,16 @@ class AheadSource(RolloutSource):
         """As ``RolloutSource.sync``; what is being sampled is dealt with as `async.weight_updates` says."""
         if self.thread is None:
             return super().sync(updated)
-        mode = self.run.weight_updates
+        mode, clock = self.run.weight_updates, self.run.clock
+        start = clock.now()
         if mode == "drain":
             self.thread.drained()
         with self.thread.held():
             if mode == "abort":
                 self.thread.cut_off()
             with self._paused() if mode == "keep" else contextlib.nullcontext():
-                return super().sync(updated)
+                waited = clock.now() - start
+                return super().sync(updated) | {"time/sync_wait": waited}
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

@@ -263,6 +263,7 @@ def test_responses_under_way_go_on_with_new_weights_or_are_waited_for(train, mon
     assert bool(slow.between) == (how != "drain")  # steps that end before their responses
     assert bool(mixed) == (how != "drain")
     assert bool(kept) == (how == "abort")
+    assert all(0 <= line["time/sync_wait"] <= line["time/sync"] for line in found["lines"][:-1])
     assert all(each == sorted(each) for each in versions)
     for line in found["lines"]:  # each token is of the version that it says
         assert line.get("mismatch/fresh_mean_abs", line["mismatch/mean_abs"]) < 1e-4

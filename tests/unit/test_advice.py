@@ -43,6 +43,17 @@ def test_ahead_the_side_that_is_waited_for_is_the_one_to_strengthen():
     assert "The two sides are even" in advice(run(generate=0.2, train=9.0, step=10.0, sampling=9.8))
 
 
+def test_an_update_that_waits_for_the_sampler_is_no_work_of_the_trainers():
+    said = advice(run(generate=0.0, train=1.0, sync=9.0, sync_wait=9.0, step=10.0, sampling=9.9))
+    assert "the trainer works for 1 and waits 9 for rollouts (9 of them before an update of weights" in said
+    assert "at best 1.09x" in said
+    assert 'trainer = "rl" would do as well' in said
+    assert "more samplers" in said
+    assert "before an update" not in advice(
+        run(generate=5.0, train=4.9, sync_wait=0.1, step=10.0, sampling=9.9)
+    )
+
+
 def test_ahead_it_is_said_where_it_gains_nothing():
     said = advice(run(generate=9.8, train=0.2, step=10.0, sampling=9.9))
     assert 'trainer = "rl" would do as well' in said

@@ -22,6 +22,9 @@ CONNECT_SECONDS = 30.0
 class Seat:
     """A worker in a thread of its own; its mailbox is a socket, or two methods.
 
+    consumes: commands; waits for: the next one; unblocked by: ``deliver`` or the socket; produces: answers, for ``answers`` or
+    the socket. See ``engine_core.runtime.worker``.
+
     Args:
         env: environment variables.
         path: ``sys.path``; None: its own.

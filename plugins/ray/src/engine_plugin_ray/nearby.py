@@ -27,6 +27,9 @@ DRAIN_SECONDS = 1.0  # for what an actor that ended had sent
 class NearEnd(Channel):
     """The controller's end of a socket to an actor.
 
+    A thread watches over it. consumes: nothing; waits for: what Ray says of the actor's end; unblocked by: that; produces:
+    ``loss`` and ``over``, and the end of the socket.
+
     Args:
         connection: to it.
         actor: ``actor.Seat``.

@@ -1,4 +1,8 @@
-"""Threads that ask a server: a run that is stopped does not wait for them."""
+"""Threads that ask a server: a run that is stopped does not wait for them.
+
+consumes: jobs; waits for: jobs, and the server; unblocked by: ``submit``, the server's answers or time-outs, ``close``;
+produces: results in futures.
+"""
 
 from __future__ import annotations
 
