@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_plugin_ray import runtime as module
 from engine_plugin_ray.runtime import RayRuntime
+from ray.exceptions import GetTimeoutError, RayError
 
 from engine_core import load_config
 from engine_core.errors import ConfigError
@@ -84,3 +85,19 @@ def test_more_accelerators_than_this_machine_has_are_refused_with_the_roles_that
         "machine has room for 2 processes: this machine has 3 CPU and 2 GPU. Lower it, look at CUDA_VISIBLE_DEVICES, set "
         "runtime.ray.device = 'cpu'."
     )
+
+
+def test_what_a_node_cannot_import_is_said_with_the_node_and_without_a_traceback():
+    told = (
+        "\x1b[36mray::Seat.__init__()\x1b[39m (pid=1, ip=10.0.0.2, actor_id=ab, repr=<Seat>)\n"
+        '  File "default_worker.py", line 1, in load\n    ^^^^^^\n'
+        "ModuleNotFoundError: No module named 'engine_plugin_ray'"
+    )
+    assert module._no_seat(RayError(told)) == (
+        "The node 10.0.0.2 cannot import what the run needs: No module named 'engine_plugin_ray'. Install engine-plugin-ray "
+        "and the run's other plugins in the environment of every node, or name one that has them in runtime.ray.python."
+    )
+    assert module._no_seat(RayError("died\nsoon")) == (
+        "A worker ended before it had started: RayError: died soon"
+    )
+    assert "within runtime.ray.start_minutes. Raise it" in module._no_seat(GetTimeoutError("late"))

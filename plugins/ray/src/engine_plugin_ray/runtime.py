@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from engine_plugin_ray.plugin import RayOptions
 
 log = logging.getLogger("engine")
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+NOT_IMPORTED = re.compile(r"(?:ModuleNotFoundError|ImportError): (.{1,300}?)\.?(?= \^| File |$)")
+NODE = re.compile(r"\bip=([^,)\s]+)")
 
 
 class RayRuntime(CrewRuntime):
@@ -245,12 +250,15 @@ class RayRuntime(CrewRuntime):
 
 
 def _no_seat(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    """Why an actor did not come to be, from what Ray says of it: a traceback, in colours, of its node."""
     if isinstance(error, GetTimeoutError):
         return "Workers did not start within runtime.ray.start_minutes. Raise it, or look at the logs of Ray on their nodes."
-    if "ModuleNotFoundError" in text or "No module named" in text:
+    text = " ".join(COLOUR.sub("", str(error)).split())
+    if missing := NOT_IMPORTED.findall(text):
+        node = NODE.search(text)
+        where = f"The node {node[1]}" if node else "A node of the cluster"
         return (
-            f"A node of the cluster cannot import what the run needs: {text[-300:]}. Install engine-plugin-ray and the run's "
-            "other plugins in the environment of every node."
+            f"{where} cannot import what the run needs: {missing[-1]}. Install engine-plugin-ray and the run's "
+            "other plugins in the environment of every node, or name one that has them in runtime.ray.python."
         )
     return f"A worker ended before it had started: {type(error).__name__}: {text:.500}"
