@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from engine_core.async_trainer import AsyncTrainer
     from engine_core.rewards.early import EarlyScoring
-    from engine_core.types import Batch, Rollout
+    from engine_core.trainers.sampler_thread import Taker
+    from engine_core.types import Batch, Request, Rollout
 
 log = logging.getLogger("engine")
 
@@ -180,8 +181,7 @@ class AheadSource(RolloutSource):
             for group in groups:
                 self.queue.admit(group, step)
             unasked = [group for group in self.queue.groups if not group.requests]
-        for group in unasked:
-            self._ask(group)
+        self.thread.ask_all([missing for group in unasked if (missing := self._missing(group))])
 
     def _again(self, most: int) -> list[Group]:
         """Groups that a checkpoint had asked for, before all others."""
@@ -192,9 +192,8 @@ class AheadSource(RolloutSource):
         again = [group.prompt for group in self._again(count)]
         return [*again, *super()._take(count - len(again))]
 
-    def _ask(self, group: Group) -> None:
-        """Have what is missing of a group sampled."""
-        assert self.thread is not None
+    def _missing(self, group: Group) -> tuple[Sequence[Request], Taker] | None:
+        """What is missing of a group, for the sampler; a group that lacks nothing is complete."""
         size, label = self.run.config.rollout.group_size, divmod(group.number, self.per_step)
         requests = self._requests([group.prompt], label[0] + 1, size, self._as_told(label[0] + 1), label[1])
         with self._changed:
@@ -203,9 +202,9 @@ class AheadSource(RolloutSource):
             group.rollouts = {id: rollout for id, rollout in group.rollouts.items() if id in asked}
             missing = [request for request in requests if request.id not in group.rollouts]
         if missing:
-            self.thread.ask(missing, partial(self._arrived, group))
-        else:
-            self._completed(group)
+            return missing, partial(self._arrived, group)
+        self._completed(group)
+        return None
 
     def _arrived(self, group: Group, rollouts: Sequence[Rollout]) -> None:
         """Some responses of a group are there; in the sampler's thread."""

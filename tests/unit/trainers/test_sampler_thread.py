@@ -109,6 +109,20 @@ def test_each_rollout_is_given_once_to_whoever_asked(thread):
     assert thread.unfinished == 0
 
 
+def test_what_is_asked_at_once_goes_to_the_sampler_in_one_call(thread, monkeypatch):
+    asked, found, call = [], [], thread.group.call
+
+    def noted(method, **plain):
+        asked.append([request.id for request in plain["requests"]])
+        return call(method, **plain)
+
+    monkeypatch.setattr(thread.group, "call", noted)
+    thread.ask_all([(requests(3, first=number), found.extend) for number in range(200)])
+    thread.drained()
+    assert asked[0] == [f"1:{number}:0" for number in range(200)]
+    assert len(found) == 200
+
+
 def test_whoever_leaves_a_stream_has_the_rest_dropped(thread):
     parts = ThreadedSampler(thread).stream(requests(2, 400))
     assert [r.request_id for r in next(parts)] == ["1:0:0"]
