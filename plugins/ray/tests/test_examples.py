@@ -1,11 +1,18 @@
-"""The files for clusters are what their readers take them for; no cluster is started."""
+"""The files for clusters are what their readers take them for; the script for Slurm runs, on nodes that are namespaces."""
 
+import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from engine_core.testing.namespaces import two_nodes
 
 FOLDER = Path(__file__).parents[3] / "examples" / "cluster"
 SLURM = (FOLDER / "slurm.sh").read_text()
@@ -58,3 +65,76 @@ def test_the_job_on_kubernetes_has_the_fields_that_kuberay_requires():
     assert len({group["groupName"] for group in workers}) == len(workers)
     for group in workers:
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+SRUN = """#!/bin/bash
+# what the script asks of Slurm, on two namespaces: the second node is the one that --exclude leaves
+node=0
+while [[ $1 == --* ]]; do [[ $1 == --exclude=* ]] && node=1; shift; done
+names=({names}) addresses=({addresses})
+if [ "$1" = hostname ]; then echo "${{addresses[0]}}"; exit; fi
+if [ "$1 $2" = "ray start" ]; then
+    set -- "$@" --num-cpus=1 --object-store-memory=100000000 --node-ip-address="${{addresses[$node]}}"
+    [ $node = 1 ] && sleep 5  # a run that does not wait for it has no room for its sampler
+fi
+case $1 in
+    ray) shift; set -- {python} -m ray.scripts.scripts "$@" ;;
+    engine) shift; set -- {python} -m engine_core.cli.main "$@" ;;
+    python) shift; set -- {python} "$@" ;;
+esac
+exec ip netns exec "${{names[$node]}}" "$@"
+"""
+SECONDS = 200.0
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_waits_for_its_nodes_and_saves_the_run_when_it_is_signalled(settings, tmp_path):
+    shims = tmp_path / "bin"
+    shims.mkdir()
+    pools = ["placement.pools={ train = 1, serve = 1 }", "placement.actor=train", "placement.rollout=serve"]
+    given = settings | {
+        "run.steps": 5000,
+        "rollout.weights": "own",
+        "run.name": "r",
+        "checkpoint.every_steps": 1,
+    }
+    given = {key: value for key, value in given.items() if key not in ("reward", "plugins")}
+    lines = ['plugins = ["digits.py"]', *(f"{key} = {json.dumps(value)}" for key, value in given.items())]
+    lines += [f"{key} = {value}" for key, value in (each.split("=", 1) for each in pools[:1])]
+    lines += [
+        'placement.actor = "train"',
+        'placement.rollout = "serve"',
+        '[[reward]]\nname = "digits"\nworkers = 0\n',
+    ]
+    (tmp_path / "run.toml").write_text("\n".join(lines))
+    with two_nodes() as nodes:
+        names, addresses = " ".join(nodes.names), " ".join(nodes.addresses)
+        (shims / "srun").write_text(SRUN.format(names=names, addresses=addresses, python=sys.executable))
+        (shims / "scontrol").write_text("#!/bin/bash\nprintf 'a\\nb\\n'\n")
+        (shims / "python").symlink_to(sys.executable)
+        for name in ("srun", "scontrol"):
+            (shims / name).chmod(0o755)
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        env = plain | {"PATH": f"{shims}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        env |= {"SLURM_JOB_NODELIST": "[a-b]", "SLURM_JOB_NUM_NODES": "2"}
+        with (tmp_path / "said").open("w") as said:
+            job = subprocess.Popen(
+                ["bash", str(FOLDER / "slurm.sh"), "run.toml"],
+                cwd=tmp_path,
+                env=env,
+                stdout=said,
+                stderr=said,
+            )
+        text, end = (tmp_path / "said").read_text, time.monotonic() + SECONDS
+        try:
+            while text().count("  reward ") < 3:
+                assert job.poll() is None, text()
+                assert time.monotonic() < end, text()
+                time.sleep(0.2)
+            job.send_signal(signal.SIGUSR1)
+            assert job.wait(SECONDS) == 75, text()
+        finally:
+            job.kill()
+            job.wait()
+    assert "Stopped by SIGUSR1 after step" in text()
+    assert not list(tmp_path.glob(".ray-token*"))
