@@ -31,9 +31,9 @@ class PrivateFolder:
     """
 
     def __init__(self, prefix: str, dir: str | os.PathLike[str] | None = None) -> None:
-        self.path = tempfile.mkdtemp(prefix=prefix, dir=dir)
-        _KEEPER.take(self.path)
+        self.path = os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=dir))
         self._end = weakref.finalize(self, _KEEPER.remove, self.path, os.getpid())
+        _KEEPER.take(self.path)
 
     def remove(self) -> None:
         """Remove it with all that is in it; a second time does nothing."""
@@ -48,18 +48,17 @@ class Keeper:
         self._folders: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1
-        self._owner = 0  # process that has started it: one that was forked from that has none of its own
 
     def take(self, folder: str) -> None:
         """Look after a folder."""
         with self._lock:
-            if self._owner != os.getpid():
-                self._folders, self._process, self._owner = set(), None, os.getpid()
+            self._folders.add(
+                folder
+            )  # first: the one beside goes with the last, also where garbage is removed within this
             with contextlib.suppress(OSError):  # without it the folder goes with an ordinary end alone
                 if self._process is None:
                     self._start()
                 os.write(self._pipe, os.fsencode(folder) + b"\0")
-            self._folders.add(folder)
 
     def remove(self, folder: str, owner: int) -> None:
         """Remove a folder of this process."""
@@ -73,6 +72,13 @@ class Keeper:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(END_SECONDS)
                 self._process = None
+
+    def forget(self) -> None:
+        """In a process that was forked: the folders are its parent's, and the pipe is to end with that."""
+        if self._process is not None:
+            os.close(self._pipe)
+            self._process.returncode = 0  # a child of the parent's, so nothing to wait for
+        self._lock, self._folders, self._process = threading.RLock(), set(), None
 
     def _start(self) -> None:
         reading, writing = os.pipe()
@@ -94,6 +100,7 @@ class Keeper:
 
 
 _KEEPER = Keeper()
+os.register_at_fork(after_in_child=_KEEPER.forget)
 
 
 def main() -> None:

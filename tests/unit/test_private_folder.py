@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from engine_core.private_folder import _KEEPER, PrivateFolder
+from engine_core import private_folder as module
+from engine_core.private_folder import _KEEPER, Keeper, PrivateFolder
 
 SECONDS = 30.0  # for what comes at once
 HOLDS = """
@@ -22,6 +23,19 @@ for folder in folders:
 print("made", flush=True)
 if sys.argv[2] == "waits":
     time.sleep(600)
+"""
+
+FORKS = """
+import os, sys
+from engine_core.private_folder import _KEEPER, PrivateFolder
+folder, beside = PrivateFolder("test-", sys.argv[1]), _KEEPER._process
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.close(writing)
+    os.read(reading, 1)  # as long as the other one is there
+    os._exit(0)
+folder.remove()
+print("ended with", beside.returncode, flush=True)
 """
 
 
@@ -115,5 +129,32 @@ def test_a_process_that_was_forked_leaves_its_parents_folders_alone(tmp_path):
         own.remove()
         os._exit(0 if os.path.exists(folder.path) and not os.path.exists(own.path) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_was_forked_and_goes_on_holds_up_nobody(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "ended with 0\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_stays_where_the_one_before_is_let_go_while_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_KEEPER", Keeper())
+    held = [PrivateFolder("a-", tmp_path)]
+    write = os.write
+
+    def garbage(pipe, told):
+        written = write(pipe, told)
+        held.clear()
+        return written
+
+    monkeypatch.setattr(module.os, "write", garbage)
+    folder = PrivateFolder("b-", tmp_path)
+    monkeypatch.setattr(module.os, "write", write)
+    assert module._KEEPER._process is not None
+    assert [str(path) for path in tmp_path.iterdir()] == [folder.path]
     folder.remove()
     assert list(tmp_path.iterdir()) == []
