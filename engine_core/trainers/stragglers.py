@@ -216,9 +216,9 @@ class Stragglers:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """``sampling/...`` of the rounds since it was last asked; nothing where steps do not end early."""
+        """``sampling/...`` of the rounds since it was last asked; nothing where steps do not end early and nothing was dropped."""
         counts, self._counts = self._counts, Counter()
-        return {name: float(counts[name]) for name in COUNTS} if self.used else {}
+        return {name: float(counts[name]) for name in COUNTS} if self.used or counts else {}
 
     def files(self) -> dict[str, Callable[[Path], object]]:
         """What writes the carried groups as they are now, by the name of the file."""
@@ -238,6 +238,7 @@ class Stragglers:
                 "%d groups that an earlier attempt had carried over are dropped: rollout.carry_partial is off now.",
                 len(_groups(self.carried)),
             )
+            self._drop(self.carried)
             self.carried = []
 
     def _new(self, prompts: Sequence[Prompt], step: int, request_of: RequestOf) -> Iterator[Group]:
@@ -301,6 +302,13 @@ class Stragglers:
         self._counts["sampling/dropped_groups"] += len(groups)
         self._counts["sampling/stopped_tokens"] += sum(
             stopped[id].response_length for id in unfinished if id in stopped
+        )
+
+    def _drop(self, rollouts: Sequence[Rollout]) -> None:
+        """Count groups, and the tokens of their unfinished responses, that are dropped without having been asked again."""
+        self._counts["sampling/dropped_groups"] += len(_groups(rollouts))
+        self._counts["sampling/stopped_tokens"] += sum(
+            rollout.response_length for rollout in rollouts if rollout.finish_reason == "abort"
         )
 
     def _forget_old(self) -> None:

@@ -6,12 +6,14 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine_core.clock import Clock
 from engine_core.errors import WorkerLost
+from engine_core.rollout_files import write_rollouts
 from engine_core.runtime.base import WorkerGroup
-from engine_core.trainers.stragglers import Flowing, Group, Lockstep, Stragglers, _arrivals, _settle
-from engine_core.types import Prompt, Request, Sampling
+from engine_core.trainers.stragglers import FILE, Flowing, Group, Lockstep, Stragglers, _arrivals, _settle
+from engine_core.types import Prompt, Request, Rollout, Sampling
 
 
 def request(number):
@@ -157,3 +159,24 @@ def test_a_response_that_one_sampler_tells_and_another_gives_back_finished_is_co
     assert groups[2].done["r3"] is third
     assert stopped["r4"].finish_reason == "abort"
     assert group.made.closed
+
+
+@pytest.mark.parametrize(("over_sampling", "carry"), [(1.5, False), (1.0, True)])
+def test_groups_that_a_run_under_other_settings_drops_are_counted(tmp_path, caplog, over_sampling, carry):
+    prompt, held = Prompt("p", [1, 2], "a"), []
+    for number, reasons in enumerate((("stop", "abort"), ("abort", "abort"))):
+        for index, reason in enumerate(reasons):
+            tokens = torch.tensor([1, 2, 5, 6, 7])
+            mask = tokens > 4
+            rollout = Rollout(f"1:{number}:{index}", prompt, tokens, mask, torch.zeros(5), mask.int(), reason)
+            held.append(dataclasses.replace(rollout, group_id=number))
+    write_rollouts(tmp_path / FILE, step=0, rollouts=held)
+    options = SimpleNamespace(over_sampling=over_sampling, carry_partial=carry)
+    run = SimpleNamespace(config=SimpleNamespace(rollout=options))
+    stragglers = Stragglers(SimpleNamespace(run=run))
+    stragglers.load(tmp_path)
+    assert stragglers.carried == []
+    assert "2 groups that an earlier attempt had carried over are dropped" in caplog.text
+    told = stragglers.metrics()
+    assert (told["sampling/dropped_groups"], told["sampling/stopped_tokens"]) == (2.0, 9.0)
+    assert stragglers.metrics().get("sampling/dropped_groups", 0.0) == 0.0
