@@ -39,12 +39,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 64, 256, 1024])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--speeds", default="qwen3-8b")
-    parser.add_argument("--steps", type=int, default=6, help="that count")
+    parser.add_argument("--steps", type=int, default=6, help="that count, at least: see counted")
     parser.add_argument(
         "--repeat", type=int, default=1, help="of these runs the one with the least controller_s is kept"
     )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+def counted(steps: int, mode: str) -> int:
+    """As many, or some more: ahead by S versions one step of S + 1 waits for the longest response, for all of them."""
+    turn = MODES[mode].staleness + 1
+    return -(-steps // turn) * turn
 
 
 def main() -> None:
@@ -56,12 +62,13 @@ def main() -> None:
             wanted = {"setting": given.setting, "workers": workers, "mode": mode}
             if any(all(result[key] == value for key, value in wanted.items()) for result in found):
                 continue
+            steps = counted(given.steps, mode)
             setting = dataclasses.replace(
-                SETTINGS[given.setting], speeds=speeds_of(given.speeds), steps=given.steps
+                SETTINGS[given.setting], speeds=speeds_of(given.speeds), steps=steps
             )
             made = [sweep(setting, [workers], [mode])[0] for _ in range(given.repeat)]
             result = min(made, key=lambda each: each["controller_s"])
-            about = {"speeds": given.speeds, "steps": given.steps, "repeats": given.repeat}
+            about = {"speeds": given.speeds, "steps": steps, "repeats": given.repeat}
             found.append({**wanted, **about, "load": os.getloadavg()[0], **result})
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text(json.dumps({"results": found}, indent=1) + "\n")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
-Lot = tuple[str, int]
-"""Prompt and group of requests that are told together."""
+Lot = tuple[str, int, str]
+"""Prompt, group, and the request's id up to its last part, of requests that are told together."""
 
 
 class Lots:
@@ -24,7 +24,10 @@ class Lots:
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        self._of: dict[str, Lot] = {r.id: (r.prompt.id, r.group_id) for r in requests}
+        # groups of two steps may share prompt and number, and differ in `STEP:GROUP:INDEX` alone
+        self._of: dict[str, Lot] = {
+            r.id: (r.prompt.id, r.group_id, r.id.rpartition(":")[0]) for r in requests
+        }
         self._left = Counter(self._of.values())
         self._held: dict[Lot, list[Rollout]] = {}
 

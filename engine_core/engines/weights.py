@@ -228,7 +228,7 @@ class Checksum:
                 sums = [int(_bits(tensor, whole).sum(dtype=torch.int64)) for tensor in tensors]
                 self._words.update(str(sums).encode())
             else:
-                self._values.append(torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)))
+                self._values.append(_norms(tensors))
             self._values.append(torch.cat([_some(tensor, IN_CHECKSUM) for tensor in tensors]).float())
 
     def result(self) -> str:
@@ -237,6 +237,12 @@ class Checksum:
             values = torch.cat([v.to(self._values[0].device) for v in self._values]).cpu()
             self._words.update(values.numpy().tobytes())
         return self._words.hexdigest()
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """[len(tensors)] float32: the L1 norm of each; of one type, which a norm may not be narrower than."""
+    wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, 1, dtype=wide)).float()
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -369,9 +369,8 @@ class AheadSource(RolloutSource):
 def _as_json(group: Group) -> dict[str, Any]:
     if group.as_json is None:
         plain = {field.name: getattr(group.prompt, field.name) for field in dataclasses.fields(Prompt)}
-        columns = json.loads(
-            json.dumps(group.prompt.columns, default=str)
-        )  # the other fields are JSON as they are
+        # the other fields are JSON as they are
+        columns = json.loads(json.dumps(group.prompt.columns, default=str))
         plain |= {"token_ids": list(group.prompt.token_ids), "columns": columns}
         group.as_json = {"number": group.number, "prompt": plain}
     return group.as_json

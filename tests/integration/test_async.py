@@ -222,28 +222,37 @@ def test_workers_in_processes_run_ahead_too(grpo, where):
 
 
 class Slow:
-    """A sampler that has always something under way when the weights change: its steps wait for an update."""
+    """A sampler that has always something under way when the weights change: it stands still while the trainer trains."""
 
     def __init__(self, monkeypatch):
         from engine_plugin_hf_rollout.engine import HFRolloutEngine
 
-        self.updates, self.between = threading.Event(), []
-        step, update = HFRolloutEngine.step, HFRolloutEngine.update_weights
+        from engine_core.trainers.ahead_source import AheadSource
+
+        self.goes_on, self.between = threading.Event(), []
+        self.goes_on.set()
+        step, wait, sync = HFRolloutEngine.step, AheadSource._await, AheadSource.sync
 
         def stepping(engine):
             found = step(engine)
             if engine.num_unfinished and engine._decoding is not None:
                 self.between.append(engine.version)
-                self.updates.wait(0.05)  # so that an update finds responses under way
+                self.goes_on.wait(5)  # a step's end: the update comes now
             return found
 
-        def updating(engine, stream, version):
-            self.updates.set()
-            self.updates.clear()
-            return update(engine, stream, version)
+        def waiting(source, *args):
+            self.goes_on.set()
+            groups = wait(source, *args)
+            self.goes_on.clear()
+            return groups
+
+        def syncing(source, updated=True):
+            self.goes_on.set()
+            return sync(source, updated)
 
         monkeypatch.setattr(HFRolloutEngine, "step", stepping)
-        monkeypatch.setattr(HFRolloutEngine, "update_weights", updating)
+        monkeypatch.setattr(AheadSource, "_await", waiting)
+        monkeypatch.setattr(AheadSource, "sync", syncing)
 
 
 @pytest.mark.parametrize("how", ["keep", "abort", "drain"])

@@ -138,6 +138,15 @@ def test_a_flow_tells_a_group_when_nothing_of_it_is_left_or_it_is_left_itself():
     assert [[r.request_id for r in part] for part in parts] == [["a4", "a3", "a1", "a0"]]
 
 
+def test_a_flow_tells_groups_of_two_steps_apart_that_have_one_prompt_and_number():
+    engine, prompt = Echo(), Prompt("train:0", [3, 4], "")
+    first, second = (
+        [Request(f"{step}:0:{index}", prompt, Sampling(), 0, index) for index in range(2)] for step in (1, 2)
+    )
+    parts = flow(engine, [*first, *second], [], lambda: True)  # two a round, the newest first
+    assert [[r.request_id for r in part] for part in parts] == [["2:0:1", "2:0:0"], ["1:0:1", "1:0:0"]]
+
+
 def test_a_flow_waits_for_nothing_of_a_group_that_was_dropped():
     engine = Echo()
     engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []

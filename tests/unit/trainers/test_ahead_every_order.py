@@ -42,6 +42,11 @@ def after_round(per_step, staleness, in_order, step, needed, groups):
             )
             first_are_ready = all(group.ready for group in looked.groups[:needed])
             taken = looked.take(step, needed)
+            waited = queue_of(per_step, staleness, in_order, before)
+            if waited.take(step, needed) is None:
+                for place in now:
+                    waited.groups[place].ready = True
+                assert numbers(waited.take(step, needed)) == numbers(taken), "it remembers what is over"
             if taken is None:
                 assert not first_are_ready, "it waits although the first that it asked for are ready"
                 continue
@@ -50,6 +55,10 @@ def after_round(per_step, staleness, in_order, step, needed, groups):
             assert all(group.due > step for group in looked.groups), "one is left behind when it is due"
             left = [(group.due, group.ready, admitted[group.number]) for group in looked.groups]
             yield tuple(left), [step - admitted[group.number] for group in taken]
+
+
+def numbers(groups):
+    return groups and [group.number for group in groups]
 
 
 @pytest.mark.parametrize("in_order", [False, True])
