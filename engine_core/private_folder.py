@@ -52,9 +52,8 @@ class Keeper:
     def take(self, folder: str) -> None:
         """Look after a folder."""
         with self._lock:
-            self._folders.add(
-                folder
-            )  # first: the one beside goes with the last, also where garbage is removed within this
+            # first: the one beside goes with the last, and garbage collection may remove another within this
+            self._folders.add(folder)
             with contextlib.suppress(OSError):  # without it the folder goes with an ordinary end alone
                 if self._process is None:
                     self._start()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 SILENT_SECONDS = 15.0  # something was sent, and nothing was acknowledged for so long
 LOOK_SECONDS = 1.0  # between two looks
+LATE_SECONDS = 5.0  # one that comes so long after the last: this process was stopped, or its machine
 PROBES, UNACKED, LAST_ACK = 3, 24, 56  # offsets in Linux' struct tcp_info: a byte, a number, milliseconds
 INFO_BYTES = 104
 
@@ -47,6 +48,8 @@ class Silence:
         now = time.monotonic()
         if self._socket is None or now - self._looked < LOOK_SECONDS:
             return ""
+        if now - self._looked > LATE_SECONDS:
+            self._since = None  # what was acknowledged in between is not known, or waits to be read
         self._looked = now
         if self.seconds(now) < SILENT_SECONDS:
             return ""

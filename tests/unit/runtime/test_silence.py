@@ -1,5 +1,6 @@
 """A host that is gone without a word is told from one whose process is busy, by what the system knows of a connection."""
 
+import math
 import socket
 import struct
 import sys
@@ -34,14 +35,17 @@ class Wire:
 
 @pytest.fixture
 def wire(monkeypatch):
-    """``look(at)``: what is told when the clock says so."""
+    """``look(at)``: what is told when the clock says so, after a look in each second before; ``stopped``: without these."""
     made, clock = Wire(), SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     silence = Silence(made)
 
-    def look(at):
-        clock.now = at
-        return silence.told
+    def look(at, stopped=False):
+        before = math.floor(at - clock.now) if clock.now and not stopped else 0
+        for seconds in range(before, -1, -1):
+            clock.now = at - seconds
+            told = silence.told
+        return told
 
     made.look = look
     return made
@@ -80,6 +84,15 @@ def test_an_acknowledgement_begins_the_count_anew(wire):
     assert wire.look(1020.0) == ""
     wire.last_ack = 16.0
     assert wire.look(1035.0)
+
+
+def test_the_time_in_which_this_process_was_stopped_does_not_count(wire):
+    wire.unacked, wire.last_ack = 1, 0.1
+    assert wire.look(1000.0) == ""
+    wire.last_ack = 19.9  # it has sent more as soon as it went on
+    assert wire.look(1020.0, stopped=True) == ""
+    assert wire.look(1034.0) == ""
+    assert wire.look(1036.0)
 
 
 def test_a_process_that_reads_nothing_is_not_silent_its_system_acknowledges(monkeypatch):
