@@ -22,6 +22,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from engine_core.own_ends import own
 from engine_core.runtime.codec import Encoded, NotOurs, decode, encode
 
 LENGTHS = struct.Struct(">QQ")  # of header and payload
@@ -44,7 +45,7 @@ class Channel:
     """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+        self.socket = own(connection)
         self._lock = threading.Lock()
 
     @property

@@ -104,7 +104,7 @@ class TorchrunRuntime(CrewRuntime):
         }
         mine = self._gathered[rank]
         # each where its connection comes from: the controller's address is that of its own node's ranks alone
-        return seat | {"host": launch.host if mine.process is not None else mine.channel.peer}
+        return seat | {"host": launch.host if mine.process is not None else mine.host}
 
     def _meeting(self, name: str) -> dict[str, Any]:
         if self._torchrun is None:

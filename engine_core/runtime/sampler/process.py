@@ -19,8 +19,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from engine_core.own_ends import own
 from engine_core.rollout_environment import OF_AN_INTERPRETER
 from engine_core.runtime.channel import Channel, Closed, Outbox, pair
 from engine_core.runtime.codec import NotOurs
@@ -220,9 +222,7 @@ class SamplerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        self._life.close()
         self.channel.close()
         self.outbox.close()
 
@@ -284,13 +284,14 @@ class SamplerProcess:
 
 def _start(
     python: str, memory: int, env: Mapping[str, str], other: bool
-) -> tuple[subprocess.Popen[bytes], Channel, int]:
+) -> tuple[subprocess.Popen[bytes], Channel, FileIO]:
     """The process, the line to it, and the end of a pipe that closes with this process."""
     dropped = {name for name in os.environ if name in NOT_ITS_OWN or name.startswith("TORCHELASTIC_")}
     dropped |= set(OF_AN_INTERPRETER) if other else set()
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     ours, theirs = pair()
-    ends, life = os.pipe()
+    ends, writing = os.pipe()
+    life = own(FileIO(writing, "w"))
     try:
         with theirs:
             popen = subprocess.Popen(
@@ -305,7 +306,7 @@ def _start(
                 env={**environment, **env},
             )  # fmt: skip
     except BaseException:
-        os.close(life)
+        life.close()
         ours.close()
         raise
     finally:

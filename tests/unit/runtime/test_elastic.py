@@ -1,10 +1,15 @@
 """What an external torchrun tells a process; tests/integration/test_two_nodes.py starts one."""
 
+import socket
+import struct
+
 import pytest
 
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_core.runtime.channel import listen, new_token
+from engine_core.runtime.channel import Channel, Closed, listen, new_token
 from engine_core.runtime.elastic import controlling, launched, loopback_interface
+from engine_core.runtime.torchrun import TorchrunRuntime
+from engine_core.runtime.worker_process import WorkerHandle
 
 TOLD = {
     "TORCHELASTIC_RUN_ID": "x",
@@ -58,3 +63,18 @@ def test_ranks_that_do_not_come_are_missed_in_time_however_often_strangers_call(
         persistent(listener.getsockname())
         with pytest.raises(EnvironmentProblem, match=r"^Rank 1, 3 of 4 did not come within 0\.01 minutes \("):
             launched(TOLD)._take_in(listener, new_token(), {0: None, 2: None}, 0.6)
+
+
+def test_where_a_rank_is_is_known_also_of_one_whose_connection_is_gone_again():
+    with listen("127.0.0.1") as listener:
+        caller = socket.create_connection(listener.getsockname())
+        channel = Channel(listener.accept()[0])
+    there = WorkerHandle(3, channel, None, channel.peer)
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    caller.close()  # as a system does that has given it up
+    with pytest.raises(Closed):
+        channel.receive()
+    runtime = object.__new__(TorchrunRuntime)
+    runtime._torchrun, runtime._gathered = launched(TOLD), [None, None, None, there]
+    assert runtime._seat(None, 3)["host"] == "127.0.0.1"
+    channel.close()

@@ -19,12 +19,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.own_ends import own
 from engine_plugin_ray.address import host_and_port
 from engine_plugin_ray.joining import find, meet
 from engine_plugin_ray.keeper import MARK, clear
@@ -57,7 +59,7 @@ class Cluster:
         self.folder: str | None = None  # of a cluster of our own; nobody else may enter it
         self._connected = False  # by us
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._pipe: int | None = None
+        self._pipe: FileIO | None = None
 
     @property
     def own(self) -> bool:
@@ -152,7 +154,7 @@ class Cluster:
                 ray.shutdown()
             self._connected = False
         if self._pipe is not None:
-            os.close(self._pipe)
+            self._pipe.close()
             self._pipe = None
         if self._keeper is not None:
             try:
@@ -182,7 +184,8 @@ class Cluster:
             node.kill_log_monitor(check_alive=False)
 
     def _watch(self, folder: str) -> None:
-        reading, self._pipe = os.pipe()
+        reading, writing = os.pipe()
+        self._pipe = own(FileIO(writing, "w"))
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "engine_plugin_ray.keeper", str(reading), folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[reading], start_new_session=True,

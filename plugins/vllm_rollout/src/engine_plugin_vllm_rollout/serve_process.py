@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import EnvironmentProblem
+from engine_core.own_ends import own
 
 if TYPE_CHECKING:
     from engine_plugin_vllm_rollout.server_options import StartOptions
@@ -36,7 +38,8 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile(prefix="vllm-serve-")  # noqa: SIM115 (until ``close``)
-        ends, self._life = os.pipe()
+        ends, life = os.pipe()
+        self._life = own(FileIO(life, "w"))
         try:
             self.popen = subprocess.Popen(
                 [
@@ -56,7 +59,7 @@ class ServerProcess:
                 env={**os.environ, **env},
             )
         except BaseException:
-            os.close(self._life)
+            self._life.close()
             self._log.close()
             raise
         finally:
@@ -99,9 +102,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        self._life.close()
         self._log.close()
 
 
