@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 from engine_plugin_ray import environments
-from engine_plugin_ray.environments import check_here, look, refuse
+from engine_plugin_ray.environments import check_here, look, refuse, sent_whole
 
 from engine_core.errors import ConfigError
 
@@ -95,6 +95,23 @@ def test_another_patch_of_the_same_python_is_taken(other):
     found = look(other)
     major, minor, _ = platform.python_version_tuple()
     refuse("serve", other, "this machine", found | {"python": f"{major}.{minor}.99"})
+
+
+WITHOUT_PLUGIN = """
+import sys
+sys.modules["engine_plugin_ray"] = sys.modules["engine_core"] = None
+import ray
+function = ray.cloudpickle.loads(sys.stdin.buffer.read())
+print(sorted(function(sys.executable)))
+"""
+
+
+def test_a_node_whose_own_python_has_no_plugin_looks_at_one_too():
+    sent = ray.cloudpickle.dumps(sent_whole(look))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PLUGIN], input=sent, capture_output=True, timeout=120, check=False
+    )
+    assert done.stdout == b"['missing', 'python', 'ray']\n", done.stderr
 
 
 @pytest.mark.slow

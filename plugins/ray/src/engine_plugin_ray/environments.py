@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError
@@ -58,20 +58,25 @@ def check_there(
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    # by value: the cluster's own Python, which runs it, need not have this plugin
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    try:
-        task, asked = ray.remote(look), {}
-        for pool, group in zip(pools, groups, strict=True):
-            for place in range(len(pool.ranks)) if pool.name in pythons else ():
-                where = task.options(
-                    num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, place)
-                )
-                asked[pool.name, place] = where.remote(pythons[pool.name], nodes=True)
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    task, asked = ray.remote(sent_whole(look)), {}
+    for pool, group in zip(pools, groups, strict=True):
+        for place in range(len(pool.ranks)) if pool.name in pythons else ():
+            where = task.options(
+                num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, place)
+            )
+            asked[pool.name, place] = where.remote(pythons[pool.name], nodes=True)
     for (name, _), found in zip(asked, ray.get(list(asked.values()), timeout=seconds), strict=True):
         refuse(name, pythons[name], found["node"], found)
+
+
+def sent_whole(function: FunctionType) -> FunctionType:
+    """A function that Ray sends with its text: what a module has goes by its name, and the cluster's own Python, which runs
+    it, need not have this plugin.
+
+    Args:
+        function: of a module; it names nothing else of this plugin but values.
+    """
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
 
 
 def look(python: str, nodes: bool = False) -> dict[str, Any]:
