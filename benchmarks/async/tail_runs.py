@@ -136,7 +136,8 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         # each process of the pool is then a world of its own, as vLLM wants it
         replacements="max_replacements = 1" if own and given.gpus - trainers > 1 else "",
         placement=pools + 'actor = "train"\nrollout = "serve"' if apart else "",
-        steps=last,
+        # the last steps of a run that is ahead have nothing new to ask for: the sampler would have less to do in what counts
+        steps=last + (given.staleness if ahead else 0),
     )
     # a run file without pools says how many processes there are
     if not apart:
