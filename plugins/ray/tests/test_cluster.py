@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_plugin_ray import cluster as module
-from engine_plugin_ray import joining
+from engine_plugin_ray import greeting, joining
 from engine_plugin_ray.cluster import Cluster
 from engine_plugin_ray.joining import check, minor
 from engine_plugin_ray.keeper import MARK, clear
@@ -81,6 +81,12 @@ def test_a_cluster_that_does_not_fit_is_refused_before_it_is_joined(answer, text
     with pytest.raises(ConfigError) as caught:
         check("runtime.ray.address = 'head:6379'", answer)
     assert str(caught.value).startswith("runtime.ray.address = 'head:6379': " + text)
+
+
+def test_a_question_that_takes_too_long_is_told_from_an_answer_that_is_none(monkeypatch):
+    monkeypatch.setattr(greeting, "SECONDS", 0.05)
+    with pytest.raises(ConfigError, match=r"no Ray cluster \(it did not say so within 0\.05 s\)\. Expected"):
+        check("runtime.ray.address = 'head:6379'", greeting.greet("127.0.0.1:1"))
 
 
 DENIED = {"error": "AuthenticationError: RPC error"}

@@ -26,15 +26,15 @@ OPEN, TOKEN = "disabled", "token"  # of it
 
 
 def greet(address: str) -> dict[str, Any]:
-    """What the cluster at ``HOST:PORT`` says; ``{}`` where none answers."""
+    """What the cluster at ``HOST:PORT`` says, or an ``error``; ``{}`` where none answers."""
     command = [sys.executable, "-m", "engine_plugin_ray.greeting", address]
     try:
         done = subprocess.run(
             command, env={**os.environ, **PATIENCE}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=SECONDS, check=False,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {}
+    except subprocess.TimeoutExpired:  # by a network that is slow, or on a machine that is
+        return {"error": f"it did not say so within {SECONDS:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     answer: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return answer
