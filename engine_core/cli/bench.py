@@ -168,7 +168,12 @@ def simulate(
     weights: Annotated[
         str, typer.Option("--weights", metavar="WAY", help="star: from one rank to each; relay: handed on.")
     ] = "relay",
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps that count.")] = 6,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", min=1, metavar="N", help="Steps that count; of async-N best a multiple of N + 1."
+        ),
+    ] = 6,
     as_json: Json = False,
 ) -> None:
     """A run on many workers, in virtual time and without any: step time, who is idle, staleness, the controller's cost.
