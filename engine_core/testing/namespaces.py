@@ -42,6 +42,13 @@ class Nodes:
 
     def __init__(self) -> None:
         self.names = [f"engine{number}-{os.getpid()}" for number in (0, 1)]
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
         for name in self.names:
             _do("netns", "add", name)
             _do("-n", name, "link", "set", "lo", "up")
