@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine_core.errors import DataError, WorkerLost
+from engine_core.own_ends import own
 from engine_core.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Worker:
             },
         )
         self.stdin, self.stdout = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
+        own(cast(Any, self.stdin).buffer.raw)  # without what is buffered: a fork must not write it too
         self._send(setup)
         threading.Thread(target=self._read, name=f"data-worker-{rank}", daemon=True).start()
 

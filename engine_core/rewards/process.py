@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from engine_core.own_ends import own
+
 MAX_REPLY_BYTES = 16 * 2**20  # more without a line's end is no reply of ours
 OUTPUT_BYTES = 16384  # kept of what a function prints
 SHOWN_CHARACTERS = 3000
@@ -32,7 +34,7 @@ class WorkerProcess:
         self.popen = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
         )
-        self.requests = cast(BinaryIO, self.popen.stdin)
+        self.requests = own(cast(BinaryIO, self.popen.stdin))
         self.replies = cast(BinaryIO, self.popen.stdout)
         self.printed = cast(BinaryIO, self.popen.stderr)
         for stream in (self.requests, self.replies, self.printed):

@@ -14,14 +14,18 @@ from engine_core.own_ends import own
 SECONDS = 30.0
 FORKS = """
 import os, time
-from engine_core.runtime.worker_process import WorkerHandle
+{start}
 
-worker = WorkerHandle.start(0, {})
 if (child := os.fork()) == 0:
     time.sleep(600)
-print(worker.process.pid, child, flush=True)
+print(process.pid, child, flush=True)
 time.sleep(600)
 """
+WORKERS = {
+    "rank": "from engine_core.runtime.worker_process import WorkerHandle\nprocess = WorkerHandle.start(0, {}).process",
+    "reward": "from engine_core.rewards.process import WorkerProcess\nheld = WorkerProcess({})\nprocess = held.popen",
+    "data": "from engine_core.data.workers import Worker\nWorker._send = lambda *line: None\nheld = Worker(0, '')\nprocess = held.process",
+}
 
 
 def test_it_is_closed_in_a_process_that_is_forked_and_stays_open_here():
@@ -36,8 +40,9 @@ def test_it_is_closed_in_a_process_that_is_forked_and_stays_open_here():
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_its_controller_also_where_that_has_forked():
-    run = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("kind", WORKERS)
+def test_a_worker_ends_with_its_controller_also_where_that_has_forked(kind):
+    run = subprocess.Popen([sys.executable, "-c", FORKS.format(start=WORKERS[kind])], stdout=subprocess.PIPE)
     with run.stdout:
         worker, child = map(psutil.Process, map(int, run.stdout.readline().split()))
     run.kill()

@@ -83,7 +83,8 @@ def test_a_trainer_and_a_sampler_on_two_nodes_do_what_one_process_does(nodes, wo
     (over_the_cable,) = samples(words.folder / "ray")
     assert [over_the_cable] == samples(words.folder / "local")
     lines = (words.folder / "ray" / "metrics.jsonl").read_text().splitlines()
-    assert nodes.received(1) > json.loads(lines[0])["sync/bytes"] > 0  # the weights came over it
+    received = max(map(nodes.received, (0, 1)))  # Ray puts the sampler on either node
+    assert received > json.loads(lines[0])["sync/bytes"] > 0  # the weights came over it
 
 
 @pytest.mark.slow
@@ -97,7 +98,8 @@ def test_a_node_whose_cable_is_cut_is_missed_long_before_ray_misses_it(nodes, wo
     until(lambda: "Lost worker" in text(), text, MISSED_SECONDS)
     assert run.wait(120) == 6
     until(lambda: not is_seat(seat), text, MISSED_SECONDS)  # it has missed the controller's node too
-    assert re.search(r"Lost worker rollout\[1\] on \S+: its host has acknowledged nothing for 15 s", text())
+    who = r"(actor\[0\]|rollout\[1\])"  # Ray puts either on the other node
+    assert re.search(rf"Lost worker {who} on \S+: its host has acknowledged nothing for 15 s", text())
     assert "The newest checkpoint is of step" in text()
 
 
