@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 YOUNG = 500_000
 """New objects until Python looks for garbage among them by itself: rollouts are none, however many."""
-SHARE = 0.005
+SHARE = 0.001
 """Of a run's time, what looking for garbage between steps may take."""
 
 
