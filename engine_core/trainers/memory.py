@@ -62,7 +62,7 @@ class _Looks:
         self._now, self._next = now, now()
 
     def __call__(self) -> None:
-        if not gc.isenabled() or self._now() < self._next:  # somebody has switched it off
+        if not gc.isenabled() or self._now() < self._next:  # somebody has switched it off, or it is too soon
             return
         began = time.perf_counter()
         gc.collect()

@@ -55,6 +55,43 @@ def grpo(world, tmp_path):
     }
 
 
+DIGITS = """
+from engine_core import hookimpl
+from engine_core.specs import Reward
+
+
+def digits(completions):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+@hookimpl
+def engine_rewards():
+    return {"digits": Reward(load=digits)}
+"""
+
+
+@pytest.fixture(scope="session")
+def digits_plugin(tmp_path_factory):
+    """A plugin in one file with the reward ``digits``: the share of them in a response."""
+    path = tmp_path_factory.mktemp("plugin") / "digits.py"
+    path.write_text(DIGITS)
+    return path
+
+
+@pytest.fixture
+def write_run(world, digits_plugin, tmp_path):
+    """``run.toml`` and ``digits.py`` beside it, as several nodes see them: its text, completed with model and data; their folder."""
+
+    def write(text):
+        shutil.copy(digits_plugin, tmp_path)
+        data = world / "data" / "train.jsonl"
+        text += f'[model]\npath = "{world / "model"}"\n[data]\ntrain = "{data}"\nprompts_per_step = 4\n'
+        (tmp_path / "run.toml").write_text(text)
+        return tmp_path
+
+    return write
+
+
 SMALL = {
     "ENGINE__ROLLOUT__GROUP_SIZE": "2",
     "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "12",

@@ -33,30 +33,13 @@ max_response_tokens = 8
 [checkpoint]
 every_steps = 1
 """
-PLUGIN = """
-from engine_core import hookimpl
-from engine_core.specs import Reward
-
-
-def digits(completions):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
-
-
-@hookimpl
-def engine_rewards():
-    return {"digits": Reward(load=digits)}
-"""
 SECONDS = 240.0
 MISSED_SECONDS = 60.0  # it takes 15 to 25; the system alone would take a quarter of an hour
 
 
 @pytest.fixture
-def folder(world, tmp_path):
-    (tmp_path / "digits.py").write_text(PLUGIN)
-    data = world / "data" / "train.jsonl"
-    text = f'{RUN}[model]\npath = "{world / "model"}"\n[data]\ntrain = "{data}"\nprompts_per_step = 4\n'
-    (tmp_path / "run.toml").write_text(text)
-    return tmp_path
+def folder(write_run):
+    return write_run(RUN)
 
 
 def until(found, why, seconds=SECONDS):
@@ -70,16 +53,8 @@ def test_a_node_whose_cable_is_cut_is_missed_the_run_ends_with_its_cause_and_so_
     with two_nodes() as nodes:
         started, said = [], [folder / "0.err", folder / "1.err"]
         for node in (0, 1):
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nnodes",
-                "2",
-                "--nproc-per-node",
-                "1",
-            ]
-            launcher += ["--node-rank", str(node), "--rdzv-backend", "static"]
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            launcher += ["--nproc-per-node", "1", "--node-rank", str(node), "--rdzv-backend", "static"]
             launcher += ["--master-addr", nodes.addresses[0], "--master-port", "29517"]
             command = [*launcher, "-m", "engine_core.cli.main", "train", "run.toml"]
             env = os.environ | {"GLOO_SOCKET_IFNAME": nodes.cables[node], "ENGINE_TOKEN": "of both nodes"}

@@ -23,27 +23,12 @@ TORCHRUN = {"runtime.backend": "torchrun"}
 TWO = {**TORCHRUN, "runtime.torchrun.processes": 2, "actor.backend": "data_parallel"}
 TIMED = ("time", "throughput/", "memory/", "sync/")
 
-PLUGIN = """
-from engine_core import hookimpl
-from engine_core.specs import Reward
-
-
-def digits(completions):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
-
-
-@hookimpl
-def engine_rewards():
-    return {"digits": Reward(load=digits)}
-"""
-
 
 @pytest.fixture
-def settings(grpo, tmp_path):
+def settings(grpo, digits_plugin):
     """A run of two steps with two updates each, a reference, an evaluation and a checkpoint."""
-    (tmp_path / "digits.py").write_text(PLUGIN)
     return grpo | {
-        "plugins": [str(tmp_path / "digits.py"), str(DATA_PARALLEL)],
+        "plugins": [str(digits_plugin), str(DATA_PARALLEL)],
         "reward": [{"name": "digits", "workers": 0}],
         "algorithm.mini_batch_prompts": 2,
         "algorithm.kl_coef": 0.1,
@@ -134,12 +119,10 @@ def test_roles_in_pools_of_their_own_train_as_in_one(settings, transport):
 
 
 @pytest.fixture(scope="module")
-def crew(world, tmp_path_factory):
+def crew(world, digits_plugin):
     """Actor, reference and sampler on two ranks: the runtime, its groups, and the same engines in this process."""
-    folder = tmp_path_factory.mktemp("crew")
-    (folder / "digits.py").write_text(PLUGIN)
     settings = {
-        "plugins": [str(folder / "digits.py"), str(DATA_PARALLEL)],
+        "plugins": [str(digits_plugin), str(DATA_PARALLEL)],
         "model.path": str(world / "model"),
         "reward": [{"name": "digits"}],
         "data.train": str(world / "data" / "train.jsonl"),

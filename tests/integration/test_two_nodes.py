@@ -32,31 +32,14 @@ max_response_tokens = 8
 [checkpoint]
 every_steps = 1
 """
-PLUGIN = """
-from engine_core import hookimpl
-from engine_core.specs import Reward
-
-
-def digits(completions):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
-
-
-@hookimpl
-def engine_rewards():
-    return {"digits": Reward(load=digits)}
-"""
 
 
 @pytest.fixture
-def folder(world, tmp_path):
+def folder(write_run, tmp_path):
     """A folder with a run file, as two nodes see it."""
     for name in ("data_parallel_plugin.py", "data_parallel_engine.py"):
         shutil.copy(CONFORMANCE / name, tmp_path)
-    (tmp_path / "digits.py").write_text(PLUGIN)
-    data = world / "data" / "train.jsonl"
-    text = f'{RUN}[model]\npath = "{world / "model"}"\n[data]\ntrain = "{data}"\nprompts_per_step = 4\n'
-    (tmp_path / "run.toml").write_text(text)
-    return tmp_path
+    return write_run(RUN)
 
 
 def free_port():
