@@ -35,6 +35,7 @@ log = logging.getLogger("engine")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
+CHUNK_BYTES = 1024**2  # of a file that is hashed
 MAX_JSON_BYTES = 64 * 1024**2  # of the manifest and of state.json; ours are far below
 PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"})
 """Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""
@@ -218,7 +219,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def problems(path: Path, deep: bool = True) -> list[str]:
+def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None = None) -> list[str]:
     """What is wrong with a checkpoint; empty when it can be trusted.
 
     Nothing but the manifest is parsed, and a file that the manifest does not list is a problem too.
@@ -226,6 +227,7 @@ def problems(path: Path, deep: bool = True) -> list[str]:
     Args:
         path: its folder.
         deep: compare hashes, not sizes alone.
+        read: is told the bytes of each part that was read to compare hashes; what it raises ends the reading.
     """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
@@ -239,7 +241,16 @@ def problems(path: Path, deep: bool = True) -> list[str]:
     if not isinstance(step, int) or (path.name.startswith("step_") and path.name != f"step_{step:08d}"):
         return [f"{MANIFEST} is of step {step}: the folder was renamed"]
     found = [problem for name in files if (problem := _unsafe(path, name))]
-    return found or [*_compare(path, files, deep), *_unlisted(path, files)]
+    return found or [*_compare(path, files, deep, read), *_unlisted(path, files)]
+
+
+def size(path: Path) -> tuple[int, int]:
+    """How many files a checkpoint has by its manifest, and of how many bytes; 0, 0 where that cannot be read."""
+    manifest = _read_json(path / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
+        return 0, 0
+    return len(files), sum(entry["bytes"] for entry in files.values() if isinstance(entry["bytes"], int))
 
 
 def _is_entry(entry: Any) -> bool:
@@ -258,7 +269,9 @@ def _unsafe(path: Path, name: str) -> str | None:
     return None
 
 
-def _compare(path: Path, files: Mapping[str, Any], deep: bool) -> list[str]:
+def _compare(
+    path: Path, files: Mapping[str, Any], deep: bool, read: Callable[[int], object] | None
+) -> list[str]:
     found = []
     for name, entry in files.items():
         file = path / name
@@ -267,7 +280,7 @@ def _compare(path: Path, files: Mapping[str, Any], deep: bool) -> list[str]:
                 found.append(f"{name} is missing")
             elif file.stat().st_size != entry["bytes"]:
                 found.append(f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}")
-            elif deep and _sha256(file) != entry["sha256"]:
+            elif deep and _sha256(file, read) != entry["sha256"]:
                 found.append(f"{name} does not match its hash")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
@@ -316,9 +329,14 @@ def _write_json(path: Path, value: Any, halfway: str | None = None) -> None:
         os.fsync(file.fileno())
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, read: Callable[[int], object] | None = None) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(CHUNK_BYTES):
+            digest.update(part)
+            if read is not None:
+                read(len(part))
+    return digest.hexdigest()
 
 
 def _sync_file(path: Path) -> None:

@@ -101,7 +101,8 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 if not left or trainer.folder is None:
                     raise
                 try:
-                    resume = Resume.find(trainer.folder.path)
+                    good = trainer.verified  # now, at the end of the attempt
+                    resume = Resume.at(good) if good else Resume.find(trainer.folder.path)
                 except DataError:  # nothing was saved
                     raise lost from None
                 left -= 1

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import faults, machine
 from engine_core.assemble import check_complete, plugins_for
-from engine_core.checkpoint import Checkpoints
 from engine_core.clock import Clock
 from engine_core.config.evaluation import HeldOut, held_out_sets
 from engine_core.data import check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.logs import FILE_ONLY, setup_logging
+from engine_core.logs import setup_logging
 from engine_core.preemption import Stop, StopSignals, Terminated
 from engine_core.reward_models.roles import reward_roles
 from engine_core.tracking import RunFolder, TrackerHub
+from engine_core.trainers.ending import tell_failure, tell_stop
 from engine_core.trainers.loop import StepLoop
 from engine_core.trainers.points import seed_random
 from engine_core.trainers.reference import start_groups
@@ -75,6 +75,7 @@ class TrainingRun(abc.ABC):
         self.plugins = plugins_for(config)
         self.clock = Clock()
         self.folder: RunFolder | None = None
+        self.verified: Path | None = None  # the newest good checkpoint, after a run that ended early
         self.groups: dict[str, WorkerGroup] = {}
         self.runtime: Runtime
         self.step_done = self.step_now = 0
@@ -265,6 +266,10 @@ class TrainingRun(abc.ABC):
     def close(self) -> None:
         """Stop workers and trackers; safe to call twice."""
         self._attempt.close()
+        self.end_workers()
+
+    def end_workers(self) -> None:
+        """Workers and data; the run folder, its log and the trackers stay open."""
         self._cleanup.close()
         self.groups = {}
 
@@ -415,34 +420,20 @@ class TrainingRun(abc.ABC):
             saved = loop is not None and loop.stop(stop)
             if not saved:
                 log.warning("Stopped by %s; nothing new was saved.", stop.name)
+            if loop is not None:
+                tell_stop(self, saved)
             return stop.ending(saved)
         finally:
             self.close()
 
     def _failed(self, error: BaseException, loop: StepLoop | None) -> None:
-        """Say in which step the run failed or was ended at once."""
+        """Say in which step the run failed or was ended at once, and where it stands."""
         try:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            where = f"in step {self.step_now}. {self.way_on()}" if loop else "before its first step."
-            if self.folder is not None and isinstance(error, Exception):
-                # whoever called shows it on the screen
-                log.error("%s", error, exc_info=error, extra=FILE_ONLY)
-                log.error("The run failed %s", where)
-            elif self.folder is not None:
-                log.warning("The run was ended at once %s", where)
+            if self.folder is not None:
+                tell_failure(self, error, began=loop is not None)
         finally:
             self.close()
-
-    def way_on(self) -> str:
-        """What to do after a stop."""
-        assert self.folder is not None
-        steps = Checkpoints(self.folder.checkpoints).steps()
-        if not steps:
-            often = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes
-            return "No checkpoint was saved" + (
-                "." if often else ": set checkpoint.every_steps to keep work."
-            )
-        return f"The newest checkpoint is of step {steps[-1]}. Go on: engine resume {self.folder.path}"
 
     def derived(self) -> list[str]:
         """The numbers that follow from the file, said once at the start."""

@@ -22,6 +22,7 @@ from engine_core.errors import (
     did_you_mean,
 )
 from engine_core.progress import Progress
+from engine_core.trainers.ending import way_on
 from engine_core.trainers.memory import out_of_memory_explained, set_up_is_kept
 from engine_core.trainers.points import ResumePoint
 
@@ -94,7 +95,7 @@ class StepLoop:
         except EnvironmentProblem as error:
             log.error("%s", error)
             return False
-        log.warning("Stopped by %s after step %d. %s", stop.name, self.point.step, self.run.way_on())
+        log.warning("Stopped by %s after step %d. %s", stop.name, self.point.step, way_on(self.run))
         return True
 
     def _keep(self) -> None:
