@@ -160,6 +160,18 @@ class RunFolder:
         finally:
             self.close()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a process works on it, as far as the file system tells; where that has no locks, it may be."""
+        try:
+            with (self.path / ".lock").open(encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
     def _lock(self) -> None:
         """Claim the folder until ``close`` or the end of the process, however it ends."""
         self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")

@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, str | Mapping[str, str]] = {
     "inspect": {"rollouts": "engine_core.cli.runs:rollouts"},
     "replay": "engine_core.cli.replay:replay",
     "prune": "engine_core.cli.runs:prune",
+    "scale": "engine_core.cli.scale:scale",
     "bench": {
         "train": "engine_core.cli.bench:train",
         "rollout": "engine_core.cli.bench:rollout",

@@ -114,6 +114,9 @@ class Runtime(abc.ABC):
 
     in_process = False  # workers are in the controller's process
     traded_seconds = 0.0  # so far, in which device memory was handed over between roles
+    most_samplers = (
+        0  # processes that may sample, where their number changes while the run goes on; 0: it stays
+    )
     shared = False  # the sampler reads the actor's own module: the two are one policy
 
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
@@ -142,8 +145,16 @@ class Runtime(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot refresh a reference model.")
 
+    def want_samplers(self, count: int) -> None:
+        """Have so many processes sample, of those that `placement.most` allows; they come and leave in later updates of weights.
+
+        Args:
+            count: at least 1, at most what `placement.most` says.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has as many samplers as it starts with.")
+
     def loss_metrics(self) -> dict[str, float]:
-        """Of samplers that were lost and replaced since it was last asked, ``sampling/...``; {} where none may be."""
+        """Of samplers that were lost and replaced, have come or left since it was last asked, ``sampling/...``; {} where none may be."""
         return {}
 
     def memory_metrics(self) -> dict[str, float]:

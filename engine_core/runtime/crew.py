@@ -170,7 +170,8 @@ class Crew:
         stall_seconds: float,
         stall_key: str = "runtime.torchrun.stall_minutes",
     ) -> None:
-        self.workers, self.stall_seconds, self.stall_key = list(workers), stall_seconds, stall_key
+        self.workers = {worker.rank: worker for worker in workers}
+        self.stall_seconds, self.stall_key = stall_seconds, stall_key
         self.broken: WorkerLost | None = None
         self.may_lose: Callable[[WorkerHandle, WorkerLost], bool] = lambda worker, loss: False
         self.absent: dict[int, WorkerLost] = {}  # ranks that the run goes on without, and what became of them
@@ -184,7 +185,7 @@ class Crew:
         self._outgoing = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="send", daemon=True)
         self._sender.start()
-        for worker in self.workers:
+        for worker in workers:
             threading.Thread(
                 target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True
             ).start()
@@ -234,7 +235,7 @@ class Crew:
         self._outgoing.put(Leave(threading.get_ident()))
 
     def admit(self, worker: WorkerHandle) -> None:
-        """Take in a new process in the place of one that was lost."""
+        """Take in a new process, also in the place of one that was lost."""
         with self._lock:
             self.workers[worker.rank] = worker
             self.absent.pop(worker.rank, None)
@@ -242,6 +243,13 @@ class Crew:
                 worker.kill()
                 return
         threading.Thread(target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True).start()
+
+    def dismiss(self, worker: WorkerHandle, cause: str) -> None:
+        """The run goes on without this worker, whose end is the caller's business from now on: it is no loss."""
+        with self._lock:
+            if self.workers.get(worker.rank) is worker and worker.rank not in self.absent:
+                self.absent[worker.rank] = WorkerLost(worker.roles[0], worker.rank, worker.host, cause)
+                self._go_on_without(worker.rank)
 
     def next_number(self) -> int:
         """For a command."""
@@ -256,12 +264,12 @@ class Crew:
         idle = self.broken is None and not self.open and not self._sender.is_alive()
         self._closing.set()
         if idle:
-            for worker in self.workers:
+            for worker in self._all():
                 worker.ask_to_end()
             deadline = time.monotonic() + CLOSE_SECONDS
-            for worker in self.workers:
+            for worker in self._all():
                 worker.ended(max(deadline - time.monotonic(), 0.0))
-        for worker in self.workers:
+        for worker in self._all():
             worker.kill()
         self._watcher.join()
         with self._lock:
@@ -309,6 +317,11 @@ class Crew:
             left = [command for command in self.open.values() if command.thread == thread]
         for command in left:
             command.reply.give_up()
+
+    def _all(self) -> list[WorkerHandle]:
+        """Every worker, also those that are lost: others may come meanwhile."""
+        with self._lock:
+            return list(self.workers.values())
 
     # -- answers ------------------------------------------------------------
 
@@ -383,7 +396,7 @@ class Crew:
             if self.broken is not None or self._closing.is_set():
                 return
             if self.workers[worker.rank] is not worker or worker.rank in self.absent:
-                return  # it was lost before
+                return  # it was lost before, or was to go
             at = next((c.what[0] for c in self.open.values() if worker.rank in c.waiting), None)
             name = role or at or worker.roles[0]
             loss = WorkerLost(name, worker.rank, worker.host, cause)
@@ -419,14 +432,14 @@ class Crew:
     def _watch(self) -> None:
         while not self._closing.wait(TICK_SECONDS):
             now = time.monotonic()
-            for worker in self.workers:
+            for worker in self._all():
                 worker.notice_death()
                 if cause := worker.host_is_gone():
                     self._lose(worker, f"{cause}.")
                     worker.channel.close()  # whoever waits to send more is told
             with self._lock:
                 failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
-                there = [worker for worker in self.workers if worker.rank not in self.absent]
+                there = [worker for worker in self.workers.values() if worker.rank not in self.absent]
                 at = [(self.open.get(number), since) for number, since in (w.at() for w in there)]
                 late = [command for command, since in at if command and now - since > command.deadline]
             for command in failed:
@@ -449,10 +462,11 @@ class Crew:
     def _stalled(self, command: Command) -> None:
         """Ask every rank where it is, tell it, and lose the one that the others wait for."""
         self.stacks.clear()
-        for worker in self.workers:  # from threads: a process that is stopped reads nothing
+        asked = [worker for worker in self._all() if worker.rank not in self.absent]
+        for worker in asked:  # from threads: a process that is stopped reads nothing
             threading.Thread(target=_ask_where, args=(worker,), daemon=True).start()
         deadline = time.monotonic() + STACK_SECONDS
-        while len(self.stacks) < len(self.workers) and time.monotonic() < deadline:
+        while len(self.stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
         blamed, cause, stacks = told(
             command.what[1], command.deadline, command.waiting, command.ranks, self.stacks, self.stall_key

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,15 @@ from engine_core.runtime.crew_group import CrewGroup
 from engine_core.runtime.host import default_device
 from engine_core.runtime.lending import Loan
 from engine_core.runtime.links import Links
-from engine_core.runtime.placement import Pool, Slice, plan_pools, slices_of, wanted_processes
+from engine_core.runtime.placement import (
+    Pool,
+    Slice,
+    check_singly,
+    plan_pools,
+    processes_to_come,
+    slices_of,
+    wanted_processes,
+)
 from engine_core.runtime.replaceable import ReplaceableGroup
 from engine_core.runtime.replacing import Replacements
 from engine_core.runtime.transports.choice import KIND, Seat, Topology, by_topology, choose, make
@@ -89,9 +97,17 @@ class CrewRuntime(Runtime):
         """Whether ``_begin_again`` can be asked; known once ``_processes`` was asked."""
         return False
 
-    def _begin_again(self, rank: int) -> WorkerHandle:
-        """A new process in the place of one that was lost; called in a thread."""
+    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> WorkerHandle:
+        """A new process for a rank, whose last one was lost, has left, or was not there yet; called in a thread.
+
+        Args:
+            rank: of the run.
+            wanted: whether it still is; what is waited for where it is not is given up (``replacing.Withdrawn``).
+        """
         raise NotImplementedError(f"{type(self).__name__} replaces no worker.")
+
+    def _ended(self, rank: int) -> None:
+        """A rank has no process any more, and gets no other one now; called in a thread."""
 
     def _one_machine(self) -> bool:
         """Whether all processes are on this machine; known once ``_processes`` was asked."""
@@ -121,7 +137,7 @@ class CrewRuntime(Runtime):
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         self._take_back()
-        if self.replacements is not None and self.replacements.join():
+        if self.replacements is not None and self.replacements.change():
             self.links.drop(self._pool(source), self._pool(target))
         if self._pool(source) is not self._pool(target):
             return self._across(source, target, version, None)
@@ -138,6 +154,15 @@ class CrewRuntime(Runtime):
             return
         what = target, "load_named_weights"
         self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
+
+    @property
+    def most_samplers(self) -> int:  # type: ignore[override]
+        changeable = self.replacements is not None and self.replacements.changeable
+        return len(self._pool("rollout").ranks) if changeable else 0
+
+    def want_samplers(self, count: int) -> None:
+        assert self.replacements is not None
+        self.replacements.want(count)
 
     def loss_metrics(self) -> dict[str, float]:
         return {} if self.replacements is None else self.replacements.metrics()
@@ -165,9 +190,14 @@ class CrewRuntime(Runtime):
         yield
 
     def close(self) -> None:
+        replacements, self.replacements = self.replacements, None
+        if replacements is not None:
+            replacements.close()
         if self.crew is not None:
             self.crew.close()
             self.crew = None
+        if replacements is not None:
+            replacements.settle()
 
     # -- start --------------------------------------------------------------
 
@@ -179,8 +209,8 @@ class CrewRuntime(Runtime):
         number, orders = self.crew.next_number(), {}
         for pool in self.pools:
             served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
-            for rank in pool.ranks:
-                workers[rank].roles = pool.roles
+            for rank in pool.started:
+                self.crew.workers[rank].roles = pool.roles
                 orders[rank] = {**common, **self._place(pool, rank), "roles": served, "id": number}
         if self._may_replace():
             self.replacements = self._replacing(common, roles["rollout"])
@@ -201,10 +231,7 @@ class CrewRuntime(Runtime):
         if self.shared:
             lent = self._pool("rollout")
             self._loan = Loan(lambda kind: self._tell(lent, kind, ("rollout", kind)))
-        shown = ", ".join(
-            f"{pool.name}: {len(pool.ranks)} x ({', '.join(pool.roles)})" for pool in self.pools
-        )
-        log.info("Workers: %s.", shown)
+        log.info("Workers: %s.", ", ".join(map(str, self.pools)))
         groups: dict[str, WorkerGroup] = {}
         for pool in self.pools:
             made = {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
@@ -238,11 +265,12 @@ class CrewRuntime(Runtime):
     def _repeatable(self, pool: Pool) -> bool:
         """Accelerators promise no bits but where the file asks for them."""
         return self.config.run.deterministic or all(
-            self._weight_seats[rank].device == "cpu" for rank in pool.ranks
+            self._weight_seats[rank].device == "cpu" for rank in pool.started
         )
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
-        seats = tuple(self._weight_seats.get(rank, Seat()) for rank in (source.ranks[0], *target.ranks))
+        like = self._weight_seats.get(target.ranks[0], Seat())  # one that comes later is on the same
+        seats = tuple(self._weight_seats.get(rank, like) for rank in (source.ranks[0], *target.ranks))
         may_leave = self.replacements is not None and "rollout" in target.roles
         return Topology(source is not target, seats, self._one_machine(), may_leave)
 
@@ -269,24 +297,14 @@ class CrewRuntime(Runtime):
         return {**seat, **world, "kind": "start"}
 
     def _may_replace(self) -> bool:
-        """Whether samplers that are lost are replaced one by one.
+        """Whether samplers are lost and replaced, or come and leave, one by one.
 
         Raises:
             ConfigError: they are to be, and cannot.
         """
-        if not self.options.max_replacements:
+        if not (self.options.max_replacements or self.config.placement.most):
             return False
-        key = f"runtime.{self.config.runtime.backend}.max_replacements"
-        roles = next((pool.roles for pool in self.pools if "rollout" in pool.roles), ())
-        if tuple(roles) != ("rollout",):
-            raise ConfigError(
-                f"{key}: only a sampler in a pool of its own can be replaced; here its processes serve "
-                f"{', '.join(roles) or 'no sampler'}. Give it a pool ([placement]), or set {key} = 0."
-            )
-        if not self._can_replace():
-            raise ConfigError(
-                f"{key}: processes that another has started cannot be replaced by the run. Set it to 0, and see max_restarts."
-            )
+        check_singly(self.config, self.options.max_replacements, self.pools, self._can_replace())
         return True
 
     def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
@@ -294,13 +312,23 @@ class CrewRuntime(Runtime):
         pool = self._pool("rollout")
         served = {"rollout": dataclasses.asdict(role)}
 
-        def begin(rank: int, again: int) -> tuple[WorkerHandle, Mapping[str, Any]]:
-            worker = self._begin_again(rank)
+        def begin(
+            rank: int, again: int, wanted: Callable[[], bool]
+        ) -> tuple[WorkerHandle, Mapping[str, Any]]:
+            worker = self._begin_again(rank, wanted)
             return worker, {**common, **self._place(pool, rank, again), "roles": served}
 
-        key = f"runtime.{self.config.runtime.backend}.max_replacements"
-        budget, seconds = self.options.max_replacements, self.options.start_minutes * 60
-        return Replacements(self.crew, pool.ranks, budget, key, begin, seconds)
+        return Replacements(
+            self.crew,
+            pool.ranks,
+            self.options.max_replacements,
+            f"runtime.{self.config.runtime.backend}.max_replacements",
+            begin,
+            self.options.start_minutes * 60,
+            pool.started,
+            self._ended,
+            changeable=bool(self.config.placement.most),
+        )
 
     def _ranks(self, pool: Pool) -> list[int]:
         """Those of a pool that are there."""
@@ -313,16 +341,17 @@ class CrewRuntime(Runtime):
         Raises:
             ConfigError: more than it has accelerators.
         """
-        wanted = wanted_processes(self.config)
+        wanted, to_come = wanted_processes(self.config), processes_to_come(self.config)
         if self.options.device == "cpu" or default_device().type == "cpu":
             return wanted or 1
         there = torch.accelerator.device_count()
-        if (wanted or 0) > there:
+        if (need := (wanted or 0) + to_come) > there:
             name = self.config.runtime.backend
             key = "placement.pools" if self.config.placement.pools else f"runtime.{name}.processes"
+            key, least = ("placement.most", " at the most") if (wanted or 0) <= there else (key, "")
             raise ConfigError(
-                f"{key}: {wanted} processes need an accelerator each, and this machine shows {there}. Lower it, look "
-                f'at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
+                f"{key}: {need if least else wanted} processes{least} need an accelerator each, and this machine shows "
+                f'{there}. Lower it, look at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
             )
         return wanted or there
 
@@ -341,7 +370,7 @@ class CrewRuntime(Runtime):
 
     def _group(self, name: str, role: Role, pool: Pool, ready: Mapping[int, Mapping[str, Any]]) -> CrewGroup:
         assert self.crew is not None
-        found = [ready[rank]["roles"][name] for rank in pool.ranks]
+        found = [ready[rank]["roles"][name] for rank in pool.started]
         if self.replacements is not None and name == "rollout":
             own = [Slice((rank,), rank) for rank in pool.ranks]
             group = CrewGroup(self.crew, name, own, 0.0, True, found[0]["capacity"])

@@ -22,6 +22,16 @@ class Pool:
     name: str
     ranks: range  # of the run
     roles: tuple[str, ...]
+    to_come: int = 0  # the last of them, which may come while the run goes on
+
+    @property
+    def started(self) -> range:
+        """Those that are there from the beginning."""
+        return self.ranks[: len(self.ranks) - self.to_come]
+
+    def __str__(self) -> str:
+        more = f" (up to {len(self.ranks)})" if self.to_come else ""
+        return f"{self.name}: {len(self.started)}{more} x ({', '.join(self.roles)})"
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Slice:
 
 
 def wanted_processes(config: EngineConfig) -> int | None:
-    """What the file asks for; None where it leaves it to the machine.
+    """What the file asks for at the start; None where it leaves it to the machine.
 
     Raises:
         ConfigError: its two keys disagree.
@@ -53,8 +63,19 @@ def wanted_processes(config: EngineConfig) -> int | None:
     return need
 
 
+def processes_to_come(config: EngineConfig) -> int:
+    """That may be there beside those of the start (`placement.most`)."""
+    pools = config.placement.pools
+    return sum(most - pools[name] for name, most in config.placement.most.items())
+
+
 def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> list[Pool]:
-    """The pools of a run, one after another over its ranks.
+    """The pools of a run, one after another over its ranks, of which each has as many as it may ever have.
+
+    Args:
+        config: the run file.
+        roles: of the run.
+        processes: of the start.
 
     Raises:
         ConfigError: the ranks do not suffice, or a pool has no role.
@@ -75,9 +96,47 @@ def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> li
                 f"placement.pools: pool '{name}' serves no role of this run ({', '.join(roles)}). Take it out, or "
                 f"name it in [placement]."
             )
-        pools.append(Pool(name, range(first, first + size), served))
-        first += size
+        most = config.placement.most.get(name, size)
+        pools.append(Pool(name, range(first, first + most), served, most - size))
+        first += most
     return pools
+
+
+def check_singly(config: EngineConfig, replaced: int, pools: Sequence[Pool], can_start: bool) -> None:
+    """Refuse samplers that are to come and go one by one, and cannot.
+
+    Args:
+        config: the run file.
+        replaced: `max_replacements`.
+        pools: of the run.
+        can_start: the runtime starts its processes itself.
+
+    Raises:
+        ConfigError: the key that asks for it, and why not.
+    """
+    key = f"runtime.{config.runtime.backend}.max_replacements"
+    verb, way_out = "be replaced", f"set {key} = 0"
+    if not replaced:
+        key, verb, way_out = "placement.most", "come or leave", "take it out"
+    roles = next((pool.roles for pool in pools if "rollout" in pool.roles), ())
+    if tuple(roles) != ("rollout",):
+        raise ConfigError(
+            f"{key}: only a sampler in a pool of its own can {verb}; here its processes serve "
+            f"{', '.join(roles) or 'no sampler'}. Give it a pool ([placement]), or {way_out}."
+        )
+    if not can_start:
+        started = f"{key}: processes that another has started cannot {verb}"
+        raise ConfigError(
+            f"{started} by the run. Set it to 0, and see max_restarts."
+            if replaced
+            else f"{started} while the run goes on. Start the run without torchrun, or take it out."
+        )
+    parts = getattr(config.rollout.options, "tensor_parallel_size", 1)
+    if config.placement.most and parts > 1:
+        raise ConfigError(
+            f"placement.most: a sampler of {parts} processes (rollout.{config.rollout.backend}.tensor_parallel_size) cannot "
+            "come or leave, each process does it alone. Set tensor_parallel_size = 1, or take it out."
+        )
 
 
 def slices_of(role: str, layouts: Sequence[Layout], ranks: Sequence[int]) -> list[Slice]:

@@ -39,6 +39,10 @@ class ReplaceableGroup(CrewGroup):
         self._again: list[Request] = []  # of lost processes, for the next ``advance`` or ``go``
         self._seen = [0] * len(self.every)  # losses of each slice whose requests were taken back
 
+    @property
+    def world_size(self) -> int:
+        return len(self.replacements.present)
+
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
         if method in ONE_BY_ONE:
             self.before(self.role, method)

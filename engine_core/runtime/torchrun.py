@@ -11,7 +11,7 @@ no channel to what it started.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class TorchrunRuntime(CrewRuntime):
             self._gathered = self._torchrun.gather(self.options.start_minutes * 60)
             return self._gathered
         self._folder = PrivateFolder("engine-torchrun-")
-        return self._spawn(self._size)
+        return self._spawn([rank for pool in self.pools for rank in pool.started])
 
     @property
     def _size(self) -> int:
@@ -75,14 +75,14 @@ class TorchrunRuntime(CrewRuntime):
     def _can_replace(self) -> bool:
         return self._torchrun is None
 
-    def _begin_again(self, rank: int) -> WorkerHandle:
+    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> WorkerHandle:
         return WorkerHandle.start(rank, self._environment())
 
-    def _spawn(self, processes: int) -> list[WorkerHandle]:
+    def _spawn(self, ranks: Sequence[int]) -> list[WorkerHandle]:
         env = self._environment()
         workers: list[WorkerHandle] = []
         try:
-            for rank in range(processes):
+            for rank in ranks:
                 workers.append(WorkerHandle.start(rank, env))
         except BaseException:
             for worker in workers:

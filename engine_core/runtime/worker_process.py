@@ -47,6 +47,7 @@ class WorkerHandle:
         self._mailbox: list[int] = []  # commands that it has not answered, in their order
         self._since = 0.0  # it is at the first of them
         self._died_at: float | None = None
+        self._killed = False  # its number may be another process's by now
         self._silence = Silence(channel.socket)
         self._printed: threading.Thread | None = None
         if process is not None and process.stderr is not None:
@@ -133,7 +134,8 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """End it and what it started, now."""
-        if self.process is not None:
+        if self.process is not None and not self._killed:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

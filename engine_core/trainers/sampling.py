@@ -21,6 +21,7 @@ from engine_core.reward_models.roles import PHASE, model_rewards
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import check_rewards, check_rows
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.sampler_wishes import SamplerWishes
 from engine_core.trainers.lengths import model_length
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.stages import Stages
@@ -61,10 +62,12 @@ class RolloutSource:
         self._traded = 0.0  # of the runtime's seconds, those before the last update
         self.timeouts = 0  # responses of the step that were stopped at their time limit
         self.tells_log_probs = True  # the step asks the sampler for log-probs
+        self._wishes: SamplerWishes | None = None
 
     def sync(self, updated: bool = True) -> dict[str, float]:
         """Bring the sampler to the actor's weights, a version on where they were updated."""
         runtime = self.run.runtime
+        self._look_for_wish()
         result = runtime.push_weights("actor", "rollout", self.version + updated)
         traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
         self.version = result.version
@@ -76,6 +79,15 @@ class RolloutSource:
             "time/switch": traded + result.seconds,
             **runtime.loss_metrics(),
         }
+
+    def _look_for_wish(self) -> None:
+        """Tell the runtime of how many samplers the user wants now, where that may change."""
+        folder, most = self.run.folder, self.run.runtime.most_samplers
+        if folder is None or not most:
+            return
+        self._wishes = self._wishes or SamplerWishes(folder.path, most)
+        if (count := self._wishes.new()) is not None:
+            self.run.runtime.want_samplers(count)
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """The rollouts of a step after the stages, kept; metrics of sampling, rewards and stages."""

@@ -211,12 +211,12 @@ class SimulatedCrew(Crew):
     """``Crew`` without processes, sockets and threads: answers come when virtual time is there."""
 
     def __init__(self, workers: Sequence[SimulatedWorker], cluster: Cluster, tokenizer: Any) -> None:
-        self.workers: list[Any] = list(workers)
+        self.workers: dict[int, Any] = dict(enumerate(workers))
         self.tokenizer = tokenizer
         self.cluster, self.broken = cluster, None
         self.open: dict[int, Command] = {}
         self.stall_seconds = STALL_SECONDS
-        for worker in self.workers:
+        for worker in workers:
             worker.tell = self._told
         self.messages = self.bytes = 0  # that the controller has sent and received
         self._numbers = itertools.count(1)

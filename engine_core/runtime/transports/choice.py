@@ -49,7 +49,7 @@ class Topology:
     apart: bool  # to processes of another pool
     seats: tuple[Seat, ...] = (Seat(), Seat())  # of the one that sends, and of those that take
     one_machine: bool = False  # the run has started all processes itself, on one machine
-    may_leave: bool = False  # those that take may be lost one by one
+    may_leave: bool = False  # those that take may be lost one by one, or come and go
 
 
 def choose(config: EngineConfig, plugins: PluginSet, topology: Topology) -> str:
@@ -103,7 +103,7 @@ def _between_accelerators(topology: Topology) -> tuple[str, str]:
         )
     if topology.may_leave:
         return "tcp", (
-            "samplers may be lost one by one (max_replacements), and a group of NCCL would wait for one that is; "
+            "samplers may be lost one by one (max_replacements, placement.most), and a group of NCCL would wait for one that is; "
             "'broadcast' is faster where none is lost"
         )
     shared, nccl = len(set(gpus)) < len(gpus), all(seat.nccl for seat in topology.seats)

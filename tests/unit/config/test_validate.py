@@ -268,6 +268,26 @@ def test_a_long_value_is_cut(problems_of):
             "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'",
             "1: placement.rollout: missing. With several pools (a, b) each role names its own.",
         ),
+        (
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { c = 3 }",
+            "5: placement.most.c: got 'c', which is no pool of placement.pools. Known: a, b.",
+        ),
+        (
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { b = 1 }",
+            "5: placement.most.b: got 1, expected at least placement.pools.b = 2, with which the pool starts.",
+        ),
+        (
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { a = 2 }",
+            "5: placement.most.a: only the number of samplers can change while a run goes on",
+        ),
+        (
+            "[placement]\npools = { a = 1 }\nmost = { a = 2 }",
+            "3: placement.most.a: only the number of samplers can change while a run goes on",
+        ),
+        (
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { b = 0 }",
+            "5: placement.most.b",
+        ),
     ],
 )
 def test_what_must_hold_between_keys_is_checked(problems_of, text, expected):

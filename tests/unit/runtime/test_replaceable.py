@@ -54,7 +54,9 @@ def test_a_lost_samplers_portion_goes_to_the_others_and_every_request_is_answere
         waiting += crew.take()
     assert ids(reply.result(1)) == [request.id for request in asked]
     assert sorted(answered) == sorted(request.id for request in asked)
-    assert replacements.metrics() == {"sampling/lost": 1.0, "sampling/joined": 0.0, "sampling/reissued": 2.0}
+    assert replacements.metrics() == {
+        "sampling/lost": 1.0, "sampling/joined": 0.0, "sampling/left": 0.0, "sampling/reissued": 2.0, "sampling/samplers": 2.0
+    }  # fmt: skip
 
 
 def test_what_was_told_in_parts_is_not_asked_again(crew, replacements, group, requests_of):

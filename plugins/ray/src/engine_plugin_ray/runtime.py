@@ -11,14 +11,14 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
-from engine_core.errors import EnvironmentProblem
+from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_core.runtime import elastic
 from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
 from engine_core.runtime.host import default_device
@@ -76,6 +76,8 @@ class RayRuntime(CrewRuntime):
     def _processes(self, roles: Mapping[str, Role]) -> int:
         import ray
 
+        if self.config.placement.most:
+            raise ConfigError("placement.most: the number of samplers cannot change here yet. Take it out.")
         if not self.options.address and not ray.is_initialized():
             self._gpu = self.options.device != "cpu" and default_device().type != "cpu"
             return wanted_processes(self.config) or (torch.accelerator.device_count() if self._gpu else 1)
@@ -196,7 +198,7 @@ class RayRuntime(CrewRuntime):
     def _can_replace(self) -> bool:
         return True
 
-    def _begin_again(self, rank: int) -> ActorHandle:
+    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> ActorHandle:
         """A new actor in the bundle of the one that was lost."""
         (self._seats[rank],) = self._take_seats([rank])
         return self._seats[rank]
