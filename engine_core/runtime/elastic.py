@@ -15,10 +15,12 @@ import contextlib
 import datetime
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TOKEN = "ENGINE_TOKEN"
 STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may read its data for long
+LOOK_SECONDS = 10.0  # between two questions whether the controller's node is there, while no session is
 REACH_SECONDS = 15.0  # for a host that is there to take a connection
 LOST = 6  # exit code of a rank that cannot reach the controller's node any more
 _sessions = 0  # runtimes that this process has started
@@ -163,26 +166,65 @@ def serve() -> int:
     assert launch is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    store, session = _store(launch), 1
-    while (told := json.loads(store.get(launch._key(session)))) is not None:
-        _work(launch, told)
-        session += 1
-        if not _reached(launch):
-            return LOST
+    session = 1
+    try:
+        while (told := _next_session(launch, session)) is not None:
+            _work(launch, told)
+            session += 1
+            _reach(launch)  # else the next wait would begin without a word
+    except ConnectionLost as lost:
+        print(f"engine: rank {launch.rank} ends: {lost}", file=sys.stderr)
+        return LOST
     return 0
 
 
-def _reached(launch: Launch) -> bool:
-    """Whether torchrun's store can be reached: an open connection to a host that is gone would wait for ever."""
+class ConnectionLost(Exception):
+    """The controller or its node cannot be reached any more."""
+
+
+def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
+    """Wait for what the controller says of a session, for days where need be; None: none comes any more.
+
+    The wait is a thread's: an open connection to a host that is gone waits for ever, also to give up a wait, so
+    that this one asks the host now and then whether it takes another.
+
+    Raises:
+        ConnectionLost: it does not, or torchrun's store has ended.
+    """
+    answers: queue.SimpleQueue[bytes | RuntimeError] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(_store(launch).get(launch._key(session)))
+        except RuntimeError as error:  # torch's errors of stores
+            answers.put(error)
+
+    # consumes: nothing; waits for: torchrun's store; unblocked by: the controller, the end of the store;
+    # produces: one answer. A daemon: it may wait for ever
+    threading.Thread(target=wait, name="next-session", daemon=True).start()
+    while True:
+        try:
+            answer = answers.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            _reach(launch)
+            continue
+        if isinstance(answer, RuntimeError):
+            raise ConnectionLost(f"torchrun's store at {launch.address}:{launch.port} has ended ({answer})")
+        return json.loads(answer)
+
+
+def _reach(launch: Launch) -> None:
+    """Ask whether the host of torchrun's store is there: whether it takes a connection.
+
+    Raises:
+        ConnectionLost: it does not.
+    """
     try:
         socket.create_connection((launch.address, launch.port), REACH_SECONDS).close()
     except OSError as error:
-        print(
-            f"engine: rank {launch.rank} ends: the controller's node at {launch.address}:{launch.port} is lost ({error})",
-            file=sys.stderr,
-        )
-        return False
-    return True
+        raise ConnectionLost(
+            f"the controller's node at {launch.address}:{launch.port} is lost ({error})"
+        ) from error
 
 
 def loopback_interface() -> str | None:
@@ -192,11 +234,18 @@ def loopback_interface() -> str | None:
 
 
 def _work(launch: Launch, told: Mapping[str, Any]) -> None:
-    """One session: a worker process with the connection to the controller, who judges how it ends."""
-    from engine_core.runtime.channel import connect
+    """One session: a worker process with the connection to the controller, who judges how it ends.
+
+    Raises:
+        ConnectionLost: the controller that announced it cannot be reached, or does not know the token.
+    """
+    from engine_core.runtime.channel import Closed, connect
 
     token = told["token"] or os.environ.get(TOKEN, "")
-    channel = connect((told["host"], told["port"]), token, launch.rank, 60.0)
+    try:
+        channel = connect((told["host"], told["port"]), token, launch.rank, 60.0)
+    except (Closed, OSError) as error:
+        raise ConnectionLost(f"no connection to the controller: {error}") from error
     with channel.socket as connection:
         command = [sys.executable, "-m", "engine_core.runtime.worker", str(connection.fileno())]
         child = subprocess.Popen(

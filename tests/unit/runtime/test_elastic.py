@@ -1,13 +1,18 @@
 """What an external torchrun tells a process; tests/integration/test_two_nodes.py starts one."""
 
+import signal
 import socket
 import struct
+import subprocess
+import sys
+import threading
 
 import pytest
+from torch.distributed import TCPStore
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_core.runtime.channel import Channel, Closed, listen, new_token
-from engine_core.runtime.elastic import controlling, launched, loopback_interface
+from engine_core.runtime.elastic import LOST, controlling, launched, loopback_interface, serve
 from engine_core.runtime.torchrun import TorchrunRuntime
 from engine_core.runtime.worker_process import WorkerHandle
 
@@ -78,3 +83,34 @@ def test_where_a_rank_is_is_known_also_of_one_whose_connection_is_gone_again():
     runtime._torchrun, runtime._gathered = launched(TOLD), [None, None, None, there]
     assert runtime._seat(None, 3)["host"] == "127.0.0.1"
     channel.close()
+
+
+@pytest.fixture
+def rank_of(monkeypatch):
+    """Makes this process rank 1 of a torchrun whose store is at a port."""
+
+    def make(port):
+        for name, value in {**TOLD, "RANK": "1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield make
+    for number, handler in before.items():  # which a rank leaves to the controller
+        signal.signal(number, handler)
+
+
+def test_a_rank_ends_with_the_controllers_command_and_is_told_of_the_end_by_its_store(rank_of):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank_of(store.port)
+    store.set("engine/0/session/1", "null")
+    assert serve() == 0
+
+
+def test_a_rank_whose_store_ends_while_it_waits_ends_with_its_cause(rank_of, capfd):
+    code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    code += "; print(s.port, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as holder:
+        rank_of(int(holder.stdout.readline()))
+        threading.Timer(1.0, holder.kill).start()
+        assert serve() == LOST
+    assert "engine: rank 1 ends: torchrun's store at 127.0.0.1:" in capfd.readouterr().err
