@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugin_metadata import our_plugins
 from engine_core.plugins import PluginProblems, PluginSet, known_names
 from engine_core.rollout_environment import foreign_plugin
-from engine_core.specs import RefillOptions, TrainerSpec
+from engine_core.specs import RefillOptions, TrainerSpec, resolve
 from engine_core.weight_paths import is_apart, misplaced, sharing_problems
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def check_complete(
         missing += sharing_problems(config, plugins)
     if "rollout" in reads and (problem := misplaced(config, plugins, is_apart(config, plugins))):
         missing.append(problem)
+    missing += _runtime_problems(config, plugins)
     if not config.model.path and "model" not in live and "model" in reads:
         missing.append(
             "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
@@ -152,6 +153,12 @@ def check_complete(
     if missing:
         files = _source(config).files
         raise ConfigError([f"{files[-1]}: {line}" if files else line for line in missing])
+
+
+def _runtime_problems(config: EngineConfig, plugins: PluginSet) -> Iterable[str]:
+    """What the runtime itself finds wrong with its options."""
+    spec: Any = plugins.spec("runtimes", config.runtime.backend)
+    return resolve(spec.check)(config) if spec.check is not None else ()
 
 
 def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:

@@ -349,7 +349,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     """Offer runtimes: ``[runtime] backend = "NAME"``, options in ``[runtime.NAME]``.
 
-    :returns: ``RuntimeSpec`` by name.
+    :returns: ``RuntimeSpec`` by name; its ``check`` judges the options and ``[placement]`` from the run file alone.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -338,11 +338,15 @@ class RuntimeSpec(Spec):
 
     Args:
         in_process: every role is in the controller's process; ``[placement]`` is not read.
+        check: called with the config by ``engine validate`` and when a run starts, before anything of the run is
+            there: what its own options ask for that ``[placement]`` has not, or that can never be. Gives one text
+            a problem, beginning with the key; imports nothing heavy and looks at no cluster.
     """
 
     kind = "runtimes"
     noun = "runtime"
     in_process: bool = False
+    check: str | Callable[[Any], Iterable[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_core.runtime.placement import DEFAULT_POOL
 
 if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
     from engine_core.runtime.placement import Pool
     from engine_plugin_ray.plugin import RayOptions
 
@@ -34,6 +36,45 @@ def resources(options: RayOptions, gpu: bool) -> dict[str, float]:
     return {"CPU": options.cpus_per_process} | ({"GPU": 1.0} if gpu else {})
 
 
+def problems(config: EngineConfig) -> Iterator[str]:
+    """What is wrong with ``[runtime.ray]`` whatever cluster there is: names of pools, and what one machine never gives.
+
+    Args:
+        config: of the run. Processes whose number the machine decides (``"auto"``) are not counted.
+    """
+    options: RayOptions = config.runtime.options
+    sizes = dict(config.placement.pools)
+    if unknown := list(unknown_pools(list(sizes) or [DEFAULT_POOL], options)):
+        yield from unknown
+        return
+    if not sizes and options.processes != "auto":
+        sizes = {DEFAULT_POOL: options.processes}
+    for name, size in sizes.items() if not (options.address or _connected()) else ():
+        if options.strategy.get(name) == "strict_spread" and size > 1:
+            yield (
+                f"runtime.ray.strategy.{name} = 'strict_spread': {size} processes on as many nodes, and a cluster of the run's "
+                f"own is this machine alone. Set it to 'spread', name a cluster in runtime.ray.address, or lower {_key_of(name)}."
+            )
+
+
+def _connected() -> bool:
+    """Whether the program that this run is part of has a cluster already, which the run then works in."""
+    ray = sys.modules.get("ray")  # importing it takes a second, and who has not imported it is not connected
+    return ray is not None and ray.is_initialized()
+
+
+def unknown_pools(names: Sequence[str], options: RayOptions) -> Iterator[str]:
+    """Pools of ``[runtime.ray]`` that the run has not.
+
+    Args:
+        names: of the pools that it has.
+        options: ``[runtime.ray]``.
+    """
+    for key, table in (("strategy", options.strategy), ("python", options.python)):
+        for unknown in sorted(set(table) - set(names)):
+            yield f"runtime.ray.{key}: '{unknown}' is no pool of this run.{did_you_mean(unknown, names)}"
+
+
 def check(
     pools: Sequence[Pool], options: RayOptions, gpu: bool, nodes: Mapping[str, Node], shown: str
 ) -> None:
@@ -49,12 +90,8 @@ def check(
     Raises:
         ConfigError: what was asked for, by which roles, and what there is.
     """
-    names = [pool.name for pool in pools]
-    for key, table in (("strategy", options.strategy), ("python", options.python)):
-        if unknown := sorted(set(table) - set(names)):
-            raise ConfigError(
-                f"runtime.ray.{key}: '{unknown[0]}' is no pool of this run.{did_you_mean(unknown[0], names)}"
-            )
+    if unknown := list(unknown_pools([pool.name for pool in pools], options)):
+        raise ConfigError(unknown)
     each = resources(options, gpu)
     room = {name: _ranks_on(node, each) for name, node in nodes.items()}
     asked, there = _asked(pools, each), _there(nodes, gpu)
@@ -180,7 +217,12 @@ def _order(pool: Pool, options: RayOptions) -> tuple[int, int]:
 
 
 def _size_key(pool: Pool) -> str:
-    return "runtime.ray.processes" if pool.name == DEFAULT_POOL else f"placement.pools.{pool.name}"
+    return _key_of(pool.name)
+
+
+def _key_of(name: str) -> str:
+    """The key that says how many processes a pool has."""
+    return "runtime.ray.processes" if name == DEFAULT_POOL else f"placement.pools.{name}"
 
 
 def _other_ways(total: int, each: Mapping[str, float], nodes: Mapping[str, Node]) -> str:

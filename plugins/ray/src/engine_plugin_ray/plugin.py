@@ -41,4 +41,9 @@ class RayOptions(CrewOptions):
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
-    return {"ray": RuntimeSpec(load="engine_plugin_ray.runtime:RayRuntime", config=RayOptions)}
+    spec = RuntimeSpec(
+        load="engine_plugin_ray.runtime:RayRuntime",
+        config=RayOptions,
+        check="engine_plugin_ray.placing:problems",
+    )
+    return {"ray": spec}
