@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import operator
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
+FIRST = operator.itemgetter(0)
 
 
 def plan_micro_batches(
@@ -53,9 +55,11 @@ def _units_by_size(
     lengths: Sequence[Number], keep_together: Sequence[Hashable] | None
 ) -> list[tuple[Number, list[int]]]:
     """What may not be split, with its tokens or cost: the largest first, then by first position."""
-    ids = range(len(lengths)) if keep_together is None else keep_together
+    if keep_together is None:
+        alone = [(length, [index]) for index, length in enumerate(lengths)]
+        return sorted(alone, key=FIRST, reverse=True)  # which keeps the order of equal ones
     units: dict[Hashable, list[int]] = {}
-    for index, name in zip(range(len(lengths)), ids, strict=True):
+    for index, name in zip(range(len(lengths)), keep_together, strict=True):
         units.setdefault(name, []).append(index)
     sized = [(sum(lengths[i] for i in members), members) for members in units.values()]
     return sorted(sized, key=lambda unit: (-unit[0], unit[1][0]))
@@ -82,18 +86,18 @@ def partition(
     """
     if parts <= 0:
         raise ValueError(f"A batch cannot be split into {parts} parts; there must be at least 1.")
-    # a partial solution: its parts, heaviest first, without empty ones. The heap gives the one of the widest spread.
+    # a partial solution: its parts as (-size, members), heaviest first, without empty ones. The heap gives the one of
+    # the widest spread.
     solutions: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
-        (-size, number, [(size, members)])
+        (-size, number, [(-size, members)])
         for number, (size, members) in enumerate(_units_by_size(costs, keep_together))
     ]
     heapq.heapify(solutions)
     while len(solutions) > 1:
         _, number, heavy = heapq.heappop(solutions)
-        _, _, light = heapq.heappop(solutions)
-        _merge(heavy, light, parts)
-        lightest = heavy[-1][0] if len(heavy) == parts else 0.0
-        heapq.heappush(solutions, (lightest - heavy[0][0], number, heavy))
+        _merge(heavy, solutions[0][2], parts)
+        spread = heavy[0][0] - heavy[-1][0] if len(heavy) == parts else heavy[0][0]
+        heapq.heapreplace(solutions, (spread, number, heavy))
     found = sorted(sorted(members) for _, members in solutions[0][2]) if solutions else []
     filled = [members for members in found if members]
     return filled + [[] for _ in range(parts - len(filled))]
@@ -109,10 +113,10 @@ def _merge(
     untouched = parts - len(light)
     meeting = heavy[untouched:]
     del heavy[untouched:]
-    for place, (size, members) in enumerate(reversed(light)):
+    for place, part in enumerate(reversed(light)):
         if place < len(meeting):
-            size, members = meeting[place][0] + size, [*meeting[place][1], *members]
-        bisect.insort_right(heavy, (size, members), key=lambda part: -part[0])
+            part = meeting[place][0] + part[0], [*meeting[place][1], *part[1]]
+        bisect.insort_right(heavy, part, key=FIRST)
 
 
 def sequence_cost(length: int, attention: float = 0.0) -> float:

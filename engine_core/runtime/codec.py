@@ -25,80 +25,34 @@ So do the columns of a batch, of which every rank gets its own::
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import decimal
+import itertools
 import json
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine_core.engines.base import Layout
-from engine_core.types import (
-    Batch,
-    LossCall,
-    Prompt,
-    Request,
-    Rollout,
-    Sampling,
-    StepOutput,
-    TrainOutput,
+from engine_core.runtime.closed_set import (
+    CLASSES,
+    DEFAULTS,
+    DTYPES,
+    ENDLESS,
+    FIELDS,
+    FIELDS_OF,
+    NAMES,
+    PLAIN,
+    ROWS,
+    TEXTS,
 )
-from engine_core.weight_sync import SyncResult
+from engine_core.types import Prompt
 
-CLASSES: Mapping[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        *(Batch, LossCall, Prompt, Request, Rollout, Sampling, StepOutput, TrainOutput),
-        *(Layout, SyncResult),
-    )
-}
-"""The dataclasses that cross."""
-FIELDS: Mapping[type, tuple[str, ...]] = {
-    cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in CLASSES.values()
-}
-
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "path": (Path, str, Path),
-    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
-    "decimal": (decimal.Decimal, str, decimal.Decimal),
-}
-"""Values that cross as text: rows of Parquet files have them."""
-PLAIN = frozenset({int, float, bool, str, type(None)})
-"""Types that are themselves in the header; most values are lists of them, such as token ids."""
-ROWS = frozenset({Prompt, Request, Rollout, Sampling})
-"""Dataclasses of which lists cross by field."""
-
-
-def _maker(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
-    """What makes a field's default; None: it has none."""
-    if field.default is not dataclasses.MISSING:
-        return lambda: field.default
-    return field.default_factory if field.default_factory is not dataclasses.MISSING else None
-
-
-MAKERS: Mapping[type, tuple[Callable[[], Any] | None, ...]] = {
-    cls: tuple(map(_maker, dataclasses.fields(cls))) for cls in ROWS
-}
-"""What makes the default of each field; None: it has none."""
-FIELDS_OF = {cls: operator.attrgetter(*FIELDS[cls]) for cls in ROWS}  # reads all of one, in their order
-AS_TEXT = json.JSONEncoder(separators=(",", ":"))
+AS_TEXT = json.JSONEncoder(
+    separators=(",", ":"), check_circular=False
+)  # trees are made here, without circles
+DECODER = json.JSONDecoder()
 ALIGNMENT = 16  # of a tensor's bytes in the payload
 NOTHING = memoryview(b"")
 GAPS = tuple(memoryview(bytes(size)) for size in range(ALIGNMENT))
@@ -165,8 +119,7 @@ def decode(header: bytes, payload: bytearray) -> Any:
         NotOurs: it is no encoded value.
     """
     try:
-        # as `json.loads` would find out first
-        tree = json.loads(str(header, "utf-8"))
+        tree = _parsed(str(header, "utf-8"))
         return _Reader(payload).value(tree) if b"$" in header or b"\\" in header else tree
     except NotOurs:
         raise
@@ -246,9 +199,9 @@ class _Writer:
     def _rows(self, values: list[Any], cls: type, where: str) -> Any:
         columns: list[Any] = []
         fields = zip(*map(FIELDS_OF[cls], values), strict=True)
-        for name, make, field in zip(FIELDS[cls], MAKERS[cls], fields, strict=True):
-            usual = make is not None and _all_are(field, make())
-            columns.append(None if usual else self._column(list(field), f"{where}[].{name}"))
+        for name, default, field in zip(FIELDS[cls], DEFAULTS[cls], fields, strict=True):
+            left_out = type(field[0]) is type(default) and _all_are(field, default)
+            columns.append(None if left_out else self._column(list(field), f"{where}[].{name}"))
         if not any(map(_counts, columns)):  # something must say how many rows there are
             columns[0] = [getattr(value, FIELDS[cls][0]) for value in values]
         return {"$": "rows", "of": cls.__name__, "columns": columns}
@@ -272,7 +225,8 @@ class _Writer:
         return [self.tree(entry, where) for entry in values]
 
     def _prompts(self, values: list[Prompt], where: str) -> Any:
-        new = [value for value in values if self._is_new(value)]
+        seen = dict(zip(map(id, values), values, strict=True))  # the requests of a group have one prompt
+        new = [value for value in seen.values() if self._is_new(value)]
         at = [self.prompts[id(value)] for value in values]
         if self.texts is not None and new:
             texts = [text for prompt in new if (text := self._prompt_text(prompt, self.texts, where))]
@@ -386,29 +340,34 @@ class _Reader:
         cls = CLASSES.get(kind)
         if cls not in ROWS or len(trees) != len(FIELDS[cls]):
             raise NotOurs(f"No encoded value: rows of '{kind!s:.40}' with {len(trees)} columns.")
-        names, columns = [], []
-        for name, tree in zip(FIELDS[cls], trees, strict=True):
-            if tree is not None:
-                names.append(name)
-                plain = type(tree) is list and PLAIN.issuperset(map(type, tree))
-                columns.append(tree if plain else self._column(tree))
-        count = next((len(column) for column in columns if not callable(column)), None)
-        if count is None:
+        count, columns = -1, list[Any]()
+        for endless, tree in zip(ENDLESS[cls], trees, strict=True):
+            if tree is None:
+                columns.append(endless())
+                continue
+            plain = type(tree) is list and PLAIN.issuperset(map(type, tree))
+            column = tree if plain else self._column(tree)
+            if isinstance(column, list | tuple):
+                if count not in (-1, len(column)):
+                    raise NotOurs(
+                        f"No encoded value: a field of '{kind}' has {len(column)} rows, not {count}."
+                    )
+                count = len(column)
+            columns.append(column)
+        if count < 0:
             raise NotOurs(f"No encoded value: nothing says how many rows of '{kind}' there are.")
-        columns = [[column() for _ in range(count)] if callable(column) else column for column in columns]
-        return [cls(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+        return list(map(cls, *columns))  # by position: by name takes half as long again
 
-    def _column(self, tree: Any) -> Sequence[Any] | Callable[[], Any]:
-        """One field of all rows, which is no list of plain values; or, where all are alike, what makes one."""
+    def _column(self, tree: Any) -> Sequence[Any] | Iterator[Any]:
+        """One field of all rows, which is no list of plain values; where all are alike, without end."""
         kind = tree.get("$") if isinstance(tree, dict) else None
         if kind == "cat":
             return self._cat(tree["dtype"], tree["sizes"], tree["at"])
         if kind == "prompts":
             self._new_prompts(tree["new"])
-            return [self.prompts[_index(at, len(self.prompts))] for at in tree["at"]]
+            return [self.prompts[at] for at in _indices(tree["at"], len(self.prompts))]
         if kind == "each":
-            value = tuple(self.value(tree["value"]))  # which nobody can change
-            return lambda: value
+            return itertools.repeat(tuple(self.value(tree["value"])))  # which nobody can change
         found = self.value(tree)
         if not isinstance(found, list):
             raise NotOurs("No encoded value: a field of rows is no list.")
@@ -430,9 +389,7 @@ class _Reader:
             self.prompts += self._rows("Prompt", tree["columns"])
 
     def _cat(self, dtype: str, sizes: list[int], at: int) -> Sequence[Tensor]:
-        if len(sizes) == 1:
-            return [self._flat(dtype, _index(sizes[0], 1 << 62), at)]
-        whole = self._flat(dtype, sum(_index(size, 1 << 62) for size in sizes), at)
+        whole = self._flat(dtype, sum(_indices(sizes, 1 << 62)), at)
         return whole.split_with_sizes(sizes)
 
     def _tensor(self, dtype: str, shape: list[int], at: int) -> Tensor:
@@ -458,18 +415,24 @@ class _Reader:
             raise NotOurs(f"No encoded value: bytes {at} to {at + size} of {len(self.payload)}.")
 
 
+def _parsed(text: str) -> Any:
+    """What ``json.loads`` makes of it, in half the time where it is short."""
+    try:
+        tree, end = DECODER.raw_decode(text)
+    except ValueError:
+        end = -1
+    return tree if end == len(text) else json.loads(text)
+
+
 def _text(tree: Any) -> bytes:
     return AS_TEXT.encode(tree).encode()
 
 
 def _all_are(values: Sequence[Any], default: Any) -> bool:
-    """Whether all are the default of their field, and of its type."""
-    kind = type(default)
-    if type(values[0]) is not kind or set(map(type, values)) != {kind}:
+    """Whether all are the default of their field, and of its type, as the first one is."""
+    if len(set(map(type, values))) > 1 or values.count(default) < len(values):
         return False
-    if kind is float:  # -0.0 equals 0.0
-        return all(map(repr(default).__eq__, map(repr, values)))
-    return values.count(default) == len(values)
+    return type(default) is not float or bool(default) or "-0.0" not in map(repr, values)  # which equals 0.0
 
 
 def _dtype_name(value: Tensor | Pieces) -> str:
@@ -491,6 +454,15 @@ def bytes_of(value: Tensor) -> memoryview:
             return found.cast("B")
     value = value.detach().cpu().contiguous().reshape(-1)
     return value.view(torch.uint8).numpy().data
+
+
+def _indices(values: Any, end: int) -> list[int]:
+    """A list of numbers as ``_index`` has each."""
+    if type(values) is not list or set(map(type, values)) - {int}:
+        raise NotOurs("No encoded value: what is to be a list of numbers is none.")
+    if values and not 0 <= min(values) <= max(values) < end:
+        raise NotOurs(f"No encoded value: not all of {len(values)} numbers are from 0 to {end - 1}.")
+    return values
 
 
 def _index(value: Any, end: int) -> int:

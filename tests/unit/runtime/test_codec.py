@@ -245,6 +245,11 @@ HOSTILE = [
     },
     {"$": "rows", "of": "Prompt", "columns": [["a"], {"$": "each", "value": 3}, ["b"], [{}]]},
     {"$": "prompts", "new": None, "at": [0]},
+    {
+        "$": "rows",
+        "of": "Prompt",
+        "columns": [{"$": "prompts", "new": None, "at": [True]}, [[1]], ["b"], [{}]],
+    },
     {"$": "prompts", "new": {"$": "rows", "of": "Prompt", "columns": []}, "at": []},
     {"$": "prompts", "new": {"$": "ids", "of": "abc"}, "at": [0]},
     {"$": "prompts", "new": {"$": "ids", "of": [{"$": "x"}, 5]}, "at": [0]},
