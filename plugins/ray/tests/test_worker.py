@@ -79,6 +79,16 @@ def test_an_interrupt_that_comes_late_hurts_nothing(worker):
         assert second == {"id": number + 1, "value": "b"}
 
 
+def test_commands_that_end_by_themselves_have_the_interpreter_look_for_nothing(worker, monkeypatch):
+    mailbox, _ = worker
+    asked = []
+    monkeypatch.setattr("engine_plugin_ray.worker._raise_in", asked.append)
+    for number in range(3):
+        mailbox.commands.put({"kind": "echo", "id": number, "text": "a"})
+        assert mailbox.answers.get(timeout=10)["value"] == "a"
+    assert asked == []
+
+
 def test_where_it_is_is_told_while_a_command_runs(worker):
     mailbox, made = worker
     mailbox.commands.put({"kind": "wait", "id": 1, "seconds": 1.0})
