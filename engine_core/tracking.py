@@ -24,7 +24,6 @@ import math
 import os
 import platform
 import queue
-import re
 import threading
 import time
 from pathlib import Path
@@ -32,14 +31,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from engine_core import faults
 from engine_core.config.dump import as_data, dump_toml, origins
-from engine_core.errors import ConfigError, DataError, EnvironmentProblem, did_you_mean
+from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
 from engine_core.machine import describe_environment
 from engine_core.pending_writes import LineFile, PendingWrites
 from engine_core.redaction import Redactor
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.run_folders import exists_already, folder_for, is_unused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from engine_core.config import EngineConfig
     from engine_core.plugins import PluginSet
@@ -73,16 +73,22 @@ class RunFolder:
     def create(cls, config: EngineConfig, plugins: PluginSet | None = None) -> RunFolder:
         """Make a new run folder where ``[run]`` says and describe the run in it.
 
-        The default name is that of the TOML with date and time, and is new even twice in a second.
+        The default name is that of the TOML with date and time, and is new even twice in a second. A folder that a start
+        has left in which nothing was trained is taken over as it is: its log stays, this attempt has the next number.
 
         Raises:
             ConfigError: the name exists already or is no folder name. Nothing was written.
-            EnvironmentProblem: the folder cannot be made.
+            EnvironmentProblem: the folder cannot be made, or another process works in it.
         """
-        run = cls(_make_folder(config))
-        run._lock()
+        path, new = folder_for(config)
+        run = cls(path)
+        locked = run._lock()
+        if not new and not (locked and is_unused(path)):  # somebody may have begun to work in it
+            run.close()
+            raise exists_already(path)
+        run.attempt = run._next_attempt()
         for folder in (run.rollouts_dir, run.checkpoints, run.attempt_dir):
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
         run.metrics_file.touch()
         run._describe(run.path, config, plugins)
         run._become_latest()
@@ -127,9 +133,12 @@ class RunFolder:
             EnvironmentProblem: another process works on it. Nothing was changed.
         """
         self._lock()
-        attempts = [_attempt_of(folder / "log") for folder in self.logs_dir.glob("attempt_*")]
-        self.attempt, self.start_step = max(attempts, default=-1) + 1, step
+        self.attempt, self.start_step = self._next_attempt(), step
         self.attempt_dir.mkdir(parents=True)
+
+    def _next_attempt(self) -> int:
+        attempts = [_attempt_of(folder / "log") for folder in self.logs_dir.glob("attempt_*")]
+        return max(attempts, default=-1) + 1
 
     def rewind(
         self, step: int, config: EngineConfig, plugins: PluginSet | None = None, unfinished: bool = False
@@ -172,8 +181,9 @@ class RunFolder:
             return True
         return False
 
-    def _lock(self) -> None:
-        """Claim the folder until ``close`` or the end of the process, however it ends."""
+    def _lock(self) -> bool:
+        """Claim the folder until ``close`` or the end of the process, however it ends; False where there are no locks."""
+        locked = True
         self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,9 +197,11 @@ class RunFolder:
         except OSError as error:  # a network file system without locks
             message = "Cannot lock %s (%s): see to it that one process at a time works there."
             logger.warning(message, self.path, error)
+            locked = False
         self._lock_file.truncate(0)
         self._lock_file.write(f"process {os.getpid()} on {platform.node()}")
         self._lock_file.flush()
+        return locked
 
     def close(self) -> None:
         """Let other processes resume this run."""
@@ -239,46 +251,9 @@ class RunFolder:
             logger.warning("Cannot link %s to this run: %s", latest, error)
 
 
-def _make_folder(config: EngineConfig) -> Path:
-    """A folder that did not exist: ``mkdir`` decides, so two starts at once never get the same."""
-    root, name = Path(config.run.dir), config.run.name
-    if name is not None and (name in ("", ".", "..", "latest") or Path(name).name != name):
-        raise ConfigError(
-            f"run.name: '{name}' is no name for a folder. Expected one like 'first-try', without '/'."
-        )
-    default = f"{_stem(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = [name] if name else [default, *(f"{default}-{i}" for i in range(2, 1000))]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for candidate in names:
-            with contextlib.suppress(FileExistsError):
-                (root / candidate).mkdir()
-                return (root / candidate).resolve()
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"run.dir: cannot make a run folder in '{root}': {error.strerror or error}. Set run.dir to a folder you may write to."
-        ) from error
-    started = any((root / str(names[0]) / "checkpoints").glob("step_*"))
-    way = (
-        f"go on with that run: engine resume {root / str(names[0])}"
-        if started
-        else "delete it: it holds no checkpoint."
-    )
-    raise ConfigError(
-        f"run.name: '{names[0]}' exists already in {root}, and a run folder is never overwritten. "
-        f"Choose another name, or {way}"
-    )
-
-
 def _attempt_of(path: Path) -> int:
     """The number of the attempt whose log folder holds ``path``."""
     return int(path.parent.name.removeprefix("attempt_"))
-
-
-def _stem(config: EngineConfig) -> str:
-    files: Sequence[Any] = getattr(config._source, "files", ())
-    stem = Path(files[-1]).stem if files else "run"
-    return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
 
 
 def _replace_text(path: Path, text: str) -> None:

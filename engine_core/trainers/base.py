@@ -400,6 +400,9 @@ class TrainingRun(abc.ABC):
         self._attempt.enter_context(setup_logging(self.folder))
         if resume is not None:
             resume.compare(self)
+        elif before := self.folder.attempt:
+            said = "The run's folder was left by a start in which nothing was trained; its log is in logs/attempt_%d."
+            log.info(said, before - 1)
         for message in machine.check_start(self.folder.path):
             log.warning("%s", message)
         for unread in self.config.unread:

@@ -1,4 +1,4 @@
-"""What a run that ends early says last: the cause, the checkpoint that it verified, the command that goes on."""
+"""What a run that ends early says last and leaves: its cause, the checkpoint that it verified, the command that goes on."""
 
 import re
 import shlex
@@ -132,3 +132,28 @@ def test_a_stop_whose_checkpoint_a_disk_has_damaged_names_the_one_before(engine,
     assert run.code == 75
     assert "step_00000002 is not usable: actor/weights.safetensors does not match its hash." in run.err
     assert "The newest good checkpoint is of step 1. Go on: engine resume " in run.err
+
+
+def test_a_start_that_is_refused_late_is_not_in_the_way_of_the_next_one(engine, tiny, tiny_plugin):
+    needs_more = tiny_plugin.replace("def bytes_share(completions)", "def bytes_share(completions, absent)")
+    refused = engine("train", tiny(plugin=needs_more))
+    assert refused.code == 4, refused.err
+    run = engine("train", tiny())
+    assert run.code == 0, run.err
+    assert "left by a start in which nothing was trained; its log is in logs/attempt_0." in run.err
+    logs = engine.folder / "runs" / "r" / "logs"
+    assert "absent" in (logs / "attempt_0" / "rank_0.log").read_text()
+    assert "absent" not in (logs / "attempt_1" / "rank_0.log").read_text()
+    again = engine("train", tiny())
+    assert again.code == 2  # now there is something in it
+    assert "run.name: 'r' exists already" in again.err
+
+
+@pytest.mark.parametrize("point", ["run.setup", "step.train"])
+def test_neither_is_one_that_was_killed_before_anything_was_learned(engine, tiny, straight, result, point):
+    changes = {"tracking.rollouts_every_steps": 0}
+    killed = engine("train", tiny(changes), env={"ENGINE_FAULT": f"{point}:kill"})
+    assert killed.code == -signal.SIGKILL
+    run = engine("train", tiny(changes))
+    assert run.code == 0, run.err
+    assert result() == straight(changes)
