@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine_core.config import EngineConfig
-from engine_core.errors import ConfigError, DataError, EnvironmentProblem, PluginError
+from engine_core.errors import DataError, EnvironmentProblem, PluginError
 from engine_core.specs import Options
 from engine_core.tracking import RunFolder, Tracker, TrackerHub
 
@@ -110,87 +110,6 @@ def test_git_commit_is_written_where_there_is_one(tmp_path, monkeypatch):
     ).stdout.strip()
     env = json.loads((RunFolder.create(config_in(tmp_path, "b")).path / "env.json").read_text())
     assert env["git"] == {"sha": sha, "changed_files": 0}
-
-
-def test_a_name_that_exists_is_refused_and_left_alone(tmp_path, run):
-    (run.path / "mine.txt").write_text("kept")
-    with pytest.raises(ConfigError) as caught:
-        RunFolder.create(config_in(tmp_path))
-    assert "run.name: 'a' exists already" in str(caught.value)
-    assert str(caught.value).endswith("or delete it: it holds no checkpoint.")
-    (run.checkpoints / "step_00000001").mkdir()
-    with pytest.raises(ConfigError) as caught:
-        RunFolder.create(config_in(tmp_path))
-    assert f"engine resume {tmp_path / 'runs' / 'a'}" in str(caught.value)
-    assert (run.path / "mine.txt").read_text() == "kept"
-
-
-def test_a_folder_in_which_nothing_was_trained_is_taken_over_and_its_log_stays(tmp_path, run):
-    (run.attempt_dir / "rank_0.log").write_text("refused")
-    run.close()
-    again = RunFolder.create(config_in(tmp_path))
-    assert (again.path, again.attempt, again.start_step) == (run.path, 1, 0)
-    assert (run.attempt_dir / "rank_0.log").read_text() == "refused"
-    assert again.attempt_dir.is_dir()
-    again.close()
-    assert RunFolder.create(config_in(tmp_path)).attempt == 2
-
-
-@pytest.mark.parametrize("file", ["metrics.jsonl", "rollouts/step_000001.parquet", "notes.txt"])
-def test_a_folder_with_anything_of_a_step_or_of_somebody_else_is_left_alone(tmp_path, run, file):
-    (run.path / file).write_text("kept")
-    run.close()
-    before = sorted(run.path.rglob("*"))
-    with pytest.raises(
-        ConfigError, match=r"run\.name: 'a' exists already in .*, or delete it: it holds no checkpoint"
-    ):
-        RunFolder.create(config_in(tmp_path))
-    assert (run.path / file).read_text() == "kept"
-    assert sorted(run.path.rglob("*")) == before
-
-
-def test_a_folder_of_somebody_else_is_none_of_a_start_and_an_empty_one_is_as_good_as_new(tmp_path):
-    (theirs := tmp_path / "runs" / "a" / "logs").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="exists already"):
-        RunFolder.create(config_in(tmp_path))
-    theirs.rmdir()
-    assert RunFolder.create(config_in(tmp_path)).attempt == 0
-
-
-def test_a_start_that_has_not_trained_yet_is_not_taken_over_while_it_lives(tmp_path, run):
-    with pytest.raises(EnvironmentProblem, match=r"is in use by process \d+ on"):
-        RunFolder.create(config_in(tmp_path))
-    assert not (run.logs_dir / "attempt_1").exists()
-
-
-def test_without_locks_nobody_knows_whether_a_start_lives_and_it_is_left_alone(tmp_path, run, monkeypatch):
-    run.close()
-
-    def refuse(*arguments):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(ConfigError, match="exists already"):
-        RunFolder.create(config_in(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["../a", "a/b", "..", "latest", ""])
-def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="is no name for a folder"):
-        RunFolder.create(config_in(tmp_path, name))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_default_names_are_new_even_in_one_second_and_after_the_clock_went_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
-    names = [RunFolder.create(config_in(tmp_path, None)).path.name for _ in range(3)]
-    assert names == ["run-20260102-030405", "run-20260102-030405-2", "run-20260102-030405-3"]
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(EnvironmentProblem, match=r"run\.dir: cannot make a run folder in .*File exists"):
-        RunFolder.create(config_in(tmp_path))
 
 
 def test_paths_with_spaces_and_unicode_work(tmp_path):
