@@ -193,11 +193,13 @@ class CrewRuntime(Runtime):
         replacements, self.replacements = self.replacements, None
         if replacements is not None:
             replacements.close()
-        if self.crew is not None:
-            self.crew.close()
-            self.crew = None
-        if replacements is not None:
-            replacements.settle()
+        try:
+            if self.crew is not None:
+                self.crew.close()
+                self.crew = None
+        finally:
+            if replacements is not None:
+                replacements.settle()
 
     # -- start --------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from engine_plugin_ray.plugin import RayOptions
 
 Node = Mapping[str, float]  # resources by name
+ROOM_SECONDS = 1.0  # between two looks at whether a process that waits for room is still wanted
 THIS_MACHINE = "this machine"  # as a node, before a cluster of the run's own is started
 
 
@@ -29,6 +31,22 @@ def nodes_of_cluster() -> dict[str, Node]:
             name = address if address not in found else f"{address}#{len(found)}"  # several on one machine
             found[name] = node["Resources"]
     return found
+
+
+def at_start(pools: Sequence[Pool]) -> list[Pool]:
+    """Pools with those of their ranks alone that are there from the beginning."""
+    return [dataclasses.replace(pool, ranks=pool.started, to_come=0) for pool in pools]
+
+
+def one_by_one(pool: Pool, ranks: Iterable[int] | None = None) -> list[Pool]:
+    """A pool for each of its ranks.
+
+    Args:
+        pool: of the run.
+        ranks: default: those of the start.
+    """
+    chosen = pool.started if ranks is None else ranks
+    return [dataclasses.replace(pool, ranks=range(rank, rank + 1), to_come=0) for rank in chosen]
 
 
 def resources(options: RayOptions, gpu: bool) -> dict[str, float]:
@@ -47,6 +65,11 @@ def problems(config: EngineConfig) -> Iterator[str]:
     if unknown := list(unknown_pools(list(sizes) or [DEFAULT_POOL], options)):
         yield from unknown
         return
+    for name in (name for name in config.placement.most if name in options.strategy):
+        yield (
+            f"runtime.ray.strategy.{name}: with placement.most.{name} each process of the pool comes and leaves alone, "
+            "wherever there is room. Take one of them out."
+        )
     if not sizes and options.processes != "auto":
         sizes = {DEFAULT_POOL: options.processes}
     for name, size in sizes.items() if not (options.address or _connected()) else ():
@@ -97,9 +120,10 @@ def check(
     asked, there = _asked(pools, each), _there(nodes, gpu)
     total = sum(len(pool.ranks) for pool in pools)
     if total > sum(room.values()):
-        one = len(pools) == 1
+        key = _size_key(pools[0]) if len(pools) == 1 else "placement.pools"
+        key = "placement.most" if any(pool.to_come for pool in pools) else key
         raise ConfigError(
-            f"{_size_key(pools[0]) if one else 'placement.pools'}: {asked}; {shown} has room for "
+            f"{key}: {asked}; {shown} has room for "
             f"{sum(room.values())} processes: {there}. Lower it, {_other_ways(total, each, nodes)}."
         )
     for pool in pools:
@@ -173,13 +197,13 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
     import ray
     from ray.util.placement_group import placement_group
 
-    groups: dict[str, Any] = {}
+    groups: dict[int, Any] = {}  # by the first rank of each
     try:
         for pool in sorted(pools, key=lambda pool: _order(pool, options)):
-            strategy = options.strategy.get(pool.name, "pack").upper()
+            strategy, first = options.strategy.get(pool.name, "pack").upper(), pool.ranks[0]
             bundles = [resources(options, gpu)] * len(pool.ranks)
-            groups[pool.name] = placement_group(bundles, strategy=strategy)
-            if not groups[pool.name].wait(options.start_minutes * 60):
+            groups[first] = placement_group(bundles, strategy=strategy)
+            if not groups[first].wait(options.start_minutes * 60):
                 free = {
                     name: amount
                     for name, amount in ray.available_resources().items()
@@ -193,7 +217,37 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
     except BaseException:
         release(list(groups.values()))
         raise
-    return [groups[pool.name] for pool in pools]
+    return [groups[pool.ranks[0]] for pool in pools]
+
+
+def room_for_one(
+    options: RayOptions, gpu: bool, wanted: Callable[[], bool], say_full: Callable[[], None]
+) -> Any:
+    """A placement group of one process, once there is room for it, perhaps on a node that joins the cluster meanwhile.
+
+    Args:
+        options: ``[runtime.ray]``.
+        gpu: it has an accelerator.
+        wanted: whether it still is.
+        say_full: is called while it waits, again and again.
+
+    Raises:
+        Withdrawn: it is not wanted any more.
+    """
+    from ray.util.placement_group import placement_group
+
+    from engine_core.runtime.replacing import Withdrawn
+
+    group = placement_group([resources(options, gpu)], strategy="PACK")
+    try:
+        while not group.wait(ROOM_SECONDS):
+            if not wanted():
+                raise Withdrawn
+            say_full()
+    except BaseException:
+        release([group])
+        raise
+    return group
 
 
 def release(groups: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
-from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.errors import EnvironmentProblem
 from engine_core.runtime import elastic
 from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
 from engine_core.runtime.host import default_device
@@ -28,7 +28,18 @@ from engine_plugin_ray.cluster import Cluster, asks_for_token
 from engine_plugin_ray.lifeline import hold
 from engine_plugin_ray.mail import ControllerEnd, Store
 from engine_plugin_ray.nearby import NearEnd, connect_all
-from engine_plugin_ray.placing import THIS_MACHINE, Node, check, nodes_of_cluster, release, reserve, resources
+from engine_plugin_ray.placing import (
+    THIS_MACHINE,
+    Node,
+    at_start,
+    check,
+    nodes_of_cluster,
+    one_by_one,
+    release,
+    reserve,
+    resources,
+    room_for_one,
+)
 
 if TYPE_CHECKING:
     from engine_core.runtime.base import Role
@@ -54,8 +65,12 @@ class RayRuntime(CrewRuntime):
         self.cluster = Cluster(self.options.address)
         self.store = Store()
         self._gpu = False
-        self._groups: list[Any] = []
-        self._seats: list[ActorHandle] = []
+        self._groups: list[Any] = []  # placement groups of the pools that stay as they are
+        self._rooms: dict[
+            int, Any
+        ] = {}  # of the others, whose ranks come and leave: one for each that is there
+        self._waiting: set[int] = set()  # ranks for which there is no room now
+        self._seats: dict[int, ActorHandle] = {}
         self._store: Any = None  # the store in which ranks of several nodes meet
 
     def close(self) -> None:
@@ -68,16 +83,15 @@ class RayRuntime(CrewRuntime):
         """Give back what is held in the cluster; one of our own ends with all of it."""
         self.store.forget()
         self._store = None
-        self._seats = []
-        groups, self._groups = self._groups, []
+        self._seats = {}
+        groups, self._groups = [*self._groups, *self._rooms.values()], []
+        self._rooms = {}
         if not self.cluster.own:
             release(groups)
 
     def _processes(self, roles: Mapping[str, Role]) -> int:
         import ray
 
-        if self.config.placement.most:
-            raise ConfigError("placement.most: the number of samplers cannot change here yet. Take it out.")
         if not self.options.address and not ray.is_initialized():
             self._gpu = self.options.device != "cpu" and default_device().type != "cpu"
             return wanted_processes(self.config) or (torch.accelerator.device_count() if self._gpu else 1)
@@ -95,7 +109,9 @@ class RayRuntime(CrewRuntime):
         gpus = torch.accelerator.device_count() if self._gpu else 0
         own: Node = {"CPU": size * self.options.cpus_per_process, "GPU": gpus}
         nodes = nodes_of_cluster() if joined else {THIS_MACHINE: own}
-        check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
+        check(at_start(self.pools), self.options, self._gpu, nodes, self.cluster.shown)
+        if not joined:  # it never has more room
+            check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
         if not joined:
             environments.check_here(self.options.python)
             self.cluster.start(own["CPU"], gpus, self.options.object_store_mib, size)
@@ -105,21 +121,36 @@ class RayRuntime(CrewRuntime):
                 "RAY_AUTH_MODE=token.",
                 self.cluster.shown,
             )
-        self._groups = reserve(self.pools, self.options, self._gpu)
+        whole = self._staying()
+        alone = [one for pool in self.pools if pool not in whole for one in one_by_one(pool)]
+        groups = reserve([*whole, *alone], self.options, self._gpu)
+        self._groups = groups[: len(whole)]
+        self._rooms = {pool.ranks[0]: group for pool, group in zip(alone, groups[len(whole) :], strict=True)}
         if joined:
-            self._check_pythons()
-        self._seats = self._take_seats(range(size))
-        return list(self._seats)
+            self._check_pythons([*whole, *alone], groups)
+        self._seats = self._take_seats([rank for pool in self.pools for rank in pool.started])
+        return list(self._seats.values())
 
-    def _check_pythons(self) -> None:
+    def _staying(self) -> list[Pool]:
+        """Pools whose number of processes does not change."""
+        return [pool for pool in self.pools if pool.name not in self.config.placement.most]
+
+    def _bundle(self, pool: Pool, rank: int) -> tuple[Any, int]:
+        """The placement group of a rank, and its place in it."""
+        staying = self._staying()
+        if pool not in staying:
+            return self._rooms[rank], 0
+        return self._groups[staying.index(pool)], pool.ranks.index(rank)
+
+    def _check_pythons(self, pools: Sequence[Pool], groups: Sequence[Any]) -> None:
         seconds = self.options.start_minutes * 60
         try:
-            environments.check_there(self.pools, self.options.python, self._groups, seconds)
+            environments.check_there(pools, self.options.python, groups, seconds)
         except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
 
-    def _take_seats(self, ranks: Sequence[int]) -> list[ActorHandle]:
-        """An actor for each of these ranks, in the bundle that is its own.
+    def _take_seats(self, ranks: Sequence[int]) -> dict[int, ActorHandle]:
+        """An actor for each of these ranks, in their order, in the bundle that is its own.
 
         Raises:
             EnvironmentProblem: one does not start.
@@ -133,15 +164,15 @@ class RayRuntime(CrewRuntime):
         made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
         each = resources(self.options, self._gpu)
         actors = []
-        for pool, group in zip(self.pools, self._groups, strict=True):
+        for pool in self.pools:
             python = self.options.python.get(pool.name)
             given = self._given(self._size, python is not None)
-            for place in (place for place, rank in enumerate(pool.ranks) if rank in ranks):
+            for rank in (rank for rank in pool.ranks if rank in ranks):
                 chosen = made.options(
                     num_cpus=each["CPU"],
                     num_gpus=each.get("GPU", 0),
                     max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundle(pool, rank)),
                     runtime_env={"py_executable": python} if python else None,
                 )
                 actors.append(chosen.remote(*given))
@@ -153,10 +184,10 @@ class RayRuntime(CrewRuntime):
             raise EnvironmentProblem(_no_seat(error)) from error
         here, logs = ray.get_runtime_context().get_node_id(), self.cluster.logs
         ends = self._connect(dict(zip(ranks, actors, strict=True)), about, here)
-        return [
-            ActorHandle(rank, actor, ends[rank], found, logs if found["node"] == here else None)
+        return {
+            rank: ActorHandle(rank, actor, ends[rank], found, logs if found["node"] == here else None)
             for rank, actor, found in zip(ranks, actors, about, strict=True)
-        ]
+        }
 
     def _connect(
         self, actors: Mapping[int, Any], about: Sequence[Mapping[str, Any]], here: str
@@ -199,9 +230,37 @@ class RayRuntime(CrewRuntime):
         return True
 
     def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> ActorHandle:
-        """A new actor in the bundle of the one that was lost."""
-        (self._seats[rank],) = self._take_seats([rank])
+        """A new actor in the bundle of the one that was lost, or in room of its own, once there is some."""
+        pool = next(pool for pool in self.pools if rank in pool.ranks)
+        if pool not in self._staying() and rank not in self._rooms:
+            try:
+                self._rooms[rank] = room_for_one(
+                    self.options, self._gpu, wanted, lambda: self._say_full(rank)
+                )
+            finally:
+                self._waiting.discard(rank)
+            (one,) = one_by_one(pool, [rank])
+            if not self._one_machine():
+                self._check_pythons([one], [self._rooms[rank]])
+        self._seats |= self._take_seats([rank])
         return self._seats[rank]
+
+    def _say_full(self, rank: int) -> None:
+        """There is no room for a rank now; said once for all of them."""
+        first = not self._waiting
+        self._waiting.add(rank)
+        if first:
+            log.warning(
+                "Ray has no room for another sampler now (%s). It is waited for, and the run goes on; 'engine scale' with a smaller "
+                "number ends the wish.",
+                " and ".join(f"{amount:g} {kind}" for kind, amount in resources(self.options, self._gpu).items()),
+            )  # fmt: skip
+
+    def _ended(self, rank: int) -> None:
+        """Give back the room of a rank that comes and leaves by itself."""
+        self._seats.pop(rank, None)
+        if (group := self._rooms.pop(rank, None)) is not None:
+            release([group])
 
     def _given(self, size: int, own_python: bool) -> tuple[dict[str, str], list[str] | None, str]:
         """What an actor is told before it imports anything: environment, path, working folder.
@@ -226,7 +285,7 @@ class RayRuntime(CrewRuntime):
 
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
         mine = self._seats[rank]
-        near = sum(self._seats[other].node == mine.node for other in pool.ranks)
+        near = sum(seat.node == mine.node for other, seat in list(self._seats.items()) if other in pool.ranks)
         # Ray shows each rank one accelerator, which is number 0 there
         return {"local_rank": 0, "local_world_size": near, "path": None, "host": mine.address}
 
