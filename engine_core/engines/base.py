@@ -321,7 +321,11 @@ class RolloutEngine(abc.ABC):
         return generate(self, requests)
 
     def advance(
-        self, requests: Sequence[Request] = (), dropped: Sequence[str] = (), stopped: Sequence[str] = ()
+        self,
+        requests: Sequence[Request] = (),
+        dropped: Sequence[str] = (),
+        stopped: Sequence[str] = (),
+        rounds: int = 1,
     ) -> list[Rollout]:
         """One round for requests that come and go one by one: queue these, forget those, go on sampling once.
 
@@ -331,6 +335,7 @@ class RolloutEngine(abc.ABC):
             requests: new ones, with ids that none under way has.
             dropped: ids whose rollouts nobody waits for any more.
             stopped: ids whose rollouts are wanted as far as they are; an id that is not under way is passed over.
+            rounds: how many times to go on, while anything is left.
 
         Returns:
             The rollouts that finished, of this and earlier calls, and those of ``stopped``. With nothing left to
@@ -338,7 +343,7 @@ class RolloutEngine(abc.ABC):
         """
         from engine_core.engines.driver import advance
 
-        return advance(self, requests, dropped, stopped)
+        return advance(self, requests, dropped, stopped, rounds)
 
     def pause(self, mode: str = "drain") -> None:
         """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""

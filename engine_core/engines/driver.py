@@ -77,14 +77,16 @@ def advance(
     requests: Sequence[Request],
     dropped: Sequence[str] = (),
     stopped: Sequence[str] = (),
+    rounds: int = 1,
 ) -> list[Rollout]:
-    """Queue requests, drop and stop some of earlier calls, and go on sampling once.
+    """Queue requests, drop and stop some of earlier calls, and go on sampling.
 
     Args:
         engine: any rollout engine.
         requests: new ones, with ids that none in ``engine.running`` has.
         dropped: ids whose rollouts nobody waits for any more.
         stopped: ids whose rollouts are wanted as far as they are.
+        rounds: how many times to go on, while anything is left.
 
     Raises:
         PluginError: as ``generate``, told as soon as it is seen.
@@ -101,16 +103,26 @@ def advance(
     finished = _stop(engine, [id for id in stopped if id in running])
     if not running:
         engine.dropped.clear()
-        return finished
-    unfinished = engine.num_unfinished
-    for rollout in [*engine.step(), *_stop_late(engine)]:
-        if rollout.request_id not in engine.dropped:  # else it was done before it was dropped
-            finished.append(_over(engine, rollout))
-    if not finished and not unfinished:
-        raise _broken(
-            engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
-        )
+    for _ in range(rounds):
+        if not running:
+            break
+        unfinished = engine.num_unfinished
+        found = _round(engine)
+        finished += found
+        if not found and not unfinished:
+            raise _broken(
+                engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
+            )
     return finished
+
+
+def _round(engine: RolloutEngine) -> list[Rollout]:
+    """One step of it: what has finished."""
+    return [
+        _over(engine, rollout)
+        for rollout in [*engine.step(), *_stop_late(engine)]
+        if rollout.request_id not in engine.dropped  # else it was done before it was dropped
+    ]
 
 
 def flow(

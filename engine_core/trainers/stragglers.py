@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_core.rollout_files import read_rollouts, write_rollouts
 from engine_core.trainers.ages import stretches
@@ -37,6 +37,9 @@ COUNTS = (
 FILE = "carried.parquet"
 """Of a checkpoint."""
 
+ROUNDS_FOR_MORE = 8  # after which a call is of one round more
+MOST_AT_ONCE = 4  # rounds of a call
+
 log = logging.getLogger("engine")
 
 RequestOf = Callable[[Prompt, str], Request]
@@ -45,6 +48,9 @@ RequestOf = Callable[[Prompt, str], Request]
 class Lockstep:
     """Rollouts in rounds of all samplers: which are finished by a round does not depend on how quick each sampler is.
 
+    A call is of one round at first, and of more after many, at most ``MOST_AT_ONCE``: what is still under way then is
+    long, and what a call samples after the last group that is waited for is little of it.
+
     Args:
         group: of the sampler.
         requests: that it is asked.
@@ -52,10 +58,14 @@ class Lockstep:
 
     def __init__(self, group: WorkerGroup, requests: Sequence[Request]) -> None:
         self._group, self._requests = group, requests
+        self._rounds = 0  # so far
 
     def __next__(self) -> list[Rollout]:
         requests, self._requests = self._requests, []
-        found: list[Rollout] = self._group.call("advance", requests=requests).result()
+        count = min(1 + self._rounds // ROUNDS_FOR_MORE, MOST_AT_ONCE)
+        more: dict[str, Any] = {"rounds": count} if count > 1 else {}
+        found: list[Rollout] = self._group.call("advance", requests=requests, **more).result()
+        self._rounds += count
         return found
 
     def rest(self) -> list[list[Rollout]]:

@@ -68,9 +68,7 @@ class SimulatedSampler:
             self._add(plain["requests"])
             return self._generate()
         if method == "advance":
-            return self._advance(
-                plain.get("requests", ()), plain.get("dropped", ()), plain.get("stopped", ())
-            )
+            return self._advance(**plain)
         return None, 0.0  # pause, resume, ...
 
     def update(self, version: int) -> None:
@@ -87,14 +85,20 @@ class SimulatedSampler:
         return found, seconds
 
     def _advance(
-        self, requests: Sequence[Request], dropped: Sequence[str], stopped: Sequence[str]
+        self,
+        requests: Sequence[Request] = (),
+        dropped: Sequence[str] = (),
+        stopped: Sequence[str] = (),
+        rounds: int = 1,
     ) -> tuple[list[Rollout], float]:
         self.take_in(requests, dropped)
-        parts = [self._rollout(found, "abort") for id in stopped if (found := self._forget(id))]
-        if stopped or not self.unfinished:
-            return parts, 0.0
-        done, seconds = self._step(self.speeds.call_tokens)
-        return [*parts, *done], seconds
+        found = [self._rollout(each, "abort") for id in stopped if (each := self._forget(id))]
+        seconds = 0.0
+        for _ in range(0 if stopped else rounds):
+            if self.unfinished:
+                done, more = self._step(self.speeds.call_tokens)
+                found, seconds = found + done, seconds + more
+        return found, seconds
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -118,6 +118,23 @@ def test_advance_takes_requests_as_they_come_and_gives_rollouts_as_they_end():
     assert engine.running == {}
 
 
+def test_several_rounds_of_advance_give_what_as_many_calls_would_and_end_with_the_last_request():
+    engine, asked = Echo(), requests(7)
+    assert [r.request_id for r in engine.advance(asked, rounds=2)] == ["r6", "r5", "r4", "r3"]
+    steps = []
+    engine.step, step = lambda: steps.append(1) or step(), engine.step
+    assert [r.request_id for r in engine.advance(rounds=5)] == ["r2", "r1", "r0"]
+    assert len(steps) == 2  # none once nothing is left
+    assert engine.advance(rounds=3) == []
+
+
+def test_an_engine_that_stops_in_a_later_round_is_named():
+    engine = Echo()
+    engine.add = lambda asked: engine.queue.extend(asked[:2])  # and forgets the others
+    with pytest.raises(PluginError, match="stopped with 2 requests unfinished, such as 'r2'"):
+        engine.advance(requests(4), rounds=2)
+
+
 def test_a_flow_tells_what_ends_until_it_is_left_and_goes_on_with_what_was_under_way():
     engine, asked, left = Echo(), requests(6), [True, False]
     parts = flow(engine, asked[:5], [], lambda: left.pop(0))

@@ -63,6 +63,21 @@ def test_where_the_same_seed_is_to_give_the_same_samplers_are_asked_in_rounds():
     assert group.made is None
 
 
+def test_where_responses_are_long_a_call_is_of_several_rounds():
+    group, asked = Samplers(repeatable=True), []
+    arrivals = _arrivals(group, [request(1)], Clock())
+    answer = group.call
+
+    def call(method, **plain):
+        asked.append(plain.pop("rounds", 1))
+        return answer(method, **plain)
+
+    group.call = call
+    for _ in range(16):
+        next(arrivals)
+    assert asked == [1] * 8 + [2] * 4 + [3] * 3 + [4]  # 8, 16, 25, 29 rounds
+
+
 def test_samplers_that_wait_for_each_other_are_asked_in_rounds():
     assert isinstance(_arrivals(Samplers(flows=False), [], Clock()), Lockstep)
 
