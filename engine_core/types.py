@@ -362,7 +362,11 @@ class Batch:
 
     @classmethod
     def from_rollouts(
-        cls, rollouts: Sequence[Rollout], temperature: float = 1.0, replay: bool = False
+        cls,
+        rollouts: Sequence[Rollout],
+        temperature: float = 1.0,
+        replay: bool = False,
+        joined: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         """Pack rollouts, in their order.
 
@@ -375,11 +379,17 @@ class Batch:
         With ``replay``, and where a rollout tells which tokens were left to sample from, there is the column
         ``support_ids`` [T, K] int32 too: ``log_probs`` of train engines, and ``rollout_log_probs``, are then
         over those tokens alone; where its row is -1, over the whole vocabulary.
+
+        ``joined`` are ``loss_mask`` and ``policy_versions`` of them one after another, where somebody has them: they are
+        taken as they are.
         """
         import torch
 
         def cat(columns: list[Tensor]) -> Tensor:
             return torch.cat(columns) if columns else torch.zeros(0)
+
+        def column(name: str) -> Tensor:
+            return joined[name] if joined else cat([getattr(r, name) for r in rollouts])
 
         mass = "support_log_mass"  # a rollout without it was not cut: the log of 1
         told_extras = [r.extras for r in rollouts if r.extras]  # most runs have none
@@ -387,12 +397,12 @@ class Batch:
         whole = [r.extras.get(mass, torch.zeros(len(r.token_ids))) for r in rollouts] if has_mass else []
         names = set.intersection(*map(set, told_extras)) if len(told_extras) == len(rollouts) > 0 else set()
         lengths = torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.int64)
-        sampled = cat([r.loss_mask for r in rollouts]).bool()
+        sampled = column("loss_mask").bool()
         valid = torch.tensor([r.valid for r in rollouts], dtype=torch.bool)
         tokens = {
             "loss_mask": sampled if bool(valid.all()) else sampled & valid.repeat_interleave(lengths),
             "rollout_log_probs": cat([r.rollout_log_probs for r in rollouts]),
-            "policy_versions": cat([r.policy_versions for r in rollouts]),
+            "policy_versions": column("policy_versions"),
             **{name: cat([r.extras[name] for r in rollouts]) for name in sorted(names - {mass, SUPPORT})},
         }
         as_sampled = tokens["rollout_log_probs"]

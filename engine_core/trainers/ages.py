@@ -5,7 +5,7 @@ Whoever looks at stretches looks at each token once, and only for where one ends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from engine_core.types import Rollout
 
@@ -51,13 +52,25 @@ class Stretches(NamedTuple):
         return places, lowest, np.maximum.reduceat(self.versions, first)
 
 
-def stretches(rollouts: Sequence[Rollout]) -> Stretches:
-    """The stretches of all of them."""
+def joined(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """``loss_mask`` and ``policy_versions`` [T] of all of them, one after another; nothing of none."""
+    names = ("loss_mask", "policy_versions") if rollouts else ()
+    return {name: torch.cat([getattr(rollout, name) for rollout in rollouts]) for name in names}
+
+
+def stretches(rollouts: Sequence[Rollout], columns: Mapping[str, Tensor] | None = None) -> Stretches:
+    """The stretches of all of them.
+
+    Args:
+        rollouts: any.
+        columns: what ``joined`` made of them, where somebody has it.
+    """
     if not rollouts:
         return Stretches(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
+    columns = columns or joined(rollouts)
     lengths = np.array([rollout.loss_mask.numel() for rollout in rollouts])
-    versions = torch.cat([rollout.policy_versions for rollout in rollouts]).cpu().numpy()  # [T]
-    sampled = torch.cat([rollout.loss_mask for rollout in rollouts]).cpu().numpy()  # [T] bool
+    versions = columns["policy_versions"].cpu().numpy()  # [T]
+    sampled = columns["loss_mask"].cpu().numpy()  # [T] bool
     # [T] another version, or sampled where the one before was not
     begins = np.empty(len(versions), dtype=bool)
     np.not_equal(versions[1:], versions[:-1], out=begins[1:])

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import TrainingFailed
 from engine_core.rewards.early import Known
 from engine_core.rollout_files import read_rollouts, write_rollouts
-from engine_core.trainers.ages import Stretches, stretches
+from engine_core.trainers.ages import Stretches, joined, stretches
 from engine_core.trainers.ahead import AheadQueue, Group
 from engine_core.trainers.rounds import Rounds
 from engine_core.trainers.sampler_thread import SamplerThread, ThreadedSampler
@@ -66,6 +67,11 @@ class AheadSource(RolloutSource):
         self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
         self._ages: Stretches | None = None  # of its rollouts, as they came
+        self._came: tuple[list[Rollout], dict[str, torch.Tensor]] = (
+            [],
+            {},
+        )  # these, and their tokens' columns, for `batch`
+        self._batched: Stretches | None = None  # of the rollouts of the batch, where they are these
         self._uncounted: list[Rollout] = []  # that have come since then
         self._ready = 0  # groups in the queue that are
         self._wanted = 0  # groups that somebody waits for
@@ -162,8 +168,21 @@ class AheadSource(RolloutSource):
         """``fresh`` [T] bool, True on tokens of the policy that is trained now; nothing where all are."""
         if self.thread is None:
             return super().fresh(batch)
+        came = self._unchanged()
+        if came is not None and bool((came.versions == self.version).all()):
+            return {}
         fresh = batch["policy_versions"] == self.version
+        if came is not None and bool(
+            batch["valid"].all()
+        ):  # each of these tokens is learned from, an older one, too
+            return {"fresh": fresh}
         return {} if bool((fresh | ~batch["loss_mask"]).all()) else {"fresh": fresh}
+
+    def known_columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, torch.Tensor] | None:
+        (came, columns), self._came = self._came, ([], {})  # nobody needs them after this
+        same = len(came) == len(rollouts) and all(map(operator.is_, came, rollouts))
+        self._batched = self._unchanged() if same else None
+        return columns if self._batched is not None else None
 
     # -- groups -------------------------------------------------------------
 
@@ -250,7 +269,9 @@ class AheadSource(RolloutSource):
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
         """The rule of ``ahead``, held against what came."""
         most = self.run.options.max_staleness
-        found = self._ages = stretches(rollouts)
+        columns = joined(rollouts)
+        found = self._ages = stretches(rollouts, columns)
+        self._came = list(rollouts), columns
         if not len(found.versions) or self.version - int(found.versions.min()) <= most:
             return
         place, oldest = next((p, v) for p, v in found.oldest().items() if self.version - v > most)

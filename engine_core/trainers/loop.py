@@ -23,7 +23,7 @@ from engine_core.errors import (
 )
 from engine_core.progress import Progress
 from engine_core.trainers.ending import way_on
-from engine_core.trainers.memory import out_of_memory_explained, set_up_is_kept
+from engine_core.trainers.memory import keep_freed_memory, out_of_memory_explained, set_up_is_kept
 from engine_core.trainers.points import ResumePoint
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class StepLoop:
         log.info("%s", " ".join(run.derived()))
         run.emit("run_started", {"steps": self._total})
         assert run.folder is not None
+        if not run.runtime.in_process:
+            keep_freed_memory()
         self.point = point or ResumePoint.take(run, {}, unfinished={})
         metrics: dict[str, float] = {}
         with (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,27 @@ YOUNG = 500_000
 """New objects until Python looks for garbage among them by itself: rollouts are none, however many."""
 SHARE = 0.001
 """Of a run's time, what looking for garbage between steps may take."""
+
+
+LARGE, KEPT = 128 << 20, 512 << 20
+"""Bytes: of a block that is taken from what was freed, and that may be free without going back to the kernel."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
+_SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
+def keep_freed_memory() -> None:
+    """Have this process use what it frees again, up to ``KEPT`` bytes of it, for the rest of its life.
+
+    The columns of a step's batch are tens of MB each; glibc gives such back to the kernel when they are freed, and the next
+    step has them page by page, each cleared first. Does nothing with another C library, or where the environment says
+    how memory is handed out. Meant for a process that holds no model: what one frees may be needed by others.
+    """
+    if any(name in os.environ for name in _SET_BY_USER):
+        return
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # none of glibc's
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, LARGE)
+        mallopt(_TRIM_THRESHOLD, KEPT)
 
 
 @contextmanager

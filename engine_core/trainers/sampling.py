@@ -224,7 +224,9 @@ class RolloutSource:
         """
         config = self.run.config_now
         replay = self.run.replays_support
-        batch = Batch.from_rollouts(rollouts, config.rollout.temperature, replay)
+        batch = Batch.from_rollouts(
+            rollouts, config.rollout.temperature, replay, self.known_columns(rollouts)
+        )
         columns: dict[str, torch.Tensor] = {}
         for name, weight, clipped in self.reward_terms():
             values = [r.rewards.get(name) for r in rollouts]
@@ -241,6 +243,10 @@ class RolloutSource:
         if not self.tells_log_probs:
             del batch.tokens["rollout_log_probs"]  # zeros, which somebody might take for log-probs
         return batch
+
+    def known_columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, torch.Tensor] | None:
+        """Columns of these rollouts that are there already, as ``Batch.from_rollouts`` takes them."""
+        return None
 
     def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
         """``fresh`` [T] bool, True on tokens of the newest policy of the batch; nothing where all are."""

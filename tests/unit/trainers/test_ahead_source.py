@@ -11,7 +11,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.rollout_files import RolloutFile
 from engine_core.trainers.ahead import AheadQueue, Group
 from engine_core.trainers.ahead_source import FILE, AheadSource
-from engine_core.types import Prompt, Rollout
+from engine_core.types import Batch, Prompt, Rollout
 
 
 def source(per_step=4, staleness=1, temperature=1.0, version=3, stages=()):
@@ -22,7 +22,8 @@ def source(per_step=4, staleness=1, temperature=1.0, version=3, stages=()):
     options = SimpleNamespace(max_staleness=staleness)
     made.run = SimpleNamespace(config=config, config_now=config, options=options, step_done=3)
     made._tokenizer, made.version = "hash", version
-    made._changed, made._ages = threading.Condition(), None
+    made._changed, made._ages, made._came, made._batched = threading.Condition(), None, ([], {}), None
+    made.thread = object()
     made.per_step, made.queue = per_step, AheadQueue(per_step, staleness, False)
     made.returned, made.admitted, made.resampled = deque(), 0, 0
     return made
@@ -156,3 +157,58 @@ def test_a_token_that_is_too_old_ends_the_run_with_its_rollout_and_age():
     made = source(version=3, staleness=1)
     with pytest.raises(TrainingFailed, match=r"'old'.*2"):
         made._check_staleness([with_versions("new", [3]), with_versions("old", [2, 1])])
+
+
+def mixed(mask=(False, True, True), versions=(0, 2, 3), valid=True):
+    found = rollout("5:0:0", Prompt("train:0", [1], ""))
+    found.loss_mask, found.valid = torch.tensor(mask), valid
+    found.policy_versions = torch.tensor(versions, dtype=torch.int32)
+    return found
+
+
+@pytest.mark.parametrize(
+    "rollouts",
+    [
+        [mixed(), mixed(versions=(0, 3, 3))],
+        [mixed(versions=(0, 3, 3))] * 2,
+        [mixed(valid=False), mixed(versions=(0, 3, 3))],  # the one older token is not learned from
+        [mixed(valid=False), mixed()],
+        [mixed((False, False, False))],
+        [],
+    ],
+    ids=[
+        "an older token",
+        "all new",
+        "an older token that does not count",
+        "one of two",
+        "none sampled",
+        "none",
+    ],
+)
+def test_a_batch_of_what_came_is_the_one_that_is_packed_of_any_rollouts(rollouts):
+    came, other = source(), source()
+    came._check_staleness(rollouts)
+    batches = []
+    for each in (came, other):
+        batch = Batch.from_rollouts(rollouts, 1.0, False, each.known_columns(rollouts))
+        fresh = {} if not rollouts else each.fresh(batch)
+        batches.append(batch.with_columns(tokens=fresh))
+    assert came._batched is not None
+    assert other._batched is None or not rollouts
+    first, second = batches
+    assert first.tokens.keys() == second.tokens.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first.tokens)
+
+
+def test_columns_of_what_came_are_taken_for_these_rollouts_alone_and_once():
+    made, rollouts = source(), [mixed(), mixed()]
+    made._check_staleness(rollouts)
+    assert made.known_columns(rollouts[:1]) is None
+    made._check_staleness(rollouts)
+    assert made.known_columns([rollouts[1], rollouts[0]]) is None
+    made._check_staleness(rollouts)
+    assert made.known_columns(list(rollouts)).keys() == {"loss_mask", "policy_versions"}
+    assert made.known_columns(rollouts) is None  # it is not held any longer
+    staged = source(stages=["a filter"])
+    staged._check_staleness(rollouts)
+    assert staged.known_columns(rollouts) is None  # which may mask tokens in place

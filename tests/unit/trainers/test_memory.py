@@ -1,6 +1,9 @@
 """What a step says that had no memory; what is not looked through for garbage."""
 
 import gc
+import os
+import subprocess
+import sys
 import time
 import weakref
 from types import SimpleNamespace
@@ -137,3 +140,40 @@ def test_a_run_that_fails_has_its_objects_looked_through_again():
     with pytest.raises(KeyError), set_up_is_kept(time.perf_counter):
         raise KeyError
     assert not gc.get_freeze_count()
+
+
+FREES = """
+import resource, sys
+import torch
+from engine_core.trainers.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def step():
+    held = [torch.ones(10_000_000) for _ in range(3)]  # 40 MB each: more than glibc keeps by itself
+for _ in range(8):  # until there is as much as it takes
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def pages(keep, **settings):
+    """New ones in five steps, in a process of its own."""
+    told = {
+        name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "LD_PRELOAD"
+    }
+    command = [sys.executable, "-c", FREES, keep]
+    done = subprocess.run(
+        command, env=told | settings, capture_output=True, text=True, timeout=120, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc: the C library of most Linux systems")
+def test_what_a_step_frees_is_there_for_the_next_one_unless_the_environment_says_how():
+    most = 5 * 3 * 40_000_000 // os.sysconf("SC_PAGE_SIZE")
+    assert pages("keep") < most / 20
+    assert pages("not") > most / 2
+    assert pages("keep", MALLOC_TRIM_THRESHOLD_="131072") > most / 2
