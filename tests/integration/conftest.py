@@ -110,7 +110,10 @@ def run_demo():
             {"OMP_NUM_THREADS": "1"} | SMALL if small else {}
         )  # the real one has all cores
         command = [sys.executable, "examples/word_problems/demo.py", *map(str, arguments)]
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        seconds = 900 if small else None
+        return subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+        )
 
     return run
 

@@ -20,6 +20,7 @@ import ast
 import inspect
 import json
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -87,6 +88,8 @@ steps = 2
 """
 
 
+CPU_SECONDS = 60  # of a program that is none of ours
+PAGE_SECONDS = 300  # as any test
 NEEDS_EXAMPLE = ("custom_model.md",)  # pages that install examples/custom_model
 
 
@@ -181,10 +184,7 @@ class Session:
             out, err = self.capsys.readouterr()
         else:
             program = sys.executable if program == "python" else program
-            done = subprocess.run(
-                [program, *arguments], capture_output=True, text=True, check=False, timeout=60
-            )
-            code, out, err = done.returncode, done.stdout, done.stderr
+            code, out, err = run_alone([program, *arguments])
         if target:
             self._write(target, out)
         refused = any(line.startswith("engine: ") for line in expected)
@@ -236,6 +236,23 @@ class Session:
         return path
 
 
+def run_alone(command: list[str]) -> tuple[int, str, str]:
+    """Exit code and output of another program.
+
+    It may compute for a minute: counted in CPU time, since most of it is imports, which on a machine that does other things
+    at the same time take many times as long by the clock. One that waits for ever is ended with its page, in five minutes.
+    """
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            if sys.platform == "linux":
+                resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+            out, err = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, out, err
+
+
 def not_printed(expected: list[str], printed: str) -> list[str]:
     """The expected lines that do not come, in their order, among the printed ones."""
     lines = iter(re.sub(r"[ \t]+", " ", line).strip() for line in printed.splitlines())
@@ -259,6 +276,7 @@ LONG = {
 """Pages that `make test` leaves to `make test-full`, and what of it covers them meanwhile."""
 
 
+@pytest.mark.timeout(PAGE_SECONDS, func_only=True)  # the first page of a session would pay for the demo
 @pytest.mark.parametrize(
     "page",
     [
@@ -266,7 +284,7 @@ LONG = {
         for page, name in zip(PAGES, NAMES, strict=True)
     ],
 )
-def test_every_block_of_a_page_works(page, library, custom_model, tmp_path, capsys, monkeypatch):
+def test_every_block_of_a_page_works(page, library, request, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "page"
     shutil.copytree(library, folder, symlinks=True)
     monkeypatch.chdir(folder)
@@ -274,7 +292,7 @@ def test_every_block_of_a_page_works(page, library, custom_model, tmp_path, caps
     for name, value in ENVIRONMENT.get(page.name, {}).items():
         monkeypatch.setenv(name, value)
     if page.name in NEEDS_EXAMPLE:
-        monkeypatch.syspath_prepend(custom_model)
+        monkeypatch.syspath_prepend(request.getfixturevalue("custom_model"))
     session = Session(page.name, folder, capsys)
     for block in blocks_of(page.read_text("utf-8")):
         session.run(block)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -309,4 +310,8 @@ def nothing_is_left_of_a_closed_engine(bench):
     del tensors, masters, flat, zero
     engine.close()
     gc.collect()
-    assert all(storage.expired() for storage in memory)
+    # a thread of gloo lets go of its last collective's tensors a moment after it has told that this is done
+    deadline = time.monotonic() + 10
+    while not all(storage.expired() for storage in memory):
+        assert time.monotonic() < deadline, "an engine that was closed holds weights, gradients or state"
+        time.sleep(0.01)

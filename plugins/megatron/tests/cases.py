@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import time
 import weakref
 
 import pytest
@@ -332,5 +333,8 @@ def nothing_is_left_of_a_closed_engine(bench):
     del weights, state
     engine.close()
     gc.collect()
-    assert not [part for part in (ref() for ref in held) if part is not None]
-    assert all(storage.expired() for storage in memory)
+    # a thread of gloo lets go of its last collective's tensors a moment after it has told that this is done
+    deadline = time.monotonic() + 10
+    while any(ref() is not None for ref in held) or not all(storage.expired() for storage in memory):
+        assert time.monotonic() < deadline, "an engine that was closed holds weights, gradients or state"
+        time.sleep(0.01)
