@@ -147,7 +147,7 @@ class Replacements:
         with self._lock:
             self.wanted = count
             there = len(self.present)
-        log.info("%d samplers are wanted, %d are there.", count, there)
+        log.info("Samplers: %d wanted, %d there.", count, there)
         self._adjust()
 
     def change(self) -> bool:
@@ -252,9 +252,8 @@ class Replacements:
             for rank in ranks:
                 self.losses[rank] += 1
             self.counts["sampling/left"] += len(ranks)
-            left = len(self.present)
         for rank in ranks:
-            log.info("Worker rollout[%d] leaves, as was asked for; %d are there.", rank, left)
+            log.info("Worker rollout[%d] leaves, as was asked for.", rank)
             self._dismiss(rank)
 
     def _dismiss(self, rank: int) -> None:

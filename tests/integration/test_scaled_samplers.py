@@ -178,3 +178,35 @@ def test_one_that_came_and_is_lost_is_gone_until_it_is_asked_for_again(run, wish
     assert "Samplers wanted now: 1" in caplog.text
     assert len({id for found in ids(folder).values() for id in found}) == 5 * 16
     assert ended(processes)
+
+
+def test_what_one_that_leaves_has_under_way_is_asked_of_the_others(run, wishes):
+    """The first step takes a quarter of what was asked for before it, and its update comes at once."""
+
+    def at_work(source):
+        assert source.run.groups["rollout"].thread.group.running.under_way[1]
+        return main(["scale", str(source.run.folder.path), "1"])
+
+    how = {"trainer": "async", "async.order": "admitted", "async.max_staleness": 3, "run.steps": 7}
+    how |= {"placement.pools": {"serve": 2, "train": 1}, "rollout.max_response_tokens": 200}
+    wishes[1] = at_work
+    folder = run("leaves", **how)
+    assert sum(of(folder, "left")) == 1
+    assert sum(of(folder, "reissued")) >= 1
+    found = [id for step in ids(folder).values() for id in step]
+    assert len(found) == len(set(found)) == 7 * 16
+
+
+def test_a_wish_holds_after_a_resume_and_a_broken_one_is_ignored(run, wishes, caplog):
+    def broken(source):
+        (source.run.folder.path / "samplers.json").write_text("{")
+        return 0
+
+    wishes |= {1: 2, 2: broken}
+    folder = run("first", **{"run.steps": 3, "checkpoint.every_steps": 3})
+    assert of(folder, "samplers") == [2, 2, 2]
+    assert "samplers.json is ignored" in caplog.text
+    (folder / "samplers.json").write_text(json.dumps({"samplers": 3}))
+    wishes.clear()
+    assert main(["resume", str(folder), "--steps", "4"]) == 0
+    assert of(folder, "samplers") == [2, 2, 2, 3]

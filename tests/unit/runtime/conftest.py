@@ -39,6 +39,7 @@ class Crew:
 
     def __init__(self):
         self.sent, self.left, self.number = [], [], 0
+        self.workers = {rank: Handle(rank) for rank in RANKS}
 
     def next_number(self):
         self.number += 1
@@ -48,8 +49,18 @@ class Crew:
         ((rank, message),) = messages.items()
         reply = Reply(lambda: self.left.append(rank))
         plain = decode(message.header, bytearray(b"".join(message.buffers)))
+        if what == ("rollout", "leave"):
+            self.before_leaving()
+            reply.set_result({})
+            return reply
         self.sent.append(Command(rank, plain, reply, on_part))
         return reply
+
+    def before_leaving(self):
+        """What a worker still tells that is asked to leave."""
+
+    def dismiss(self, worker, cause):
+        """It ends."""
 
     def take(self):
         """What was sent since the last time."""
@@ -60,6 +71,15 @@ class Crew:
 class Handle:
     def __init__(self, rank):
         self.rank = rank
+
+    def ask_to_end(self):
+        """It ends."""
+
+    def ended(self, seconds):
+        return True
+
+    def kill(self):
+        """It has ended."""
 
 
 class Away(Replacements):
@@ -153,7 +173,7 @@ def replaceable_of(samplers_of):
 
     def make(capacity=0):
         group = samplers_of(capacity)
-        replacements = Away(group.crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0)
+        replacements = Away(group.crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0, changeable=True)
         return ReplaceableGroup(group, replacements)
 
     return make
