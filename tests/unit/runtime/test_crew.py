@@ -333,3 +333,18 @@ def test_a_new_worker_comes_in_the_place_of_one_that_was_lost(make):
     crew.admit(new.handle)
     assert send(crew, ranks=[1]).result(10) == "infer 2"
     assert crew.absent == {}
+
+
+def test_the_end_of_a_worker_that_was_dismissed_is_no_loss_and_commands_go_on_without_it(make):
+    crew = make(echo, silent)
+    asked = []
+    crew.may_lose = lambda worker, loss: bool(asked.append(worker))
+    both = send(crew)
+    crew.dismiss(crew.workers[1], "it was asked to leave")
+    assert both.result(10) == "infer 1"
+    crew.workers[1].kill()
+    alone = send(crew, ranks=[1])
+    with pytest.raises(WorkerLost, match=r"actor\[1\] on host1: it was asked to leave"):
+        alone.result(10)
+    assert send(crew).result(10) == "infer 3"
+    assert (asked, crew.broken) == ([], None)
