@@ -79,3 +79,13 @@ def test_a_signal_ends_the_reading(large):
 def test_the_command_can_be_typed_as_it_is(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert resume_command(tmp_path / "my runs" / "it's") == f"engine resume '{tmp_path}/my runs/it'\"'\"'s'"
+
+
+def test_under_an_external_torchrun_it_is_said_how_to_start_it(tmp_path, monkeypatch):
+    told = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert (
+        resume_command(tmp_path)
+        == f"engine resume {tmp_path}, on every node under torchrun as it was started"
+    )
