@@ -82,8 +82,8 @@ class RolloutSource:
 
     def _look_for_wish(self) -> None:
         """Tell the runtime of how many samplers the user wants now, where that may change."""
-        folder, most = self.run.folder, self.run.runtime.most_samplers
-        if folder is None or not most:
+        most = self.run.runtime.most_samplers
+        if not most or (folder := self.run.folder) is None:
             return
         self._wishes = self._wishes or SamplerWishes(folder.path, most)
         if (count := self._wishes.new()) is not None:
