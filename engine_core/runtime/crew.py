@@ -344,7 +344,7 @@ class Crew:
             self.stacks[worker.rank] = message["stacks"]
         else:
             with self._lock:
-                command = self.open.get(message["id"])
+                command = None if worker.rank in self.absent else self.open.get(message["id"])
                 if command is not None and "part" in message:
                     if worker.rank in command.leaders:
                         command.on_part(message["part"])

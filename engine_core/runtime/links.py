@@ -85,12 +85,13 @@ class Links:
         start = time.perf_counter()
         while True:
             link: Link | None = None
+            before = set(self.ranks_of(target))  # without those that are lost, or may come and are not there
             try:
                 link = self._link(source, target)
                 moved, checksum = self._update(link, source, roles, version, mix, merge)
-            except TrainingFailed as error:
+            except TrainingFailed:
                 self.drop(source, target)
-                if not self._goes_on(source, target, link, error):
+                if not self._goes_on(target, set(link.ranks[1:]) if link is not None else before):
                     raise
                 log.warning("The update to policy version %d is given anew to those that are left.", version)
             except BaseException:
@@ -116,9 +117,13 @@ class Links:
         sent = self.crew.send(messages, (roles[0], "named_weights"), number, leaders=link.ranks[:1])
         return self._both(sent, taken)
 
-    def _goes_on(self, source: Pool, target: Pool, link: Link | None, error: TrainingFailed) -> bool:
-        """Whether it failed because one that takes was lost, and the run goes on without that one."""
-        before = set(link.ranks[1:]) if link is not None else set(target.ranks)
+    def _goes_on(self, target: Pool, before: set[int]) -> bool:
+        """Whether it failed because one that takes was lost, and the run goes on without that one.
+
+        Args:
+            target: pool that takes.
+            before: those that were to take.
+        """
         deadline = time.monotonic() + LOSS_SECONDS
         while self.crew.broken is None and time.monotonic() < deadline:
             if not before <= set(self.ranks_of(target)):

@@ -348,3 +348,26 @@ def test_the_end_of_a_worker_that_was_dismissed_is_no_loss_and_commands_go_on_wi
         alone.result(10)
     assert send(crew).result(10) == "infer 3"
     assert (asked, crew.broken) == ([], None)
+
+
+def test_what_a_worker_says_that_the_run_goes_on_without_is_not_taken_for_an_answer_of_another(make):
+    """One that leaves, or was silent for too long, may still be at a command that the others are at."""
+    turn = [threading.Event(), threading.Event()]
+
+    def in_turn(message, channel):
+        turn[message["text"][-1] == "late"].wait(10)
+        echo(message, channel)
+
+    crew = make(in_turn, in_turn)
+    number = crew.next_number()
+    messages = {rank: {"kind": "call", "id": number, "text": [f"of {rank}", "soon"]} for rank in (0, 1)}
+    messages[0]["text"][-1] = "late"
+    reply = crew.send(messages, ("actor", "infer"), number, leaders=[0, 1], merge=gather)
+    while number not in crew.open:
+        time.sleep(0.01)
+    crew.dismiss(crew.workers[1], "it leaves")
+    turn[0].set()
+    time.sleep(0.2)
+    assert not reply.done()
+    turn[1].set()
+    assert reply.result(10) == [["of 0", "late"]]

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from engine_core.errors import TrainingFailed
+from engine_core.runtime import links as module
 from engine_core.runtime.channel import Channel, Closed, pair
 from engine_core.runtime.crew import Crew
 from engine_core.runtime.links import Links
@@ -135,3 +136,22 @@ def test_one_that_was_lost_before_is_not_waited_for(make):
         threading.Event().wait(0.01)
     assert push(links, 2).bytes == 100
     assert len(workers[1].said("receive")) == 2  # at once, not after a failure
+
+
+def test_a_link_that_cannot_be_made_is_no_loss_where_some_are_not_there_yet(make, monkeypatch):
+    """One that may come and has not is nobody whose loss an update outlives."""
+    monkeypatch.setattr(module, "LOSS_SECONDS", 0.2)
+    linked = threading.Semaphore(3)  # so many times at the most, so that the test ends
+
+    def script(rank, message):
+        if message["kind"] == "link" and rank == 1 and linked.acquire(blocking=False):
+            return TrainingFailed("no port is free")
+        return good(rank, message)
+
+    links, workers = make(script, may_lose=True)
+    workers[2].channel.close()
+    while not links.crew.absent:
+        threading.Event().wait(0.01)
+    with pytest.raises(TrainingFailed, match="no port is free"):
+        push(links)
+    assert len(workers[1].said("link")) == 1
