@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
+Came = tuple["Rollout", "torch.Tensor", int, "torch.Tensor", int]
+"""A rollout, its ``loss_mask`` and its ``policy_versions`` with how often each had been changed in place."""
+
 POLL_SECONDS = 0.1  # until whoever waits for groups looks whether the threads still live
 FILE = "ahead/rollouts.parquet"
 
@@ -67,10 +69,10 @@ class AheadSource(RolloutSource):
         self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
         self._ages: Stretches | None = None  # of its rollouts, as they came
-        self._came: tuple[list[Rollout], dict[str, torch.Tensor]] = (
+        self._came: tuple[list[Came], dict[str, torch.Tensor]] = (
             [],
             {},
-        )  # these, and their tokens' columns, for `batch`
+        )  # these with their columns, for `batch`
         self._batched: Stretches | None = None  # of the rollouts of the batch, where they are these
         self._uncounted: list[Rollout] = []  # that have come since then
         self._ready = 0  # groups in the queue that are
@@ -168,19 +170,17 @@ class AheadSource(RolloutSource):
         """``fresh`` [T] bool, True on tokens of the policy that is trained now; nothing where all are."""
         if self.thread is None:
             return super().fresh(batch)
-        came = self._unchanged()
+        came = self._batched
         if came is not None and bool((came.versions == self.version).all()):
             return {}
         fresh = batch["policy_versions"] == self.version
-        if came is not None and bool(
-            batch["valid"].all()
-        ):  # each of these tokens is learned from, an older one, too
-            return {"fresh": fresh}
+        if came is not None and bool(batch["valid"].all()):
+            return {"fresh": fresh}  # each of these tokens is learned from, an older one, too
         return {} if bool((fresh | ~batch["loss_mask"]).all()) else {"fresh": fresh}
 
     def known_columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, torch.Tensor] | None:
         (came, columns), self._came = self._came, ([], {})  # nobody needs them after this
-        same = len(came) == len(rollouts) and all(map(operator.is_, came, rollouts))
+        same = len(came) == len(rollouts) and all(map(_as_it_came, came, rollouts))
         self._batched = self._unchanged() if same else None
         return columns if self._batched is not None else None
 
@@ -271,7 +271,7 @@ class AheadSource(RolloutSource):
         most = self.run.options.max_staleness
         columns = joined(rollouts)
         found = self._ages = stretches(rollouts, columns)
-        self._came = list(rollouts), columns
+        self._came = list(map(_seen, rollouts)), columns
         if not len(found.versions) or self.version - int(found.versions.min()) <= most:
             return
         place, oldest = next((p, v) for p, v in found.oldest().items() if self.version - v > most)
@@ -385,6 +385,23 @@ class AheadSource(RolloutSource):
             for rollout in group.rollouts.values():
                 rollout.prompt = group.prompt
         self.queue.groups = list(groups)
+
+
+def _seen(rollout: Rollout) -> Came:
+    mask, versions = rollout.loss_mask, rollout.policy_versions
+    return rollout, mask, mask._version, versions, versions._version
+
+
+def _as_it_came(came: Came, rollout: Rollout) -> bool:
+    """Whether it is that rollout, and nobody has masked a token: a trainer of somebody else's may."""
+    before, mask, masked, versions, changed = came
+    return (
+        before is rollout
+        and rollout.loss_mask is mask
+        and mask._version == masked
+        and rollout.policy_versions is versions
+        and versions._version == changed
+    )
 
 
 def _as_json(group: Group) -> dict[str, Any]:

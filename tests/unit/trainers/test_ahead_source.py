@@ -212,3 +212,27 @@ def test_columns_of_what_came_are_taken_for_these_rollouts_alone_and_once():
     staged = source(stages=["a filter"])
     staged._check_staleness(rollouts)
     assert staged.known_columns(rollouts) is None  # which may mask tokens in place
+
+
+@pytest.mark.parametrize("change", ["in place", "another mask", "another version"])
+def test_what_a_trainer_of_somebody_elses_has_changed_counts(change):
+    made, rollouts = source(), [rollout("a", Prompt("p", [1], ""), version=3) for _ in range(2)]
+    made._check_staleness(rollouts)
+    if change == "in place":
+        rollouts[1].loss_mask[2] = False
+    elif change == "another mask":
+        rollouts[1].loss_mask = torch.tensor([False, True, False])
+    else:
+        rollouts[1].policy_versions = torch.full((3,), 2, dtype=torch.int32)
+    batch = Batch.from_rollouts(rollouts, 1.0, False, made.known_columns(rollouts))
+    assert batch["loss_mask"].tolist() == [t for r in rollouts for t in r.loss_mask.tolist()]
+    assert batch["policy_versions"].tolist() == [t for r in rollouts for t in r.policy_versions.tolist()]
+    assert ("fresh" in made.fresh(batch)) == (change == "another version")
+
+
+def test_older_rollouts_that_a_trainer_learns_from_once_more_are_not_fresh():
+    made, prompt = source(), Prompt("p", [1], "")
+    old = rollout("old", prompt, version=2)
+    made._check_staleness([rollout("new", prompt, version=3)])
+    batch = Batch.from_rollouts([old], 1.0, False, made.known_columns([old]))
+    assert not made.fresh(batch)["fresh"].any()
