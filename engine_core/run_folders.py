@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import ConfigError, EnvironmentProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from engine_core.config import EngineConfig
 
@@ -25,6 +25,8 @@ OURS = frozenset(
      ".lock", "tensorboard", "wandb", "wandb_id.txt")
 )  # fmt: skip
 """What a start writes before its first step."""
+ATTEMPT = re.compile(r"attempt_(\d+)")
+"""A folder of ``logs``."""
 
 
 def folder_for(config: EngineConfig) -> tuple[Path, bool]:
@@ -59,8 +61,13 @@ def folder_for(config: EngineConfig) -> tuple[Path, bool]:
 
 
 def is_unused(path: Path) -> bool:
-    """Whether a folder holds what a start writes before its first step, and nothing else: no metrics, rollouts, checkpoints."""
+    """Whether a folder holds what a start writes before its first step, and nothing else: no metrics, rollouts, checkpoints.
+
+    A link is none of ours: what lies beside the folder that it leads to is somebody else's. Neither is one that was resumed.
+    """
     try:
+        if path.is_symlink():
+            return False
         names = {entry.name for entry in path.iterdir()}
         if names and ".lock" not in names:  # somebody else's
             return False
@@ -68,11 +75,30 @@ def is_unused(path: Path) -> bool:
         return (
             names <= OURS
             and not (metrics.exists() and metrics.stat().st_size)
-            and not any((path / "checkpoints").glob("step_*"))
-            and not any(entry.is_file() for entry in (path / "rollouts").rglob("*"))
+            and not any(_within(path / "checkpoints"))
+            and not any(entry.is_file() for entry in _within(path / "rollouts"))
+            and all(_is_log(entry) for entry in _within(path / "logs"))
         )
     except OSError:  # it is no folder, or may not be read
         return False
+
+
+def _within(folder: Path) -> Iterator[Path]:
+    """What is in a folder and in those below; nothing where it is not there.
+
+    Raises:
+        OSError: it is a link, or no folder.
+    """
+    if folder.is_symlink():
+        raise NotADirectoryError(f"{folder} is a link")
+    return folder.rglob("*")
+
+
+def _is_log(entry: Path) -> bool:
+    """Whether it is what a start writes below ``logs``; a resumed one writes its config there, too."""
+    if entry.parent.name == "logs":
+        return entry.is_dir() and ATTEMPT.fullmatch(entry.name) is not None
+    return entry.suffix == ".log"
 
 
 def exists_already(path: Path) -> ConfigError:

@@ -36,7 +36,7 @@ from engine_core.machine import describe_environment
 from engine_core.pending_writes import LineFile, PendingWrites
 from engine_core.redaction import Redactor
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
-from engine_core.run_folders import exists_already, folder_for, is_unused
+from engine_core.run_folders import ATTEMPT, exists_already, folder_for, is_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -123,8 +123,9 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         """The config that the run goes on with: that of its newest attempt that came to training."""
-        described = sorted(self.logs_dir.glob("attempt_*/config.resolved.toml"), key=_attempt_of)
-        return described[-1] if described else self.path / "config.resolved.toml"
+        name = "config.resolved.toml"
+        described = [self.logs_dir / f"attempt_{number}" / name for number in reversed(self._attempts())]
+        return next(filter(Path.is_file, described), self.path / name)
 
     def claim(self, step: int) -> None:
         """Begin a new attempt, which goes on from ``step``: locked, with a log folder of its own.
@@ -137,8 +138,12 @@ class RunFolder:
         self.attempt_dir.mkdir(parents=True)
 
     def _next_attempt(self) -> int:
-        attempts = [_attempt_of(folder / "log") for folder in self.logs_dir.glob("attempt_*")]
-        return max(attempts, default=-1) + 1
+        return max(self._attempts(), default=-1) + 1
+
+    def _attempts(self) -> list[int]:
+        """Numbers of those that have a log folder, in order; what somebody else has put there is none."""
+        found = (ATTEMPT.fullmatch(folder.name) for folder in self.logs_dir.glob("attempt_*"))
+        return sorted(int(match[1]) for match in found if match)
 
     def rewind(
         self, step: int, config: EngineConfig, plugins: PluginSet | None = None, unfinished: bool = False
@@ -241,19 +246,17 @@ class RunFolder:
             _replace_text(folder / name, self.redactor(text))
 
     def _become_latest(self) -> None:
-        """Make ``latest`` beside the folder a link to it, in one rename."""
+        """Make ``latest`` beside the folder a link to it, in one rename; what is there and no link stays."""
         latest, link = self.path.with_name("latest"), self.path.with_name(f".latest-{os.getpid()}")
+        if latest.exists() and not latest.is_symlink():
+            logger.warning("%s is no link, and was left alone: 'latest' does not mean this run.", latest)
+            return
         try:
             link.unlink(missing_ok=True)
             link.symlink_to(self.path.name)
             link.replace(latest)
         except OSError as error:  # a file system without links; only a convenience is lost
             logger.warning("Cannot link %s to this run: %s", latest, error)
-
-
-def _attempt_of(path: Path) -> int:
-    """The number of the attempt whose log folder holds ``path``."""
-    return int(path.parent.name.removeprefix("attempt_"))
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Which folder a run is given: a new one, or one in which nothing was trained; never one with anything in it."""
 
+import threading
 import time
 
 import pytest
@@ -44,7 +45,17 @@ def test_a_folder_in_which_nothing_was_trained_is_taken_over_and_its_log_stays(t
     assert RunFolder.create(config_in(tmp_path)).attempt == 2
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "rollouts/step_000001.parquet", "notes.txt"])
+THEIRS = [
+    "metrics.jsonl",
+    "rollouts/step_000001.parquet",
+    "notes.txt",
+    "checkpoints/model.safetensors",
+    "logs/notes.txt",
+    "logs/attempt_0/config.resolved.toml",  # of a resumed run whose checkpoints somebody has deleted
+]
+
+
+@pytest.mark.parametrize("file", THEIRS)
 def test_a_folder_with_anything_of_a_step_or_of_somebody_else_is_left_alone(tmp_path, run, file):
     (run.path / file).write_text("kept")
     run.close()
@@ -63,6 +74,66 @@ def test_a_folder_of_somebody_else_is_none_of_a_start_and_an_empty_one_is_as_goo
         RunFolder.create(config_in(tmp_path))
     theirs.rmdir()
     assert RunFolder.create(config_in(tmp_path)).attempt == 0
+
+
+def test_a_link_to_a_folder_is_not_taken_over_and_what_lies_beside_that_folder_stays(tmp_path):
+    (disk := tmp_path / "disk" / "empty").mkdir(parents=True)
+    (beside := disk.with_name("latest")).write_text("theirs")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").symlink_to(disk)
+    with pytest.raises(ConfigError, match="exists already"):
+        RunFolder.create(config_in(tmp_path))
+    assert list(disk.iterdir()) == []
+    assert beside.read_text() == "theirs"
+
+
+def test_a_checkpoint_folder_that_is_a_link_is_somebody_elses(tmp_path, run):
+    run.close()
+    (tmp_path / "large").mkdir()
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(tmp_path / "large")
+    with pytest.raises(ConfigError, match="exists already"):
+        RunFolder.create(config_in(tmp_path))
+
+
+def test_a_file_of_the_name_latest_is_never_replaced(tmp_path, caplog):
+    (latest := tmp_path / "runs" / "latest").parent.mkdir()
+    latest.write_text("theirs")
+    with caplog.at_level("WARNING", "engine"):
+        RunFolder.create(config_in(tmp_path)).close()
+    assert latest.read_text() == "theirs"
+    assert f"{latest} is no link, and was left alone" in caplog.text
+
+
+def test_a_copy_of_a_log_folder_is_no_attempt(run):
+    (run.logs_dir / "attempt_0_before").mkdir()
+    (run.logs_dir / "attempt_0_before" / "config.resolved.toml").write_text("theirs")
+    run.close()
+    run.claim(0)
+    assert run.attempt == 1
+    assert run.config_file == run.path / "config.resolved.toml"
+
+
+def test_of_many_starts_at_once_one_gets_the_folder_that_was_left(tmp_path, run):
+    run.close()
+    held, refused = [], []
+    barrier = threading.Barrier(8)
+
+    def start():
+        barrier.wait()
+        try:
+            held.append(RunFolder.create(config_in(tmp_path)))
+        except (ConfigError, EnvironmentProblem) as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(held), len(refused)) == (1, 7)
+    assert held[0].attempt == 1
+    held[0].close()
 
 
 def test_a_start_that_has_not_trained_yet_is_not_taken_over_while_it_lives(tmp_path, run):
