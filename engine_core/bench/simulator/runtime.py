@@ -215,6 +215,7 @@ class SimulatedCrew(Crew):
         self.tokenizer = tokenizer
         self.cluster, self.broken = cluster, None
         self.open: dict[int, Command] = {}
+        self.absent: dict[int, Any] = {}  # nobody is lost
         self.stall_seconds = STALL_SECONDS
         for worker in workers:
             worker.tell = self._told
