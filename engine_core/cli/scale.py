@@ -36,9 +36,15 @@ def scale(run: Run, samplers: Samplers = None, as_json: Json = False) -> None:
                 f"SAMPLERS: got {samplers}, expected 1 to {most} (placement.most.{pool} of {folder.path})."
             )
         if not folder.in_use:
+            before = _wanted(folder, start, most)
+            then = (
+                f" and has {before} from its first update of weights on, as was asked for last"
+                if before != start
+                else "; --set changes it"
+            )
             raise ConfigError(
                 f"SAMPLERS: {folder.path} does not run, and the number of samplers changes while a run goes on. "
-                f"'engine resume {folder.path}' starts with placement.pools.{pool} = {start} of them; --set changes it."
+                f"'engine resume {folder.path}' starts with placement.pools.{pool} = {start} of them{then}."
             )
         write_wish(folder.path, samplers)
     shown = {"wanted": _wanted(folder, start, most), "there": _there(folder), "most": most}

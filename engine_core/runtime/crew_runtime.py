@@ -318,7 +318,11 @@ class CrewRuntime(Runtime):
             rank: int, again: int, wanted: Callable[[], bool]
         ) -> tuple[WorkerHandle, Mapping[str, Any]]:
             worker = self._begin_again(rank, wanted)
-            return worker, {**common, **self._place(pool, rank, again), "roles": served}
+            try:
+                return worker, {**common, **self._place(pool, rank, again), "roles": served}
+            except BaseException:  # the run may have ended meanwhile
+                worker.kill()
+                raise
 
         return Replacements(
             self.crew,

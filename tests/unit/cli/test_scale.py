@@ -83,5 +83,17 @@ def test_a_run_that_has_ended_is_refused_and_still_shown(engine, make):
     assert engine("scale", "r").code == 0
 
 
+def test_a_run_that_has_ended_says_what_a_resume_makes_of_the_last_wish(engine, make):
+    """It goes before placement.pools, also where --set has changed that."""
+    run = make(POOLS)
+    assert engine("scale", "r", "3").code == 0
+    run.close()
+    error = engine("scale", "r", "2").err
+    assert "placement.pools.serve = 1 of them and has 3 from its first update of weights on" in " ".join(
+        error.split()
+    )
+    assert "--set" not in error
+
+
 def test_an_unknown_run_is_refused(engine, make):
     assert engine("scale", "nobody", "2").code == 4
