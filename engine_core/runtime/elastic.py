@@ -37,6 +37,7 @@ TOKEN = "ENGINE_TOKEN"
 STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may read its data for long
 LOOK_SECONDS = 10.0  # between two questions whether the controller's node is there, while no session is
 REACH_SECONDS = 15.0  # for a host that is there to take a connection
+ASK_AGAIN_SECONDS = 1.0  # where its name or the way to it was not found
 LOST = 6  # exit code of a rank that cannot reach the controller's node any more
 _sessions = 0  # runtimes that this process has started
 
@@ -216,15 +217,23 @@ def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
 def _reach(launch: Launch) -> None:
     """Ask whether the host of torchrun's store is there: whether it takes a connection.
 
+    A host that is there and refuses is asked once. A name that is not found or a way that is not there is asked for again,
+    `REACH_SECONDS` long: a run waits for days, and one failure of a name server within them must not end it.
+
     Raises:
         ConnectionLost: it does not.
     """
-    try:
-        socket.create_connection((launch.address, launch.port), REACH_SECONDS).close()
-    except OSError as error:
-        raise ConnectionLost(
-            f"the controller's node at {launch.address}:{launch.port} is lost ({error})"
-        ) from error
+    end = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((launch.address, launch.port), REACH_SECONDS).close()
+            return
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end:
+                raise ConnectionLost(
+                    f"the controller's node at {launch.address}:{launch.port} is lost ({error})"
+                ) from error
+        time.sleep(ASK_AGAIN_SECONDS)
 
 
 def loopback_interface() -> str | None:

@@ -27,6 +27,7 @@ SHARE = 0.001
 
 LARGE, KEPT = 128 << 20, 512 << 20
 """Bytes: of a block that is taken from what was freed, and that may be free without going back to the kernel."""
+LARGE_BEFORE = 32 << 20  # the most that glibc takes for the first, before 2.35
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
 _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -42,8 +43,9 @@ def keep_freed_memory() -> None:
         return
     with contextlib.suppress(AttributeError, OSError, TypeError):  # none of glibc's
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, LARGE)
-        mallopt(_TRIM_THRESHOLD, KEPT)
+        # without the first, the second would end what glibc learns by itself, and give back yet more
+        if mallopt(_MMAP_THRESHOLD, LARGE) or mallopt(_MMAP_THRESHOLD, LARGE_BEFORE):
+            mallopt(_TRIM_THRESHOLD, KEPT)
 
 
 @contextmanager

@@ -12,7 +12,15 @@ from torch.distributed import TCPStore
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_core.runtime.channel import Channel, Closed, listen, new_token
-from engine_core.runtime.elastic import LOST, controlling, launched, loopback_interface, serve
+from engine_core.runtime.elastic import (
+    LOST,
+    ConnectionLost,
+    _reach,
+    controlling,
+    launched,
+    loopback_interface,
+    serve,
+)
 from engine_core.runtime.torchrun import TorchrunRuntime
 from engine_core.runtime.worker_process import WorkerHandle
 
@@ -114,3 +122,32 @@ def test_a_rank_whose_store_ends_while_it_waits_ends_with_its_cause(rank_of, cap
         threading.Timer(1.0, holder.kill).start()
         assert serve() == LOST
     assert "engine: rank 1 ends: torchrun's store at 127.0.0.1:" in capfd.readouterr().err
+
+
+def test_a_name_server_that_fails_for_a_moment_does_not_end_a_rank(monkeypatch):
+    asked, ask = [], socket.getaddrinfo
+
+    def fails_twice(*arguments, **more):
+        asked.append(arguments)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return ask(*arguments, **more)
+
+    monkeypatch.setattr("engine_core.runtime.elastic.ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("socket.getaddrinfo", fails_twice)
+    with listen("127.0.0.1") as listener:
+        _reach(launched({**TOLD, "MASTER_PORT": str(listener.getsockname()[1])}))
+    assert len(asked) == 3
+
+
+def test_a_name_that_stays_unknown_ends_a_rank_in_bounded_time(monkeypatch):
+    def fails(*arguments, **more):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("engine_core.runtime.elastic.ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("engine_core.runtime.elastic.REACH_SECONDS", 0.1)
+    monkeypatch.setattr("socket.getaddrinfo", fails)
+    with pytest.raises(
+        ConnectionLost, match=r"node at 127\.0\.0\.1:29500 is lost \(.*Name or service not known\)"
+    ):
+        _reach(launched(TOLD))

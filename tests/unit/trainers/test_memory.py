@@ -15,7 +15,13 @@ from engine_core.config import EngineConfig
 from engine_core.errors import EnvironmentProblem
 from engine_core.runtime.base import Role
 from engine_core.runtime.remote_errors import pack, unpack
-from engine_core.trainers.memory import SHARE, out_of_memory_explained, set_up_is_kept
+from engine_core.trainers.memory import (
+    _SET_BY_USER,
+    SHARE,
+    keep_freed_memory,
+    out_of_memory_explained,
+    set_up_is_kept,
+)
 
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
 
@@ -177,3 +183,27 @@ def test_what_a_step_frees_is_there_for_the_next_one_unless_the_environment_says
     assert pages("keep") < most / 20
     assert pages("not") > most / 2
     assert pages("keep", MALLOC_TRIM_THRESHOLD_="131072") > most / 2
+
+
+@pytest.mark.parametrize(
+    ("most", "set_to"),
+    [(1 << 40, {-3: 128 << 20, -1: 512 << 20}), (32 << 20, {-3: 32 << 20, -1: 512 << 20}), (0, {})],
+    ids=["glibc 2.35 and newer", "glibc before 2.35", "none of it"],
+)
+def test_what_is_kept_is_set_only_where_the_size_of_a_block_is(monkeypatch, most, set_to):
+    found = {}
+
+    class Library:
+        """malloc.c: a threshold above the most is refused with 0; either one ends what it learns by itself."""
+
+        def mallopt(self, number, value):
+            if number == -3 and value > most:
+                return 0
+            found[number] = value
+            return 1
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
+    for name in _SET_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    keep_freed_memory()
+    assert found == set_to
