@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_core.checkpoint import Checkpoints, problems, size
 from engine_core.errors import EngineError
@@ -37,6 +38,9 @@ class Standing:
     Example, of a run whose newest checkpoint is damaged: ``step=2, good=True`` with one sentence in ``damaged``.
     """
 
+    newest: int | None = (
+        None  # step of the newest there is; None: there is none, or nobody knows (not `complete`)
+    )
     step: int | None = None  # of the newest checkpoint that is not known to be damaged; None: there is none
     good: bool = False  # all of its hashes were compared
     files: int = 0  # in its manifest
@@ -57,7 +61,7 @@ class Standing:
             part = f"{_bytes(self.read)} of {_bytes(self.total)} were read in {self.seconds:.1f} s"
             rest = "`engine resume` verifies it before it goes on."
             said.append(f"The checkpoint of step {self.step} is verified in part: {part}. {rest}")
-        elif not self.complete:
+        elif not self.complete and not self.damaged:
             said.append(f"The folder of the checkpoints did not answer in {self.seconds:.1f} s.")
         return "".join(said).rstrip()
 
@@ -67,7 +71,10 @@ class _LeftOff(Exception):
 
 
 def standing(
-    checkpoints: Checkpoints, seconds: float, unless: Callable[[], bool] = lambda: False
+    checkpoints: Checkpoints,
+    seconds: float,
+    unless: Callable[[], bool] = lambda: False,
+    begins: Callable[[int, int], object] = lambda step, total: None,
 ) -> Standing:
     """Verify the newest checkpoint, and where it is damaged the one before, until one is good.
 
@@ -75,6 +82,7 @@ def standing(
         checkpoints: of the run.
         seconds: at most.
         unless: ends it early.
+        begins: is told the step and the bytes of the newest before it is read, in the thread that reads.
     """
     found, left = Standing(), threading.Event()
     began = time.monotonic()
@@ -85,9 +93,13 @@ def standing(
         found.read += read
 
     def verify() -> None:
-        for step in reversed(checkpoints.steps()):
+        steps = checkpoints.steps()
+        found.newest = steps[-1] if steps else None
+        for step in reversed(steps):
             path = checkpoints.path(step)
             (found.files, found.total), found.read, found.step = size(path), 0, step
+            if step == found.newest:
+                begins(step, found.total)
             try:
                 wrong = problems(path, read=count)
             except _LeftOff:
@@ -122,15 +134,27 @@ def way_on(run: TrainingRun, known: Standing | None = None) -> str:
         known: what was verified.
     """
     assert run.folder is not None
-    steps = Checkpoints(run.folder.checkpoints).steps()
-    if not steps:
+    known = known or _seen(Checkpoints(run.folder.checkpoints))
+    command = resume_command(run.folder.path)
+    if known.newest is None and not known.complete:
+        return f"Its checkpoints could not be looked at. Once they can: {command}"
+    if known.newest is None:
         often = run.config.checkpoint.every_steps or run.config.checkpoint.every_minutes
         return "No checkpoint was saved" + ("." if often else ": set checkpoint.every_steps to keep work.")
-    if known is not None and known.complete and not known.good:
+    if known.complete and not known.good:
         return "None of its checkpoints can be used: restore one from a copy."
-    step = known.step if known is not None and known.step is not None else steps[-1]
-    newest = "newest" if step == steps[-1] else "newest good"
-    return f"The {newest} checkpoint is of step {step}. Go on: {resume_command(run.folder.path)}"
+    step = known.newest if known.step is None else known.step
+    newest = "newest" if step == known.newest else "newest good"
+    return f"The {newest} checkpoint is of step {step}. Go on: {command}"
+
+
+def _seen(checkpoints: Checkpoints) -> Standing:
+    """Which is the newest, unread."""
+    try:
+        steps = checkpoints.steps()
+    except OSError:
+        return Standing()
+    return Standing(newest=steps[-1]) if steps else Standing(complete=True)
 
 
 def resume_command(folder: Path) -> str:
@@ -139,11 +163,11 @@ def resume_command(folder: Path) -> str:
     return command if launched() is None else f"{command}, on every node under torchrun as it was started"
 
 
-def verified(run: TrainingRun, seconds: float, unless: Callable[[], bool] = lambda: False) -> Standing:
+def verified(run: TrainingRun, seconds: float, **how: Callable[..., Any]) -> Standing:
     """`standing` of a run; what was found is told, and kept in ``run.verified``."""
     assert run.folder is not None
     checkpoints = Checkpoints(run.folder.checkpoints)
-    known = standing(checkpoints, seconds, unless)
+    known = standing(checkpoints, seconds, **how)
     if known.told:
         log.log(logging.INFO if known.good and not known.damaged else logging.WARNING, "%s", known.told)
     run.verified = checkpoints.path(known.step) if known.good and known.step is not None else None
@@ -176,25 +200,25 @@ def tell_failure(run: TrainingRun, error: BaseException, began: bool) -> None:
         log.error("The run failed before its first step.")
         return
     run.end_workers()  # nobody pays for idle GPUs while files are read
-    _announce(run, error)
-    known = verified(run, FAILED_SECONDS, unless=lambda: run.signals.requested is not None)
+    known = verified(
+        run,
+        FAILED_SECONDS,
+        unless=lambda: run.signals.requested is not None,
+        begins=partial(_announce, error),
+    )
     way = way_on(run, known)
     log.error("The run failed in step %d. %s", run.step_now, way)
     if not isinstance(error, EngineError):  # which is shown with a traceback, after this line
         error.add_note(way)
 
 
-def _announce(run: TrainingRun, error: BaseException) -> None:
+def _announce(error: BaseException, step: int, total: int) -> None:
     """Say what is done and why before a large checkpoint is read."""
-    assert run.folder is not None
-    checkpoints = Checkpoints(run.folder.checkpoints)
-    steps = checkpoints.steps()
-    total = size(checkpoints.path(steps[-1]))[1] if steps else 0
     if total >= ANNOUNCED_BYTES:
         log.error("%s", str(error).partition("\n")[0])
         log.warning(
             "The checkpoint of step %d (%s) is verified before the run ends: at most %g s, and Ctrl-C leaves it out.",
-            steps[-1], _bytes(total), FAILED_SECONDS,
+            step, _bytes(total), FAILED_SECONDS,
         )  # fmt: skip
 
 

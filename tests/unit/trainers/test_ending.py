@@ -1,11 +1,13 @@
 """How a run stands: which checkpoint is good, how far the reading came. Whole runs: tests/chaos/test_ends.py."""
 
+import errno
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from engine_core.checkpoint import Checkpoints
-from engine_core.trainers.ending import resume_command, standing
+from engine_core.trainers.ending import resume_command, standing, tell_failure, way_on
 
 BIG = 6 * 2**30  # bytes with no block on the disk; hashing them takes seconds
 
@@ -89,3 +91,51 @@ def test_under_an_external_torchrun_it_is_said_how_to_start_it(tmp_path, monkeyp
         resume_command(tmp_path)
         == f"engine resume {tmp_path}, on every node under torchrun as it was started"
     )
+
+
+@pytest.fixture
+def stale(tmp_path, monkeypatch):
+    """A run whose checkpoints lie on a server that has gone."""
+
+    def gone(self):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Checkpoints, "steps", gone)
+    folder = SimpleNamespace(path=tmp_path, checkpoints=tmp_path / "checkpoints")
+    return SimpleNamespace(
+        folder=folder,
+        step_now=3,
+        verified=None,
+        end_workers=lambda: None,
+        signals=SimpleNamespace(requested=None),
+    )
+
+
+def test_a_folder_that_cannot_be_read_does_not_hide_the_cause(stale, caplog, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    cause = RuntimeError("the cause")
+    with caplog.at_level("INFO", "engine"):
+        tell_failure(stale, cause, began=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "the cause"
+    assert said[1].endswith("checkpoints cannot be read: [Errno 116] Stale file handle.")
+    way = f"Its checkpoints could not be looked at. Once they can: engine resume {stale.folder.path}"
+    assert said[2] == f"The run failed in step 3. {way}"
+    assert cause.__notes__ == [way]
+    assert way_on(stale) == way  # after a first signal, and one that ends the run at once
+
+
+def test_nothing_is_looked_at_but_in_the_thread_that_reads(stale, monkeypatch):
+    """A server that does not answer holds nobody up."""
+    looked, left = [], threading.Event()
+
+    def hangs(self):
+        looked.append(threading.current_thread().name)
+        left.wait(60)
+        return []
+
+    monkeypatch.setattr(Checkpoints, "steps", hangs)
+    monkeypatch.setattr("engine_core.trainers.ending.FAILED_SECONDS", 0.2)
+    tell_failure(stale, RuntimeError("the cause"), began=True)
+    left.set()
+    assert looked == ["verify-checkpoint"]
