@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_core.engines.deadlines import TIMEOUT
 from engine_core.engines.lots import Lots
@@ -114,6 +115,23 @@ def advance(
                 engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
             )
     return finished
+
+
+def one_by_one(advance: Callable[..., list[Rollout]]) -> Callable[..., list[Rollout]]:
+    """The ``advance`` of an engine that takes no ``rounds``, with them: as many calls, while anything is left."""
+
+    @functools.wraps(advance)
+    def advance_in_rounds(
+        engine: RolloutEngine, *arguments: Any, rounds: int = 1, **named: Any
+    ) -> list[Rollout]:
+        found = advance(engine, *arguments, **named)
+        for _ in range(rounds - 1):
+            if not engine.num_unfinished:
+                break
+            found = [*found, *advance(engine)]
+        return found
+
+    return advance_in_rounds
 
 
 def _round(engine: RolloutEngine) -> list[Rollout]:

@@ -161,7 +161,7 @@ def a_request_over_its_time_comes_back_as_far_as_it_is(bench: RolloutBench) -> N
 
 @contract(capability="partial")
 def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
-    """``advance`` gives what was stopped together with what finished, each request exactly once, while others come and go."""
+    """``advance`` gives what was stopped together with what finished, each request exactly once, while others come and go, also in calls of several rounds."""
     engine, requests = bench.engine(**STOPS), bench.requests(group=3, max_response_tokens=LONG)
     first, later = requests[:12], requests[12:]
     done = engine.advance(first)
@@ -174,7 +174,7 @@ def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
     for _ in range(2000):
         if not engine.running:
             break
-        done += engine.advance()
+        done += engine.advance(rounds=3)
     assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
         "Not every request came back exactly once."
     )
