@@ -82,7 +82,10 @@ class RunFolder:
         """
         path, new = folder_for(config)
         run = cls(path)
-        locked = run._lock()
+        try:
+            locked = run._lock()
+        except OSError as error:  # of another user, who lets others read it
+            raise exists_already(path) from error
         if not new and not (locked and is_unused(path)):  # somebody may have begun to work in it
             run.close()
             raise exists_already(path)

@@ -1,7 +1,9 @@
 """Which folder a run is given: a new one, or one in which nothing was trained; never one with anything in it."""
 
+import errno
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,22 @@ def test_a_checkpoint_folder_that_is_a_link_is_somebody_elses(tmp_path, run):
     (tmp_path / "large").mkdir()
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(tmp_path / "large")
+    with pytest.raises(ConfigError, match="exists already"):
+        RunFolder.create(config_in(tmp_path))
+
+
+def test_a_folder_that_another_user_lets_us_read_alone_is_refused_as_one_that_exists(
+    tmp_path, run, monkeypatch
+):
+    run.close()
+    open_file = Path.open
+
+    def as_another_user(path, mode="r", *arguments, **more):
+        if path.is_relative_to(run.path) and mode != "r":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, mode, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", as_another_user)
     with pytest.raises(ConfigError, match="exists already"):
         RunFolder.create(config_in(tmp_path))
 
