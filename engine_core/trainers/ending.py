@@ -176,7 +176,7 @@ def verified(run: TrainingRun, seconds: float, **how: Callable[..., Any]) -> Sta
 
 def tell_stop(run: TrainingRun, saved: bool) -> None:
     """End the workers of a run that a first signal has stopped, and verify what it has."""
-    run.end_workers()
+    _end_workers(run)
     known = verified(run, STOPPED_SECONDS)
     if known.damaged or not saved:
         log.warning("%s", way_on(run, known))
@@ -199,7 +199,7 @@ def tell_failure(run: TrainingRun, error: BaseException, began: bool) -> None:
     if not began:
         log.error("The run failed before its first step.")
         return
-    run.end_workers()  # nobody pays for idle GPUs while files are read
+    _end_workers(run)  # nobody pays for idle GPUs while files are read
     known = verified(
         run,
         FAILED_SECONDS,
@@ -210,6 +210,14 @@ def tell_failure(run: TrainingRun, error: BaseException, began: bool) -> None:
     log.error("The run failed in step %d. %s", run.step_now, way)
     if not isinstance(error, EngineError):  # which is shown with a traceback, after this line
         error.add_note(way)
+
+
+def _end_workers(run: TrainingRun) -> None:
+    """What goes wrong in it is told and does not hide why the run ends: workers that are lost may not close."""
+    try:
+        run.end_workers()
+    except Exception as error:
+        log.error("The workers did not end cleanly: %s", error, exc_info=error)
 
 
 def _announce(error: BaseException, step: int, total: int) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_core.checkpoint import Checkpoints
-from engine_core.trainers.ending import resume_command, standing, tell_failure, way_on
+from engine_core.trainers.ending import resume_command, standing, tell_failure, tell_stop, way_on
 
 BIG = 6 * 2**30  # bytes with no block on the disk; hashing them takes seconds
 
@@ -139,3 +139,17 @@ def test_nothing_is_looked_at_but_in_the_thread_that_reads(stale, monkeypatch):
     tell_failure(stale, RuntimeError("the cause"), began=True)
     left.set()
     assert looked == ["verify-checkpoint"]
+
+
+def test_workers_that_do_not_close_hide_neither_the_cause_nor_the_way_on(stale, caplog, monkeypatch):
+    def fails():
+        raise ValueError("a socket that is gone")
+
+    monkeypatch.setattr(stale, "end_workers", fails)
+    cause = RuntimeError("the cause")
+    with caplog.at_level("INFO", "engine"):
+        tell_failure(stale, cause, began=True)
+        tell_stop(stale, saved=False)
+    assert caplog.text.count("The workers did not end cleanly: a socket that is gone") == 2
+    assert "Once they can: engine resume" in caplog.messages[-1]
+    assert cause.__notes__ == [way_on(stale)]
