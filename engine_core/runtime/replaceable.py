@@ -198,6 +198,7 @@ class Surviving(Portions):
     ) -> None:
         self._under_way: dict[int, tuple[list[Request], set[str]]] = {}
         self._idle: list[int] = []
+        self._stopped = False
         self._replacements = replacements
 
         def sent(at: int, requests: list[Request]) -> Future[Any]:
@@ -211,6 +212,10 @@ class Surviving(Portions):
             self._finish()
         self._wake()
 
+    def stop(self) -> None:
+        self._stopped = True
+        super().stop()
+
     def _wake(self) -> None:
         """Give what is left to who has nothing to do."""
         with self._lock:
@@ -222,7 +227,7 @@ class Surviving(Portions):
             requests, told = self._under_way.pop(at)
             if self._survives(future.exception()):
                 del self._running[at]
-                rest = [request for request in requests if request.id not in told]
+                rest = [request for request in requests if request.id not in told and not self._stopped]
                 self._replacements.reissue(len(rest))
                 shares = split_requests(rest, max(len(self._idle), 1))[0]
                 self._left.extendleft(share for share in shares if share)

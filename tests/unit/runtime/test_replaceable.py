@@ -73,6 +73,16 @@ def test_what_was_told_in_parts_is_not_asked_again(crew, replacements, group, re
     assert sorted(each.request_id for part in parts for each in part) == ["r0", "r1", "r2"]
 
 
+def test_what_nobody_waits_for_any_more_is_not_asked_again(crew, replacements, group, requests_of):
+    reply = group.call("generate", requests=requests_of(*range(3)))
+    first, *others = crew.take()
+    others[0].reply.set_result([])
+    reply.give_up()
+    replacements.lose(1, first.reply)
+    assert crew.take() == []
+    assert replacements.metrics()["sampling/reissued"] == 0
+
+
 def test_another_error_than_a_loss_ends_it(crew, replacements, group, requests_of):
     reply = group.call("generate", requests=requests_of(*range(3)))
     first, *others = crew.take()

@@ -230,9 +230,13 @@ class RayRuntime(CrewRuntime):
         return True
 
     def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> ActorHandle:
-        """A new actor in the bundle of the one that was lost, or in room of its own, once there is some."""
+        """A new actor in the bundle of the one that was lost, or in room of its own, once there is some.
+
+        Room of a lost one is given back: it may be on a node that is lost with it, which Ray may not know yet.
+        """
         pool = next(pool for pool in self.pools if rank in pool.ranks)
-        if pool not in self._staying() and rank not in self._rooms:
+        if pool not in self._staying():
+            self._ended(rank)
             try:
                 self._rooms[rank] = room_for_one(
                     self.options, self._gpu, wanted, lambda: self._say_full(rank)
