@@ -6,11 +6,16 @@ import signal
 import time
 
 import pytest
+from engine_plugin_ray import runtime as module
 from engine_plugin_ray.handle import ActorHandle
+from engine_plugin_ray.plugin import RayOptions
+from engine_plugin_ray.runtime import RayRuntime
 
 from engine_core.async_trainer import AsyncTrainer
 from engine_core.cli.main import main
+from engine_core.config import EngineConfig
 from engine_core.rollout_files import read_rollouts
+from engine_core.runtime.placement import Pool
 from engine_core.runtime.replacing import Replacements
 from engine_core.trainer import Trainer
 from engine_core.trainers.sampling import RolloutSource
@@ -187,3 +192,26 @@ def test_one_that_came_and_is_lost_leaves_its_room(cluster, train, wishes, await
     assert of(found, "samplers") == [2, 1, 1, 2, 2]
     assert sum(of(found, "lost")) == 1
     until(lambda: free() == CPUS)
+
+
+def test_one_that_is_lost_is_replaced_in_room_that_the_cluster_has_then(monkeypatch):
+    """Its own may be on a node that was lost with it, and Ray may not know that yet."""
+    placement = {
+        "pools": {"serve": 1, "train": 1},
+        "most": {"serve": 2},
+        "actor": "train",
+        "rollout": "serve",
+    }
+    config = EngineConfig(placement=placement, runtime={"backend": "ray"})
+    config.runtime.options = RayOptions()
+    runtime, given = RayRuntime(config, None, {}), []
+    runtime.pools = [Pool("serve", range(2), ("rollout",), 1), Pool("train", range(2, 3), ("actor",))]
+    runtime._rooms = {0: "of 0", 1: "on the lost node"}
+    monkeypatch.setattr(module, "release", given.extend)
+    monkeypatch.setattr(module, "room_for_one", lambda *_: "elsewhere")
+    monkeypatch.setattr(RayRuntime, "_one_machine", lambda self: True)
+    monkeypatch.setattr(
+        RayRuntime, "_take_seats", lambda self, ranks: dict.fromkeys(ranks, self._rooms[ranks[0]])
+    )
+    assert runtime._begin_again(1, lambda: True) == "elsewhere"
+    assert (given, runtime._rooms[0]) == (["on the lost node"], "of 0")
