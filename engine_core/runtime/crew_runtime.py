@@ -169,8 +169,7 @@ class CrewRuntime(Runtime):
 
     def memory_metrics(self) -> dict[str, float]:
         told = [
-            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), self._ranks(pool), _most))
-            for pool in self.pools
+            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), None, _most)) for pool in self.pools
         ]
         found: dict[str, float] = {}
         for pool, future in told:
@@ -405,16 +404,17 @@ class CrewRuntime(Runtime):
         pool: Pool,
         kind: str,
         what: tuple[str, str],
-        leaders: Sequence[int] = (),
+        leaders: Sequence[int] | None = (),
         merge: Any = None,
         **fields: Any,
     ) -> Future[Any]:
-        """One command to all ranks of a pool."""
+        """One command to all ranks of a pool; ``leaders`` None: the result of each of them counts."""
         assert self.crew is not None
-        number = self.crew.next_number()
-        messages = dict.fromkeys(self._ranks(pool), message_to(number, kind, **fields))
+        number, ranks = self.crew.next_number(), self._ranks(pool)
+        messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
+        counted = ranks if leaders is None else leaders
         return self.crew.send(
-            messages, what, number, leaders=leaders, merge=merge or (lambda results: results[0])
+            messages, what, number, leaders=counted, merge=merge or (lambda results: results[0])
         )
 
     def _trade(self, phase: str) -> None:
