@@ -60,19 +60,19 @@ def weights(run):
 def keep_engines(monkeypatch):
     """Weights of the actor at the end of a run, by run folder name."""
     kept = {}
-    close, train = Trainer.close, Trainer.train
+    end_workers, train = Trainer.end_workers, Trainer.train
 
-    def closing(self):
+    def ending(self):
         if self.groups:
             kept[self.folder.path.name if self.folder else ""] = weights(self)
-        close(self)
+        end_workers(self)
 
     def training(self, **arguments):
         found = train(self, **arguments)
         self.close()
         return found
 
-    monkeypatch.setattr(Trainer, "close", closing)
+    monkeypatch.setattr(Trainer, "end_workers", ending)
     monkeypatch.setattr(Trainer, "train", training)
     return kept
 
