@@ -8,6 +8,7 @@ left in it is never touched.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from pathlib import Path
@@ -99,6 +100,16 @@ def _is_log(entry: Path) -> bool:
     if entry.parent.name == "logs":
         return entry.is_dir() and ATTEMPT.fullmatch(entry.name) is not None
     return entry.suffix == ".log"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also beside another process that writes it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
 
 
 def exists_already(path: Path) -> ConfigError:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
+
+from engine_core.run_folders import replace_text
 
 log = logging.getLogger("engine")
 
@@ -19,9 +20,7 @@ MOST_BYTES = 1000  # of the file
 
 def write_wish(folder: Path, count: int) -> None:
     """Ask for so many samplers; a reader finds the old file or the new one, whole."""
-    part = folder / f".{FILE}.{os.getpid()}"
-    part.write_text(json.dumps({KEY: count}) + "\n", encoding="utf-8")
-    part.replace(folder / FILE)
+    replace_text(folder / FILE, json.dumps({KEY: count}) + "\n")
 
 
 def read_wish(folder: Path, most: int) -> int | None:

@@ -36,7 +36,7 @@ from engine_core.machine import describe_environment
 from engine_core.pending_writes import LineFile, PendingWrites
 from engine_core.redaction import Redactor
 from engine_core.rollout_files import read_rollouts, rollout_path, write_rollouts
-from engine_core.run_folders import ATTEMPT, exists_already, folder_for, is_unused
+from engine_core.run_folders import ATTEMPT, exists_already, folder_for, is_unused, replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -160,7 +160,7 @@ class RunFolder:
         """
         last = step - unfinished
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= last]
-        _replace_text(self.metrics_file, "".join(kept))
+        replace_text(self.metrics_file, "".join(kept))
         faults.point("resume.in_rewind")
         for file in self.rollouts_dir.rglob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
@@ -246,7 +246,7 @@ class RunFolder:
             "config.origin.json": json.dumps(where, indent=2, ensure_ascii=False),
             "config.resolved.toml": dump_toml(config),  # last: it makes the folder a run
         }.items():
-            _replace_text(folder / name, self.redactor(text))
+            replace_text(folder / name, self.redactor(text))
 
     def _become_latest(self) -> None:
         """Make ``latest`` beside the folder a link to it, in one rename; what is there and no link stays."""
@@ -260,16 +260,6 @@ class RunFolder:
             link.replace(latest)
         except OSError as error:  # a file system without links; only a convenience is lost
             logger.warning("Cannot link %s to this run: %s", latest, error)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class Tracker:

@@ -66,16 +66,21 @@ def _range(folder: RunFolder) -> tuple[str, PlacementConfig]:
     settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8"))
     placement = PlacementConfig.model_validate(settings.get("placement", {}))
     backend = settings.get("runtime", {}).get("backend", "local")
-    if not placement.most:
-        pool = placement.rollout or "POOL"
-        raise ConfigError(
-            f"placement.most: {folder.path} has none, so it keeps the samplers that it starts with. Set it when the run is "
-            f"started or resumed, as in --set placement.most.{pool}=4."
-        )
     if backend == "local":
         raise ConfigError(
             f"runtime.backend = 'local': {folder.path} has one process, and no samplers that come or leave. Use a runtime "
             "whose workers are processes."
+        )
+    if not placement.most:
+        pool = placement.rollout if placement.rollout != placement.actor else None
+        way = (
+            f"as in --set placement.most.{pool}=4"
+            if pool
+            else "with a pool of the sampler's own in [placement]"
+        )
+        raise ConfigError(
+            f"placement.most: {folder.path} has none, so it keeps the samplers that it starts with. Set it when the run is "
+            f"started or resumed, {way}."
         )
     return next(iter(placement.most)), placement
 

@@ -114,9 +114,7 @@ class Runtime(abc.ABC):
 
     in_process = False  # workers are in the controller's process
     traded_seconds = 0.0  # so far, in which device memory was handed over between roles
-    most_samplers = (
-        0  # processes that may sample, where their number changes while the run goes on; 0: it stays
-    )
+    most_samplers = 0  # that there may be, where their number changes while the run goes on; 0: it stays
     shared = False  # the sampler reads the actor's own module: the two are one policy
 
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:

@@ -186,14 +186,10 @@ class Running:
 
     def settle(self, rollouts: Sequence[Rollout]) -> None:
         """These have finished: they get the controller's own prompts."""
-        asked, left, under_way = self._asked, self.left, self.under_way
         with self._lock:
-            for rollout in rollouts:  # thousands a step, so `_settle` is written out
-                if (entry := asked.pop(rollout.request_id, None)) is not None:
-                    request, chosen = entry
-                    rollout.prompt = prompt = request.prompt
-                    left[chosen] -= len(prompt.token_ids) + request.sampling.max_response_tokens
-                    under_way[chosen] -= 1
+            for rollout in rollouts:
+                if (entry := self._settle(rollout.request_id)) is not None:
+                    rollout.prompt = entry[0].prompt
 
     def _settle(self, id: str) -> tuple[Request, int] | None:
         """Within the lock: it is under way no more; request and slice, where it was."""

@@ -69,10 +69,8 @@ class AheadSource(RolloutSource):
         self._changed = run.clock.condition()
         self._taken: list[Group] = []  # of this round
         self._ages: Stretches | None = None  # of its rollouts, as they came
-        self._came: tuple[list[Came], dict[str, torch.Tensor]] = (
-            [],
-            {},
-        )  # these with their columns, for `batch`
+        # these with their columns, for `batch`
+        self._came: tuple[list[Came], dict[str, torch.Tensor]] = [], {}
         self._batched: Stretches | None = None  # of the rollouts of the batch, where they are these
         self._uncounted: list[Rollout] = []  # that have come since then
         self._ready = 0  # groups in the queue that are

@@ -38,9 +38,7 @@ class Standing:
     Example, of a run whose newest checkpoint is damaged: ``step=2, good=True`` with one sentence in ``damaged``.
     """
 
-    newest: int | None = (
-        None  # step of the newest there is; None: there is none, or nobody knows (not `complete`)
-    )
+    newest: int | None = None  # step; None: there is none, or nobody knows (not `complete`)
     step: int | None = None  # of the newest checkpoint that is not known to be damaged; None: there is none
     good: bool = False  # all of its hashes were compared
     files: int = 0  # in its manifest

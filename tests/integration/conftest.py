@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from engine_core import load_config
+from engine_core.assemble import plugins_for
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "word_problems"
 
@@ -53,6 +56,22 @@ def grpo(world, tmp_path):
         "run.steps": 2,
         "tracking.trackers": [],
     }
+
+
+@pytest.fixture
+def trained():
+    """What trains to the end with settings, as ``load_config`` takes them, and gives the run's folder."""
+
+    def train(settings):
+        config = load_config(settings, allow_code=True)
+        trainer = plugins_for(config).resolve("trainers", config.trainer)(config)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+        return trainer.folder.path
+
+    return train
 
 
 DIGITS = """

@@ -5,8 +5,6 @@ import time
 
 import pytest
 
-from engine_core import load_config
-from engine_core.assemble import plugins_for
 from engine_core.rollout_files import read_rollouts
 from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
 from engine_core.runtime.replacing import Replacements
@@ -25,7 +23,7 @@ POOLS = {
 
 
 @pytest.fixture
-def run(grpo, tmp_path):
+def run(grpo, tmp_path, trained):
     """A run of three steps: ids of its samples by step, and the sums of its counters."""
     (tmp_path / "digits.py").write_text(
         "from engine_core import hookimpl\nfrom engine_core.specs import Reward\n"
@@ -42,13 +40,7 @@ def run(grpo, tmp_path):
             "reward": [{"name": "digits", "workers": 0}],
         }
         settings |= {"plugins": [str(tmp_path / "digits.py")], "tracking.rollouts_every_steps": 1, **changes}
-        config = load_config(settings, allow_code=True)
-        trainer = plugins_for(config).resolve("trainers", config.trainer)(config)
-        try:
-            trainer.train()
-        finally:
-            trainer.close()
-        folder = trainer.folder.path
+        folder = trained(settings)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         names = ("sampling/lost", "sampling/joined", "sampling/reissued")
         return {

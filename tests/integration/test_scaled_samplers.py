@@ -7,8 +7,6 @@ import time
 import psutil
 import pytest
 
-from engine_core import load_config
-from engine_core.assemble import plugins_for
 from engine_core.cli.main import main
 from engine_core.rollout_files import read_rollouts
 from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
@@ -30,19 +28,13 @@ POOLS = {
 
 
 @pytest.fixture
-def run(grpo, digits_plugin):
+def run(grpo, digits_plugin, trained):
     """A run of some steps: its metrics, samples by step, and folder."""
 
     def train(name, **changes):
         settings = {**grpo, **POOLS, "run.name": name, "reward": [{"name": "digits", "workers": 0}]}
         settings |= {"plugins": [str(digits_plugin)], "tracking.rollouts_every_steps": 1, **changes}
-        config = load_config(settings, allow_code=True)
-        trainer = plugins_for(config).resolve("trainers", config.trainer)(config)
-        try:
-            trainer.train()
-        finally:
-            trainer.close()
-        return trainer.folder.path
+        return trained(settings)
 
     return train
 

@@ -56,17 +56,25 @@ def test_what_is_no_number_is_refused(engine, make):
     assert engine("scale", "r", "many").code == 2
 
 
-def test_a_run_without_a_range_is_refused(engine, make):
-    run = make({})
+@pytest.mark.parametrize(
+    ("placement", "way"),
+    [
+        ({}, "with a pool of the sampler's own in [placement]"),
+        (POOLS | {"most": {}}, "as in --set placement.most.serve=4"),
+    ],
+)
+def test_a_run_without_a_range_is_refused(engine, make, placement, way):
+    run = make(placement)
     answer = engine("scale", "r", "2")
     assert answer.code == 2
     assert "placement.most: " in answer.err
-    assert "--set placement.most.POOL=4" in answer.err
+    assert f"started or resumed, {way}." in answer.err
     assert not (run.path / FILE).exists()
 
 
-def test_a_local_run_is_refused(engine, make):
-    make(POOLS, backend="local")
+@pytest.mark.parametrize("placement", [{}, POOLS])
+def test_a_local_run_is_refused(engine, make, placement):
+    make(placement, backend="local")
     answer = engine("scale", "r")
     assert answer.code == 2
     assert "runtime.backend = 'local'" in answer.err

@@ -66,9 +66,7 @@ class RayRuntime(CrewRuntime):
         self.store = Store()
         self._gpu = False
         self._groups: list[Any] = []  # placement groups of the pools that stay as they are
-        self._rooms: dict[
-            int, Any
-        ] = {}  # of the others, whose ranks come and leave: one for each that is there
+        self._rooms: dict[int, Any] = {}  # of ranks that come and leave, one for each that is there
         self._waiting: set[int] = set()  # ranks for which there is no room now
         self._seats: dict[int, ActorHandle] = {}
         self._store: Any = None  # the store in which ranks of several nodes meet
