@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
-DEMO := -e . -e plugins/hf_rollout -e plugins/rewards
+DEMO := -e . -e plugins/torch -e plugins/hf_rollout -e plugins/processes -e plugins/rewards -e plugins/trainers -e 'plugins/tools[report,tensorboard]'
 SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml plugins/*/requirements*.txt)
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python -m pytest -q --durations=10
@@ -20,7 +20,7 @@ install: .venv/.installed
 	$(PIP) torch
 	touch $@
 
-.venv/.demo: .venv/.base pyproject.toml plugins/hf_rollout/pyproject.toml plugins/rewards/pyproject.toml
+.venv/.demo: .venv/.base pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PIP) --no-build-isolation $(DEMO)
 	touch $@
 

@@ -3,16 +3,16 @@
     python docs/algorithm_tables.py            write what changed (`make docs` does this first)
     python docs/algorithm_tables.py --check    change nothing; name the tables that are out of date, exit 1
 
-A function of a table says, in lines of its docstring that stand for themselves:
+A function of a table has these lines in its docstring:
 
     Formula: ``A = R - mean``
     Paper: https://arxiv.org/abs/2503.20783
     Differs: where ours is not the paper's, or not that of others
 
-``Formula`` must be there; a line may go on in lines that are indented further. Tables stand between
-``<!-- NAME -->`` and ``<!-- end of NAME -->``. Where one function has several names, its module's docstring
-has a table of them, and lines ``Differs (NAME): ...``. The page of the reference has everything in one
-table. A test runs ``--check``.
+``Formula`` is required; indented lines continue a field. Tables are between ``<!-- NAME -->`` and
+``<!-- end of NAME -->``. Where one function has several names, its module's docstring has a table of them,
+and lines ``Differs (NAME): ...``. The page of the reference has everything in one table, with the
+distribution that brings it. A test runs ``--check``.
 """
 
 from __future__ import annotations
@@ -23,40 +23,37 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_core import builtin
-from engine_core.algorithms import (
-    aggregation,
-    correction,
-    entropy,
-    evaluation,
-    kl,
-    losses_value,
-    objectives,
-    preference,
-    preference_columns,
-)
+from engine_core.algorithms import aggregation, correction, entropy, evaluation, kl, losses_value
+from engine_plugin_trainers import plugin as trainers
+from engine_plugin_trainers.algorithms import preference, preference_columns
+
+if TYPE_CHECKING:
+    from engine_core.specs import Spec
 
 OVERVIEW = Path(__file__).parent / "reference" / "algorithms.md"
 PAGE = Path(__file__).parent / "algorithms.md"
 LINK = r"https?://(?:arxiv\.org/abs/|doi\.org/)?([^\s,]+)"
 FIELDS = ("Formula", "Paper", "Differs")
+TRAINERS = "engine-plugin-trainers"
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
-def offered(table: Mapping[str, Any]) -> Functions:
-    """The functions behind the names of a table hook."""
-    return {name: spec.resolve() for name, spec in table.items()}
+def offered(table: Mapping[str, Spec]) -> Functions:
+    """Return the functions behind the names of a table hook; a factory makes its function of other tables, and is left out."""
+    return {name: spec.resolve() for name, spec in table.items() if not getattr(spec, "factory", False)}
 
 
 TABLES: Mapping[str, tuple[str, Callable[[], Functions]]] = {
     "advantages": ("`advantage`", lambda: offered(builtin.engine_advantages())),
     "losses": ("`loss`", lambda: offered(builtin.engine_losses())),
     "stages": ("`[[stage]] name`", lambda: offered(builtin.engine_stages())),
+    "stages of trainers": (f"`[[stage]] name` of {TRAINERS}", lambda: offered(trainers.engine_stages())),
 }
-"""Name of the table: its first heading, and what is in it."""
+"""Name of the table: its first heading, and the functions in it."""
 
 
 def fields(function: Callable[..., Any]) -> dict[str, str]:
@@ -98,6 +95,7 @@ def listed(module: ModuleType) -> dict[str, dict[str, str]]:
         paper = re.sub(r"arXiv:(\S+)", r"https://arxiv.org/abs/\1", said.get("paper", ""))
         found[name] = {
             "what": said.get("what it is", ""),
+            "distribution": distribution(module.__name__),
             "Formula": said["formula"].replace("``", "`"),
             "Paper": re.sub(LINK, _link, paper),
             "Differs": differs[1] if differs else "",
@@ -106,10 +104,18 @@ def listed(module: ModuleType) -> dict[str, dict[str, str]]:
 
 
 def described(functions: Functions) -> dict[str, dict[str, str]]:
-    """The same of functions whose docstrings have the fields."""
+    """Return the same of functions whose docstrings have the fields."""
     return {
-        name: {"what": first_sentence(function)} | fields(function) for name, function in functions.items()
+        name: {"what": first_sentence(function), "distribution": distribution(function.__module__)}
+        | fields(function)
+        for name, function in functions.items()
     }
+
+
+def distribution(module: str) -> str:
+    """Return the name of the distribution that brings a module."""
+    package = module.partition(".")[0]
+    return "engine-core-rl" if package == "engine_core" else package.replace("_", "-")
 
 
 def first_sentence(function: Callable[..., Any]) -> str:
@@ -118,7 +124,7 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 
 def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
-    """Kind, as the key that names it, and everything of that kind."""
+    """Yield each kind, as the key that names it, and everything of that kind; a plugin's names may be a kind ``KEY of PLUGIN``."""
     for heading, functions in TABLES.values():
         yield heading.replace("`", ""), described(functions())
     yield "loss_aggregation", listed(aggregation)
@@ -130,19 +136,23 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     yield "dpo.loss", listed(preference)
     weights = {"wpo": preference_columns.policy_weights, "ld_alpha": preference_columns.tail_weights}
     yield "dpo", described(weights)
-    # objectives by the trainer that learns by them; those of pairs stand under dpo.loss
+    # objectives by the trainer that uses them; the formula of the critic's is that of its loss
     named = {"nll": "sft", "value": "critic"}
-    trained: dict[str, Callable[..., Any]] = {**objectives.OBJECTIVES, "value": losses_value.value}
-    yield "trainer", described({named.get(n, n): f for n, f in trained.items() if n != "preference"})
+    trained = {**offered(trainers.engine_objectives()), **offered(builtin.engine_objectives())}
+    trained["value"] = losses_value.value
+    yield "trainer", described({named.get(name, name): function for name, function in trained.items()})
     yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
 
 
 def overview() -> str:
     """The page of the reference."""
-    rows = [["key", "name", "what it is", "formula", "paper", "where ours differs"], ["---"] * 6]
+    header = ["key", "name", "what it is", "formula", "paper", "where ours differs", "distribution"]
+    rows = [header, ["---"] * len(header)]
     for kind, entries in kinds():
+        key = f"`{kind.partition(' of ')[0]}`"
         for name, said in entries.items():
-            rows.append([f"`{kind}`", f"`{name}`", said["what"], *(said[field] for field in FIELDS)])
+            cells = [said["what"], *(said[field] for field in FIELDS), f"`{said['distribution']}`"]
+            rows.append([key, f"`{name}`", *cells])
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     note = (
         "<!-- Written by docs/algorithm_tables.py from the code. Change the code, then run `make docs`. -->"
@@ -162,7 +172,8 @@ def _link(match: re.Match[str]) -> str:
 def table(name: str) -> str:
     """One table in Markdown."""
     heading, functions = TABLES[name]
-    rows = [[heading, "what it is", "formula", "paper", "where ours differs"], ["---"] * 5]
+    key = heading.partition(" of ")[0]
+    rows = [[key, "what it is", "formula", "paper", "where ours differs"], ["---"] * 5]
     for key, function in functions().items():
         said = fields(function)
         rows.append([f"`{key}`", first_sentence(function), *(said[field] for field in FIELDS)])

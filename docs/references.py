@@ -16,16 +16,21 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine_core import errors, hookspecs
-from engine_core.cli.configs import installed_specs
-from engine_core.cli.main import COMMANDS, app
-from engine_core.cli.schema_text import is_table, type_text
+from engine_core import errors
+from engine_core import hooks as hookspecs
+from engine_core.cli.main import app
 from engine_core.config.models import EngineConfig
 from engine_core.config.schema import json_schema, schema_at
-from engine_core.plugin_metadata import installed
-from engine_core.specs import TABLE_SPECS, Spec
+from engine_core.plugins.metadata import TABLES, Offer, installed
+from engine_core.plugins.modules import spec_class, table_module
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_tools.commands.schema import installed_specs
+from engine_plugin_tools.commands.schema_text import is_table, type_text
+
+if TYPE_CHECKING:
+    from engine_core.specs import Spec
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -33,7 +38,7 @@ Table = Mapping[str, Any]
 
 
 def project_files() -> list[Path]:
-    """The ``pyproject.toml`` of the core, then those of the plugins in this repository."""
+    """Return the ``pyproject.toml`` of the core, then those of the plugins in this repository."""
     return [ROOT / "pyproject.toml", *sorted((ROOT / "plugins").glob("[a-z]*/pyproject.toml"))]
 
 
@@ -55,14 +60,23 @@ def plain(text: str) -> str:
 # -- config -----------------------------------------------------------------
 
 
-def our_specs() -> dict[str, dict[str, Spec]]:
-    """The names of the core and of the plugins in this repository; others may be installed too."""
+def our_offers() -> dict[tuple[str, str], Offer]:
+    """Return every name of the core and of the plugins in this repository, by kind and name; others may be installed too."""
     ours = {tomllib.loads(file.read_text("utf-8"))["project"]["name"] for file in project_files()}
-    names = {(offer.kind, offer.name) for offer in installed() if offer.distribution.name in ours}
-    return {
+    return {(offer.kind, offer.name): offer for offer in installed() if offer.distribution.name in ours}
+
+
+def our_specs() -> dict[str, dict[str, Spec]]:
+    """Return the spec of each of our names by kind: the core's tables first, then those that a plugin defines."""
+    names = our_offers()
+    found: dict[str, dict[str, Spec]] = {
         kind: {name: spec for name, spec in specs.items() if (kind, name) in names}
         for kind, specs in installed_specs().items()
     }
+    for table in sorted(name for kind, name in names if kind == TABLES):
+        mine = sorted(name for kind, name in names if kind == table)
+        found[table] = {name: PluginSet.load({table: [name]}).spec(table, name) for name in mine}
+    return found
 
 
 def config_page() -> str:
@@ -73,15 +87,11 @@ def config_page() -> str:
         config_part(schema, "", "Top level"),
         *(part for key in EngineConfig.model_fields for part in config_parts(schema, key)),
     ]
-    owners = {
-        (kind, offer.name): offer.distribution.name
-        for kind in TABLE_SPECS
-        for offer in installed()
-        if offer.kind == kind
-    }
+    offers = our_offers()
     rows = [
-        [TABLE_SPECS[kind].noun, f"`{name}`", f"`{owners[kind, name]}`"]
+        [spec_class(kind).noun, f"`{name}`", f"`{offers[kind, name].distribution.name}`"]
         for kind, named in specs.items()
+        if not spec_class(kind).internal  # no key of a run file takes it
         for name in named
     ]
     return page(
@@ -131,12 +141,21 @@ def config_part(schema: Table, path: str, title: str) -> str:
 
 
 def hooks_page() -> str:
-    """Every hook, from the docstrings of ``engine_core.hookspecs``."""
-    found: dict[str, list[str]] = {"step": [], "table": [], "observer": []}
+    """Return every hook: those of ``engine_core.hooks``, and those of tables that our plugins define."""
+    found: dict[str, list[str]] = {"step": [], "table": [], "observer": [], "of plugins": []}
     for name, function in vars(hookspecs).items():
         if hasattr(function, "engine_spec"):
             found[sort_of(function)].append(hook_part(name, function))
-    titles = {"step": "Step hooks", "table": "Table hooks", "observer": "Observers"}
+    for (kind, name), offer in our_offers().items():
+        if kind == TABLES:
+            part = hook_part(f"engine_{name}", getattr(table_module(name), f"engine_{name}"))
+            found["of plugins"].append(f"{part}\n\nDefined by `{offer.distribution.name}`.")
+    titles = {
+        "step": "Step hooks",
+        "table": "Table hooks",
+        "of plugins": "Table hooks of plugins",
+        "observer": "Observers",
+    }
     parts = [part for sort, title in titles.items() for part in (f"## {title}", *found[sort])]
     return page(
         "Hook reference",
@@ -181,27 +200,31 @@ def docstring(text: str) -> str:
 
 
 def commands_page() -> str:
-    """Every command with its arguments and options, from Typer."""
+    """Return every command with its arguments and options, from Typer, and the distribution that brings it."""
     from typer.main import get_command
 
-    group = get_command(app)
+    group: Any = get_command(app)
     context = group.make_context("engine", ["train", "--help"], resilient_parsing=True)
+    offers = our_offers()
     parts = []
-    for name, entry in COMMANDS.items():
-        command = group.get_command(context, name)  # type: ignore[attr-defined]
-        inner = [""] if isinstance(entry, str) else list(entry)
-        for sub in inner:
-            one = command.get_command(context, sub) if sub else command
-            parts.append(command_part(f"engine {name} {sub}".strip(), one, type(context)))
+    for first in group.list_commands(context):
+        command = group.get_command(context, first)
+        subs = command.list_commands(context) if hasattr(command, "list_commands") else [""]
+        for sub in subs:
+            name = f"{first}.{sub}".strip(".")
+            if offer := offers.get(("commands", name)):
+                one = command.get_command(context, sub) if sub else command
+                owner = offer.distribution.name
+                parts.append(command_part(f"engine {name.replace('.', ' ')}", one, type(context), owner))
     return page(
         "Command reference",
-        "For use of the shell: every command with its arguments and options, as `engine COMMAND --help` shows them.\n"
-        "[The command line](../cli.md) has an example of each.",
+        "For use of the shell: every command with its arguments and options, as `engine COMMAND --help` shows them, and the\n"
+        "distribution that brings it. [The command line](../cli.md) has an example of each.",
         *parts,
     )
 
 
-def command_part(name: str, command: Any, context: Any) -> str:
+def command_part(name: str, command: Any, context: Any, owner: str) -> str:
     ctx = context(command, info_name=name)
     parameters = [(p, p.get_help_record(ctx)) for p in command.get_params(ctx) if p.name != "help"]
     arguments = [
@@ -210,9 +233,8 @@ def command_part(name: str, command: Any, context: Any) -> str:
     rows = [[f"`{re.sub(r' <.*?>$', '', shown[0])}`", " ".join(shown[1].split())] for _, shown in parameters]
     usage = " ".join([name, *arguments, *(["[OPTIONS]"] if len(rows) > len(arguments) else [])])
     about = inspect.cleandoc(command.help or "")
-    return "\n\n".join(
-        [f"## {name}", f"```text\n{usage}\n```", about, table(["argument or option", "what it does"], rows)]
-    )
+    options = table(["argument or option", "what it does"], rows)
+    return "\n\n".join([f"## {name}", f"```text\n{usage}\n```", about, f"Distribution: `{owner}`.", options])
 
 
 # -- exit codes -------------------------------------------------------------
@@ -223,7 +245,7 @@ ENDS = [
     (
         "75",
         "",
-        "A run saved and stopped because its machine is taken away (SIGTERM, SIGUSR1); `engine resume` goes on.",
+        "A run saved and stopped because its machine is taken away (SIGTERM, SIGUSR1); `engine resume` continues it.",
     ),
     ("130", "", "Interrupted with Ctrl-C (SIGINT)."),
     ("143", "", "Terminated (SIGTERM) with nothing to save, or a second time."),
@@ -254,23 +276,29 @@ def errors_page() -> str:
 # -- compatibility ----------------------------------------------------------
 
 
+def extras_of(project: Mapping[str, Any]) -> list[list[str]]:
+    """Return the requirements of each extra of a distribution, without those of its developers."""
+    return [lines for name, lines in project.get("optional-dependencies", {}).items() if name != "dev"]
+
+
 def compatibility_page() -> str:
     """What was tried, from ``compatibility.toml``, and the versions of ``constraints.txt``."""
     tried = tomllib.loads((DOCS / "compatibility.toml").read_text("utf-8"))["tried"]
     keys = ["python", "torch", "transformers", "system", "device", "what"]
     projects = [tomllib.loads(file.read_text("utf-8"))["project"] for file in project_files()]
-    asked = [line for project in projects for line in project["dependencies"]]
+    asked = [line for project in projects for extra in extras_of(project) for line in extra]
+    asked += [line for project in projects for line in project["dependencies"]]  # these win over extras
     floors = dict(re.findall(r"^([\w-]+)(.*)", line)[0] for line in asked)
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pinned = [line.split("==") for line in lines if "==" in line]
     versions = [[f"`{name}`", version, f"`{floors[name]}`"] for name, version in pinned if name in floors]
     return page(
         "Compatibility",
-        "For whoever chooses versions: what was tried, and only that. Other combinations may work; nobody looked.",
+        "The combinations of versions that were tested. Other combinations may work.",
         "## What was run",
         table(keys, [[str(entry.get(key, "")) for key in keys] for entry in tried]),
         "## Versions",
-        f"Python {projects[0]['requires-python']}. The second column is what the tests run with (`constraints.txt`), the third what the\n"
+        f"Python {projects[0]['requires-python']}. The second column is the version of the tests (`constraints.txt`), the third the versions that the\n"
         "distribution accepts.",
         table(["package", "tested", "accepted"], versions),
     )

@@ -4,7 +4,7 @@
     python docs/scoreboard.py --check            change nothing; exit 1 where it is out of date
     python docs/scoreboard.py --record [NAME]    run the suites (of one backend, or of all: half an hour), then write the page
 
-What it says is what was seen: ``docs/reference/contracts.json``, which ``engine_core.testing.recorder`` writes while the suites
+What it says is what was seen: ``docs/reference/contracts.json``, which ``engine_plugin_testing.recorder`` writes while the suites
 run, with day and versions. A suite whose settings changed since is `not run`, as is one that is new. A suite over a
 plugin of its own file, as those with LoRA, is left out.
 """
@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.testing import TrainEngineSuite
-from engine_core.testing.recorder import FAILED, PASSED, read, settings
-from engine_core.testing.suite import NOWHERE_ELSE, UNDECLARED, UNSUPPORTED
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.recorder import FAILED, PASSED, read, settings
+from engine_plugin_testing.suite import NOWHERE_ELSE, UNDECLARED, UNSUPPORTED
 
 if TYPE_CHECKING:
-    from engine_core.testing.contracts import Contract
+    from engine_plugin_testing.contracts import Contract
 
 DOCS = Path(__file__).parent
 ROOT, PAGE, RECORD = DOCS.parent, DOCS / "reference" / "backends.md", DOCS / "reference" / "contracts.json"
@@ -204,7 +204,7 @@ def run_suites(backends: list[str]) -> int:
         for backend in backends or SUITES
         for suite in suites_of(backend)
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "engine_core.testing.recorder"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "engine_plugin_testing.recorder"]
     command += ["--rootdir", str(ROOT), "--record-contracts", str(RECORD), *tests]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 

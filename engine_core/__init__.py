@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine_core.hookspecs import hookimpl
+from engine_core.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from engine_core.assemble import load_config
-    from engine_core.trainer import Trainer
+    from engine_core.config.assemble import load_config
+    from engine_core.train.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Trainer", "__version__", "hookimpl", "load_config"]
 
-_LAZY = {"load_config": "engine_core.assemble", "Trainer": "engine_core.trainer"}
+_LAZY = {"load_config": "engine_core.config.assemble", "Trainer": "engine_core.train.trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from engine_core.algorithms.advantage_options import (
     GRPOPassKOptions,
     RewardToGoOptions,
 )
+from engine_core.algorithms.columns import COLUMNS
 from engine_core.algorithms.loss_options import (
     CISPOOptions,
     ClipCovOptions,
@@ -29,56 +30,22 @@ from engine_core.algorithms.loss_options import (
     SAPOOptions,
     VESPOOptions,
 )
-from engine_core.algorithms.preference_options import PAIR_LOSSES, DPOOptions, KTOOptions, RewardModelOptions
-from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions, ReplayCacheOptions
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.hookspecs import hookimpl
-from engine_core.runtime.options import LocalOptions, TorchrunOptions
-from engine_core.runtime.transports.options import TRANSPORTS
+from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions
+from engine_core.hooks import hookimpl
+from engine_core.local.options import LocalOptions
 from engine_core.specs import (
+    SAMPLING_SECTIONS,
+    SHARED_SECTIONS,
     Advantage,
+    Column,
+    Command,
     Loss,
-    PairLoss,
+    Objective,
     RuntimeSpec,
     Stage,
-    TrackerSpec,
-    TrainBackend,
     TrainerSpec,
     TransportSpec,
 )
-from engine_core.tracking_options import TensorBoardOptions, WandbOptions
-from engine_core.trainers.options import AsyncOptions, DistillOptions, OfflineOptions, SFTOptions
-
-SHARED = frozenset(
-    {
-        "trainer",
-        "plugins",
-        "model",
-        "actor",
-        "data",
-        "run",
-        "checkpoint",
-        "tracking",
-        "runtime",
-        "placement",
-        "schedule",
-        "eval",
-    }
-)
-ROLLOUTS = frozenset({"rollout", "reward", "environment", "stage"})
-
-
-@hookimpl
-def engine_train_engines() -> Mapping[str, TrainBackend]:
-    return {
-        "torch": TrainBackend(
-            load="engine_core.engines.torch_engine:TorchEngine",
-            config=TorchOptions,
-            capabilities=frozenset(
-                {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
-            ),
-        )
-    }
 
 
 @hookimpl
@@ -129,11 +96,6 @@ def engine_stages() -> Mapping[str, Stage]:
             load="engine_core.algorithms.stages:dynamic_sampling", config=DynamicSamplingOptions
         ),
         "pf_ppo_resample": Stage(load="engine_core.algorithms.stages:pf_ppo_resample", config=PFPPOOptions),
-        "replay_cache": Stage(
-            load="engine_core.algorithms.stages_replay:ReplayCache",
-            config=ReplayCacheOptions,
-            off_policy=True,
-        ),
     }
 
 
@@ -170,84 +132,57 @@ def engine_losses() -> Mapping[str, Loss]:
 
 
 @hookimpl
-def engine_pair_losses() -> Mapping[str, PairLoss]:
-    return PAIR_LOSSES
-
-
-@hookimpl
-def engine_trackers() -> Mapping[str, TrackerSpec]:
-    return {
-        "tensorboard": TrackerSpec(load="engine_core.trackers:TensorBoard", config=TensorBoardOptions),
-        "wandb": TrackerSpec(load="engine_core.trackers:Wandb", config=WandbOptions),
-    }
-
-
-@hookimpl
 def engine_trainers() -> Mapping[str, TrainerSpec]:
     return {
         "rl": TrainerSpec(
-            load="engine_core.trainer:Trainer",
-            sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm"},
+            load="engine_core.train.trainer:Trainer",
+            sections=SHARED_SECTIONS | SAMPLING_SECTIONS | {"ref", "critic", "teacher", "algorithm"},
             required=frozenset({"reward", "data"}),
-        ),
-        "async": TrainerSpec(
-            load="engine_core.async_trainer:AsyncTrainer",
-            config=AsyncOptions,
-            sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm", "async"},
-            required=frozenset({"reward", "data"}),
-            concurrent=True,
-        ),
-        "offline": TrainerSpec(
-            load="engine_core.offline_trainer:OfflineTrainer",
-            config=OfflineOptions,
-            sections=SHARED | ROLLOUTS | {"ref", "critic", "teacher", "algorithm", "offline"},
-            required=frozenset({"data"}),
-            for_eval=ROLLOUTS - {"stage"},
-            stored=True,
-        ),
-        "sft": TrainerSpec(
-            load="engine_core.trainers.sft:SFTTrainer",
-            config=SFTOptions,
-            sections=SHARED | {"sft"},
-            required=frozenset({"data"}),
-        ),
-        "distill": TrainerSpec(
-            load="engine_core.trainers.distill:DistillTrainer",
-            config=DistillOptions,
-            sections=SHARED | ROLLOUTS | {"distill", "teacher"},
-            required=frozenset({"data", "teacher"}),
-        ),
-        "dpo": TrainerSpec(
-            load="engine_core.trainers.preference:DPOTrainer",
-            config=DPOOptions,
-            sections=SHARED | {"dpo", "ref"},
-            required=frozenset({"data"}),
-        ),
-        "kto": TrainerSpec(
-            load="engine_core.trainers.kto:KTOTrainer",
-            config=KTOOptions,
-            sections=SHARED | {"kto", "ref"},
-            required=frozenset({"data"}),
-        ),
-        "reward_model": TrainerSpec(
-            load="engine_core.trainers.reward_model:RewardModelTrainer",
-            config=RewardModelOptions,
-            sections=SHARED | {"reward_model"},
-            required=frozenset({"data"}),
         ),
     }
+
+
+@hookimpl
+def engine_objectives() -> Mapping[str, Objective]:
+    here = "engine_core.algorithms.objectives:"
+    return {
+        "nll": Objective(load=here + "nll"),
+        "policy": Objective(load=here + "make_policy", factory=True),
+        "value": Objective(load=here + "value_objective"),
+    }
+
+
+@hookimpl
+def engine_columns() -> Mapping[str, Column]:
+    return COLUMNS
 
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     return {
         "local": RuntimeSpec(
-            load="engine_core.runtime.local:LocalRuntime", config=LocalOptions, in_process=True
-        ),
-        "torchrun": RuntimeSpec(load="engine_core.runtime.torchrun:TorchrunRuntime", config=TorchrunOptions),
+            load="engine_core.local.runtime:LocalRuntime", config=LocalOptions, in_process=True
+        )
     }
 
 
 @hookimpl
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
-    return TRANSPORTS
+    return {
+        "same_process": TransportSpec(
+            load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"together"})
+        )
+    }
+
+
+@hookimpl
+def engine_commands() -> Mapping[str, Command]:
+    configs, train = "engine_core.cli.configs:", "engine_core.cli.train:"
+    return {
+        "train": Command(load=train + "train"),
+        "resume": Command(load=train + "resume"),
+        "validate": Command(load=configs + "validate"),
+        "config.show": Command(load=configs + "show", group_help="Look at a configuration."),
+        "plugins": Command(load="engine_core.cli.plugins:plugins"),
+        "export": Command(load="engine_core.cli.export:export"),
+    }

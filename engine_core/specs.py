@@ -59,6 +59,7 @@ class Spec:
     noun: ClassVar[str] = ""  # for messages: "train engine", "reward", ...
     given: ClassVar[tuple[str, ...]] = ()  # what a function of this kind is called with, before its options
     makes_objects: ClassVar[bool] = False  # a class may stand for the function: see ``Stage``
+    internal: ClassVar[bool] = False  # code asks for a name of this kind, never a key of a run file
 
     load: str | Callable[..., Any]
     config: type[BaseModel] = NoOptions
@@ -80,17 +81,17 @@ def resolve(load: str | Callable[..., Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBackend(Spec):
-    """A train engine: ``load`` is a subclass of ``engine_core.engines.base.TrainEngine``.
+    """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
     Each capability must be implemented by the class (a method that is not the base's):
-    see ``engine_core.plugins.TRAIN_CAPABILITIES``.
+    see ``engine_core.plugins.checks.TRAIN_CAPABILITIES``.
 
     Args:
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
-            name it. ``load`` is then best a subclass of ``engine_core.engines.frozen.FrozenEngine``.
+            name it. ``load`` is then best a subclass of ``engine_core.contracts.frozen_engine.FrozenEngine``.
         elsewhere: the model is held by somebody else: of its folder only config and tokenizer are read here.
-        experts_apart: its checkpoints hold each expert's weights by themselves, as folders of Hugging Face do; those of others hold
-            all experts of a layer in one tensor, as transformers does in memory. The one cannot go on from the other's.
+        check_checkpoint: ``f(folder, was, now) -> str``: what keeps this engine (named ``now``) from reading a role's
+            checkpoint in the common format that the engine ``was`` wrote; empty where nothing does. None: nothing ever does.
     """
 
     kind = "train_engines"
@@ -98,17 +99,17 @@ class TrainBackend(Spec):
     capabilities: frozenset[str] = frozenset()
     frozen_only: bool = False
     elsewhere: bool = False
-    experts_apart: bool = False
+    check_checkpoint: str | Callable[..., str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBackend(Spec):
-    """A rollout engine: ``load`` is a subclass of ``engine_core.engines.base.RolloutEngine``.
+    """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    For capabilities see ``engine_core.plugins.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
+    For capabilities see ``engine_core.plugins.checks.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
     the keys by which it samples from another policy than the weights that it is given (fewer bits), empty where
     there are none. Tokens are then always weighed; a run that switches this off is refused. And a field ``adapter``: true
-    where the engine has the base and ``update_weights`` takes ``weight_sync.stream_of`` an adapter alone. And a field
+    where the engine has the base and ``update_weights`` takes ``contracts.weight_sync.stream_of`` an adapter alone. And a field
     ``max_model_len``: tokens of a prompt and its response together that the engine is told to hold; a run with longer ones is refused.
 
     Args:
@@ -263,7 +264,7 @@ class Stage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(Spec):
-    """An environment ``async def f(episode, **options) -> Rollout``; see ``engine_core.environments``.
+    """An environment ``async def f(episode, **options) -> Rollout``; see ``engine_plugin_agents``.
 
     Or a class, made once a run with the options as keyword arguments, whose instances have ``async def
     __call__(self, episode)``; where it has ``close``, that is called at the end of the run.
@@ -281,33 +282,33 @@ class Environment(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeLanguage(Spec):
-    """A language of programs that a reward runs: ``load`` is a function without arguments that describes it.
-
-    What it gives is said by the plugin whose reward runs programs: see ``code`` of ``engine-plugin-rewards``.
-    """
-
-    kind = "code_languages"
-    noun = "code language"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelArchitecture(Spec):
-    """An architecture of a train engine that has models of its own: ``load`` is a function without arguments, or a class.
-
-    What it gives is said by the engine's plugin: see ``Architecture`` of ``engine-plugin-megatron``.
-    """
-
-    kind = "architectures"
-    noun = "architecture"
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrackerSpec(Spec):
-    """A tracker: ``load`` is a subclass of ``engine_core.tracking.Tracker``."""
+    """A tracker: ``load`` is a subclass of ``engine_core.runs.tracking.Tracker``."""
 
     kind = "trackers"
     noun = "tracker"
+
+
+SHARED_SECTIONS = frozenset(
+    {
+        "trainer",
+        "plugins",
+        "model",
+        "actor",
+        "data",
+        "run",
+        "checkpoint",
+        "tracking",
+        "runtime",
+        "placement",
+        "schedule",
+        "eval",
+    }
+)
+"""Sections of a run file that every trainer reads, for ``TrainerSpec.sections``."""
+
+SAMPLING_SECTIONS = frozenset({"rollout", "reward", "environment", "stage"})
+"""Sections that a trainer reads besides them where it samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +335,7 @@ class TrainerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSpec(Spec):
-    """A runtime: ``load`` is a subclass of ``engine_core.runtime.base.Runtime``.
+    """A runtime: ``load`` is a subclass of ``engine_core.contracts.runtime.Runtime``.
 
     Args:
         in_process: every role is in the controller's process; ``[placement]`` is not read.
@@ -351,7 +352,7 @@ class RuntimeSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSpec(Spec):
-    """A way of weights to the sampler: ``load`` is a subclass of ``engine_core.runtime.transports.base.Transport``.
+    """A way of weights to the sampler: ``load`` is a subclass of ``engine_plugin_processes.transports.base.Transport``.
 
     Args:
         serves: the topologies in which it works: ``together`` (the sampler is in the processes of the actor), ``apart`` (it is
@@ -361,6 +362,97 @@ class TransportSpec(Spec):
     kind = "weight_transports"
     noun = "weight transport"
     serves: frozenset[str] = frozenset({"apart"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(Spec):
+    """What a train engine differentiates: ``f(outputs, batch, **parameters) -> (sum, metrics)``.
+
+    ``sum`` is a scalar with gradient: the sum of ``batch["weights"]`` [T] times the loss of each token, so that it does
+    not depend on how a mini-batch is split. ``metrics`` are scalars that are summed over micro-batches (``max/`` ones
+    are maximized). A trainer calls it by name: ``LossCall("NAME", {...})``; ``parameters`` are plain values.
+
+    Args:
+        factory: ``load`` makes the objective: ``make(plugins, **parameters) -> f(outputs, batch)``, with the worker's own
+            plugins to look up functions by name. It is called once for each mini-batch.
+    """
+
+    kind = "objectives"
+    noun = "objective"
+    internal = True
+    given = ("outputs", "batch")
+    factory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column(Spec):
+    """A column that is computed after the rollouts, for estimators and losses that need it.
+
+    Either a role's ``infer`` gives it (``role`` and ``output``), or ``load`` is a function
+    ``f(batch) -> [T] or [B] float32`` of columns that are there already (``needs``).
+
+    Args:
+        role: whose ``infer`` gives it: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes it.
+        output: the output of ``infer`` that it is.
+        needs: columns that ``load`` reads.
+    """
+
+    kind = "columns"
+    noun = "column"
+    internal = True
+    given = ("batch",)
+    load: str | Callable[..., Any] = ""
+    role: str = ""
+    output: str = ""
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource(Spec):
+    """A source of rows: ``f(split, **options) -> sequence of dicts``, for ``[data] source = "NAME"``.
+
+    A preset of a public data set is one. Rows are prepared as rows of files are: layout, chat template, limits.
+
+    Args:
+        license: of the data, an SPDX identifier or a sentence; logged once at the start.
+        revision: of the data that the source was made for.
+        url: where the data comes from.
+    """
+
+    kind = "data_sources"
+    noun = "data source"
+    given = ("split",)
+    license: str = ""
+    revision: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Spec):
+    """A command of ``engine``: ``load`` is a function whose signature Typer reads and whose docstring is the help.
+
+    The name is the command's; ``"bench.step"`` is the command ``step`` of the group ``bench``.
+
+    Args:
+        group_help: one line about the group, for the help.
+    """
+
+    kind = "commands"
+    noun = "command"
+    internal = True
+    group_help: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Spec):
+    """A part of a run that the core calls by name and does not contain; ``load`` implements the protocol of its name.
+
+    ``engine_core.contracts.parts`` lists the names and their protocols.
+    """
+
+    kind = "parts"
+    noun = "part"
+    internal = True
 
 
 TABLE_SPECS: Mapping[str, type[Spec]] = {
@@ -374,12 +466,15 @@ TABLE_SPECS: Mapping[str, type[Spec]] = {
         PairLoss,
         Stage,
         Environment,
-        CodeLanguage,
-        ModelArchitecture,
         TrackerSpec,
         TrainerSpec,
         RuntimeSpec,
         TransportSpec,
+        Objective,
+        Column,
+        DataSource,
+        Command,
+        Part,
     )
 }
 """Every table hook by its kind: hook ``engine_<kind>``, entry-point group ``engine.<kind>``."""

@@ -437,6 +437,9 @@ class Batch:
 
 TENSORS = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
 """Fields of a rollout with a value a token."""
+LOG_OF_NOTHING = -1e4
+"""Nats: the log of no probability at all; e^-1e4 is 0, and 0 times it is 0."""
+
 CUT = ("length", "abort")
 """Finish reasons of responses that did not come to their own end."""
 SUPPORT = "support_ids"

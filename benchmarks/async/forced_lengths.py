@@ -15,14 +15,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin_hf_rollout.engine import HFRolloutEngine
-from engine_plugin_hf_rollout.plugin import HFOptions
-from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
-from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from pydantic import ConfigDict, Field
 
 from engine_core import hookimpl
 from engine_core.specs import Options, Reward, RolloutBackend
+from engine_plugin_hf_rollout.engine import HFRolloutEngine
+from engine_plugin_hf_rollout.plugin import HFOptions
+from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
+from engine_plugin_vllm_rollout.plugin import VLLMOptions
 
 if TYPE_CHECKING:
     from engine_core.types import Request

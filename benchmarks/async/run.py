@@ -89,11 +89,11 @@ def measure(folder: Path, given: argparse.Namespace, trainer: str) -> list[dict[
         "tracking.rollouts_every_steps": 0,
     }
     if trainer == "async":
-        from engine_core.async_trainer import AsyncTrainer as Run
+        from engine_plugin_trainers.async_trainer import AsyncTrainer as Run
 
         settings |= {"async.max_staleness": 1, "async.weight_updates": given.updates}
     else:
-        from engine_core.trainer import Trainer as Run  # type: ignore[assignment]
+        from engine_core.train.trainer import Trainer as Run  # type: ignore[assignment]
     run = Run(load_config(overrides=settings))
     run.train()
     run.close()
@@ -122,7 +122,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
     import torch
 
-    from engine_core.advice import advice
+    from engine_plugin_tools.advice import advice
 
     torch.set_num_threads(given.threads)
     found: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "settings": {}}

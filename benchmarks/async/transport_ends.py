@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_core.bench.shapes import SHAPES
-from engine_core.engines.weights import own_weights, take_weights
-from engine_core.runtime.sampler.buckets import checksum
-from engine_core.runtime.transports.base import End, Update, flattened
-from engine_core.runtime.transports.broadcast import Broadcast
-from engine_core.runtime.transports.options import BroadcastOptions
+from engine_core.contracts.weight_names import own_weights
+from engine_plugin_processes.buckets import checksum
+from engine_plugin_processes.transports.base import End, Update, flattened
+from engine_plugin_processes.transports.broadcast import Broadcast
+from engine_plugin_processes.transports.options import BroadcastOptions
+from engine_plugin_tools.bench.shapes import SHAPES
+from engine_plugin_torch.weights import take_weights
 
 WARM = 2
 SECONDS = 60.0

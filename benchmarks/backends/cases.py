@@ -6,7 +6,7 @@ in bfloat16 and steps float32 weights, whatever it calls that.
 
 from __future__ import annotations
 
-from engine_core.bench.shapes import SHAPES
+from engine_plugin_tools.bench.shapes import SHAPES
 
 MOE = {
     **SHAPES["qwen3-0.6b"],

@@ -25,13 +25,13 @@ sys.path.insert(0, str(HERE.parent / "engines"))
 from copied import CopiedEngine
 from steps import GIB, empty, now, peak_gib, speed_of
 
-from engine_core.assemble import load_config, plugins_for
-from engine_core.bench.work import train_batch
-from engine_core.engines.base import WorkerContext
+from engine_core.config.assemble import load_config, plugins_for
+from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
+from engine_plugin_tools.bench.work import train_batch
 
 MODULES = {
-    "torch": ["engine_plugin_fsdp.engine", "engine_core.engines.torch_engine"],
+    "torch": ["engine_plugin_fsdp.engine", "engine_plugin_torch.engine"],
     "megatron": ["engine_plugin_megatron.engine", "engine_plugin_megatron.models.build"],
     "deepspeed": ["engine_plugin_deepspeed.engine"],
 }

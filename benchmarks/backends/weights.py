@@ -17,8 +17,9 @@ import torch
 from cases import MODELS
 
 from engine_core.config import ModelConfig
-from engine_core.engines.model_loading import cast_parameters, load_hf_config, random_model
-from engine_core.runtime.host import default_device
+from engine_core.local.engine_host import default_device
+from engine_core.model_config import load_hf_config
+from engine_plugin_torch.model_loading import cast_parameters, random_model
 
 
 def write(name, folder, device):

@@ -129,7 +129,7 @@ def plot(curves: Curves, path: Path) -> None:
     """A line for each seed, a colour for each backend."""
     from matplotlib.figure import Figure
 
-    from engine_core.report import COLORS
+    from engine_plugin_tools.report import COLORS
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot()

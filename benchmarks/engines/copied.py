@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine_core.engines.base import Layout
-from engine_core.engines.torch_engine import TorchEngine
+from engine_core.contracts.engines import Layout
+from engine_plugin_torch.engine import TorchEngine
 
 
 class Holder(nn.Module):

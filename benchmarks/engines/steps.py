@@ -9,8 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from engine_core.bench.devices import device_of
-from engine_core.bench.shapes import Cost
+from engine_plugin_tools.bench.devices import device_of
+from engine_plugin_tools.bench.shapes import Cost
 
 GIB = 1024**3
 

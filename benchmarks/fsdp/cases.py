@@ -1,6 +1,6 @@
 """What measure.py compares: sets of cases, each a shape, a batch for each GPU, a backend and its options."""
 
-from engine_core.bench.shapes import SHAPES
+from engine_plugin_tools.bench.shapes import SHAPES
 
 LLAMA_7B = {
     "model_type": "llama",

@@ -26,10 +26,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine_core.assemble import load_config, plugins_for
-from engine_core.bench.work import train_batch
-from engine_core.engines.base import WorkerContext
+from engine_core.config.assemble import load_config, plugins_for
+from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
+from engine_plugin_tools.bench.work import train_batch
 
 HERE = Path(__file__).parent
 MODEL = {

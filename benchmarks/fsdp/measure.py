@@ -31,15 +31,16 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "engines"))
 
 from copied import CopiedEngine
-from engine_plugin_fsdp import recompute
 from steps import empty, now, peak_gib, speed_of
 from torch.utils.checkpoint import checkpoint
 
-from engine_core.assemble import load_config, plugins_for
-from engine_core.bench.work import train_batch
-from engine_core.engines import torch_build, units
-from engine_core.engines.base import WorkerContext
+from engine_core.config.assemble import load_config, plugins_for
+from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
+from engine_plugin_fsdp import recompute
+from engine_plugin_tools.bench.work import train_batch
+from engine_plugin_torch import build as torch_build
+from engine_plugin_torch import units
 
 
 def engine_of(case, folder, rank, world, device):

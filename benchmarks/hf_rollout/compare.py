@@ -29,8 +29,8 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from engine_core.config import ModelConfig, RolloutConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
 
 GROUP = 8

@@ -144,7 +144,7 @@ class Session:
 
 def kind_of(command: str) -> str:
     """What a process of a run is, by its command line."""
-    if command.startswith("ray::Seat") or "engine_core.runtime.worker" in command:
+    if command.startswith("ray::Seat") or "engine_plugin_processes.worker" in command:
         return "workers"
     program = command.split(" ", 1)[0].rpartition("/")[2]
     return program if program in KINDS else "others"

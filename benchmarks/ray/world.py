@@ -26,7 +26,7 @@ STEPS = 10_000  # more than are ever asked for
 
 def sums(folder: Path, given: Any) -> dict[str, Any]:
     """A small random model on sums, on the CPU."""
-    from engine_core.testing import reference
+    from engine_plugin_testing import reference
 
     wide = {"hidden_size": given.hidden, "intermediate_size": 4 * given.hidden}
     reference.write_model(folder / "model", wide, 0, True)
@@ -110,7 +110,7 @@ def _write_shape(name: str, folder: Path) -> int:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from engine_core.bench.shapes import SHAPES
+    from engine_plugin_tools.bench.shapes import SHAPES
 
     ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     config = AutoConfig.for_model(**SHAPES[name] | ends)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
+
 from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
 from engine_plugin_rewards.sandbox.tiers import TIERS
 

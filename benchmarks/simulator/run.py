@@ -16,9 +16,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engine_core.bench.simulator.runs import MODES, Setting
-from engine_core.bench.simulator.speeds import Lengths, speeds_of
-from engine_core.bench.simulator.sweep import sweep
+from engine_plugin_tools.bench.simulator.runs import MODES, Setting
+from engine_plugin_tools.bench.simulator.speeds import Lengths, speeds_of
+from engine_plugin_tools.bench.simulator.sweep import sweep
 
 BASE = Setting(prompts_per_worker=1.0)
 SETTINGS = {

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_plugin_fsdp import fp8
 from transformers import Qwen3Config
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.sharded import here
-from engine_core.plugins import PluginSet
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, LossCall
+from engine_plugin_fsdp import fp8
+from engine_plugin_torch.sharded import here
 
 HERE = Path(__file__).resolve().parent
 SHAPE = {

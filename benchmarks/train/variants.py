@@ -25,9 +25,9 @@ import torch._dynamo
 import torch._inductor.config
 
 from engine_core import load_config
-from engine_core.bench.parts import bench_train
-from engine_core.bench.shapes import write_shape
-from engine_core.engines import units
+from engine_plugin_tools.bench.parts import bench_train
+from engine_plugin_tools.bench.shapes import write_shape
+from engine_plugin_torch import units
 
 FILE = Path(__file__).parent / "bench.toml"
 COLUMNS = (

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from setting import alone, device, write, write_model
 
-from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
+from engine_core.contracts.engines import WorkerContext
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.model_loading import load_hf_config
-from engine_core.plugins import PluginSet
+from engine_core.model_config import load_hf_config
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, Request, Rollout, Sampling
+from engine_plugin_tools.bench.work import requests
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

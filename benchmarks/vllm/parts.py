@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from setting import device, median, now, seconds
 
-from engine_core.weight_sync import buckets
+from engine_core.contracts.weight_sync import buckets
 
 REPEATS = 7
 

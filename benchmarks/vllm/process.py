@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 from setting import alone, device, median, seconds, write, write_model
 
-from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.config.roles import ProcessConfig
+from engine_core.contracts.engines import WorkerContext
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
-from engine_core.runtime.sampler.engine import SamplerEngine
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Sampling
+from engine_plugin_processes.sampler_process.engine import SamplerEngine
+from engine_plugin_tools.bench.work import requests
 
 UPDATES = 8
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine_core.bench.shapes import SHAPES
+from engine_plugin_tools.bench.shapes import SHAPES
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",

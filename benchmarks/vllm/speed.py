@@ -23,13 +23,14 @@ import torch
 from parts import of_run, of_switch, of_update, warm
 from setting import alone, device, free_gib, median, now, seconds, write, write_model
 
-from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.contracts.weight_names import own_weights
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.weights import own_weights, published_weights
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Sampling
+from engine_plugin_tools.bench.work import requests
+from engine_plugin_torch.weights import published_weights
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Of Student's t: 2.5% lie above, for 1, 2, ... degrees of freedom."""
@@ -57,8 +58,9 @@ def build(path: Path, arguments: argparse.Namespace) -> Any:
 
 def updates(engine: Any, path: Path) -> dict[str, Any]:
     """Seconds of an update from tensors on the device: bf16 as a bf16 trainer has them, float32 as masters are."""
-    from engine_plugin_vllm_rollout.weights import Checksum
     from transformers import AutoModelForCausalLM
+
+    from engine_plugin_vllm_rollout.weights import Checksum
 
     found: dict[str, Any] = {"update_how": engine._updater.how}
     for dtype in (torch.bfloat16, torch.float32):
@@ -91,8 +93,9 @@ def _sum(checksum: Any, weights: list[Any]) -> float:
 
 def switches(engine: Any, path: Path) -> dict[str, Any]:
     """Seconds and memory of train -> generate -> train at each sleep level, and that the policy stays the same."""
-    from engine_plugin_vllm_rollout.memory import Memory
     from safetensors.torch import load_file
+
+    from engine_plugin_vllm_rollout.memory import Memory
 
     if device().type != "cuda":
         return {}

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from setting import alone, device, free_gib, keep_multicast_off, median, now, seconds, write, write_model
 
-from engine_core.bench.work import requests
 from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.contracts.engines import WorkerContext
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Sampling
+from engine_plugin_tools.bench.work import requests
 
 BOUNDS = {"float32": (1e-4, 2e-3), "bfloat16": (2e-2, 5e-1)}
 """|difference| of a token's log-prob in nats, mean and largest, that two ways of adding up may make."""

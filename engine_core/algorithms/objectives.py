@@ -6,55 +6,65 @@ the sequences it sees, and metrics that are summed over micro-batches (``max/`` 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_core.algorithms import correction as gap
 from engine_core.algorithms.correction import Correction
-from engine_core.algorithms.distillation import distill
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses_value import value as value_loss
-from engine_core.algorithms.preference_objectives import kto, preference, reward_model
-from engine_core.algorithms.preference_options import PAIR_LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine_core.plugins import PluginSet
-    from engine_core.specs import PairLoss
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Batch, LossCall
 
 Objective = Callable[[Mapping[str, "Tensor"], "Batch"], "tuple[Tensor, dict[str, Tensor]]"]
 
 
 def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
-    """The objective behind a name.
+    """Return the objective behind a name of the table ``engine_objectives``, with its parameters bound.
 
     Args:
-        call: ``policy`` (a policy loss of the table, with KL, entropy and correction), ``value`` (a
-            critic's), ``nll``, ``distill``, or one of ``preference_objectives``.
-        plugins: the worker's own, which know the policy losses and the pair losses.
+        call: name and parameters: ``policy`` (a policy loss of the run, with KL, entropy and correction), ``value`` (a
+            critic's), ``nll``, or an objective of a plugin.
+        plugins: the worker's own.
+
+    Raises:
+        PluginError: no installed plugin offers the objective, or the plugin is broken.
     """
-    if call.name == "preference" and call.parameters["loss"] not in PAIR_LOSSES:
-        name = call.parameters["loss"]
-        found = plugins.function("pair_losses", name)
-        offered = dataclasses.replace(cast("PairLoss", plugins.spec("pair_losses", name)), load=found)
-        return partial(preference, **call.parameters, offered=offered)
-    if call.name in OBJECTIVES:
-        return partial(OBJECTIVES[call.name], **call.parameters)
-    if call.name == "policy":
-        parameters: dict[str, Any] = dict(call.parameters)
-        loss = plugins.function("losses", parameters.pop("loss"))
-        token_loss = partial(loss, **parameters.pop("loss_options"))
-        correction = Correction(**parameters.pop("correction", {}))
-        return partial(policy, token_loss=token_loss, correction=correction, **parameters)
-    known = ", ".join(sorted({*OBJECTIVES, "policy"}))
-    raise ValueError(f"Unknown objective '{call.name}'. Known: {known}.")
+    found = plugins.require("objectives", call.name)
+    spec: Any = plugins.spec("objectives", call.name)
+    guarded = partial(plugins.guarded, "objectives", call.name)  # what fails carries the plugin's name
+    return guarded(
+        guarded(found)(plugins, **call.parameters) if spec.factory else partial(found, **call.parameters)
+    )
+
+
+def make_policy(
+    plugins: PluginSet,
+    *,
+    loss: str,
+    loss_options: Mapping[str, Any],
+    correction: Mapping[str, Any] | None = None,
+    **parameters: Any,
+) -> Objective:
+    """Return ``policy`` with the loss and the correction that plain values name.
+
+    Args:
+        plugins: the worker's own, which hold the policy loss.
+        loss: its name.
+        loss_options: its option table.
+        correction: fields of ``Correction``.
+        parameters: the other keyword arguments of ``policy``.
+    """
+    token_loss = partial(plugins.function("losses", loss), **loss_options)
+    return partial(policy, token_loss=token_loss, correction=Correction(**correction or {}), **parameters)
 
 
 def policy(
@@ -133,17 +143,6 @@ def value_objective(
     losses, watched = value_loss(outputs, batch, value_clip=value_clip)
     named = {f"critic/{name}": held for name, held in watched.items()}
     return _weighted_sum(batch["weights"], losses), _summed(named, batch["token_share"])
-
-
-OBJECTIVES: dict[str, Callable[..., Any]] = {
-    "distill": distill,
-    "kto": kto,
-    "nll": nll,
-    "preference": preference,
-    "reward_model": reward_model,
-    "value": value_objective,
-}
-"""Objectives whose parameters are plain values; ``policy`` has a loss of the table in it."""
 
 
 def _corrected(

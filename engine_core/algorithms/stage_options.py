@@ -25,16 +25,3 @@ class PFPPOOptions(Options):
     """Exponent of ``pow``."""
     seed: int = Field(0, ge=0)
     """Seed of the draw; the step is added to it."""
-
-
-class ReplayCacheOptions(Options):
-    """``[stage.replay_cache]``"""
-
-    share: float = Field(0.5, ge=0, lt=1)
-    """Share of the batch's groups that come from the cache; they are added to the new ones: with 0.5 as many again."""
-    size: int = Field(256, gt=0)
-    """Groups that are kept; the oldest leave first."""
-    max_age: int = Field(8, gt=0)
-    """A group leaves when its oldest token is more policy versions (weight updates) behind the sampler than this."""
-    seed: int = Field(0, ge=0)
-    """Seed of the draw; the step is added to it."""

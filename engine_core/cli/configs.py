@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.assemble import check_complete, check_inputs, plugins_for
 from engine_core.cli.loading import read
 from engine_core.cli.options import AllowCode, File, Files, Json, More, Sets
 from engine_core.cli.output import print_json, print_table
-from engine_core.cli.schema_text import describe
+from engine_core.config.assemble import check_complete, check_inputs, plugins_for
 from engine_core.config.dump import dump_toml, origins
-from engine_core.config.schema import json_schema, schema_at
-from engine_core.errors import DataError, EngineError, PluginError
-from engine_core.plugins import PluginSet, known_names
+from engine_core.errors import DataError, EngineError
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.rewards.preflight import check_rewards
 from engine_core.rewards.signatures import check_functions
-from engine_core.specs import TABLE_SPECS, Spec
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -80,35 +76,3 @@ def show(
         )
     else:
         print(dump_toml(config, masked=True), end="")
-
-
-def schema(
-    key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="A table or key, such as actor.torch.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Print the JSON schema of run files over all installed plugins, or what one table holds.
-
-    For an editor: engine schema > engine.schema.json, and '#:schema ./engine.schema.json' as the
-    first line of a run file.
-    """
-    whole = json_schema(installed_specs())
-    if not key:
-        print_json(whole)
-    elif as_json:
-        print_json(schema_at(whole, key))
-    else:
-        print(describe(whole, key))
-
-
-def installed_specs() -> dict[str, dict[str, Spec]]:
-    """The spec of every name that is installed; a plugin that does not load is named on stderr and left out."""
-    specs: dict[str, dict[str, Any]] = {kind: {} for kind in TABLE_SPECS}
-    for kind in TABLE_SPECS:
-        for name in known_names(kind):
-            try:
-                specs[kind][name] = PluginSet.load({kind: [name]}).spec(kind, name)
-            except PluginError as error:
-                print(f"engine: left out of the schema: {error}", file=sys.stderr)
-    return specs

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.assemble import check_inputs, load_config, plugins_for
-from engine_core.checkpoint import Checkpoints
-from engine_core.checkpoint import problems as checkpoint_problems
+from engine_core.config.assemble import check_inputs, load_config, plugins_for
 from engine_core.errors import DataError
+from engine_core.runs.checkpoint import Checkpoints
+from engine_core.runs.checkpoint import problems as checkpoint_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.config import EngineConfig
-    from engine_core.tracking import RunFolder
+    from engine_core.runs.tracking import RunFolder
 
 
 def read(

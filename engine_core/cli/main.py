@@ -9,13 +9,12 @@ interrupted, 143 terminated, 75 a training that was told to stop and has saved.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -23,48 +22,35 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from engine_core import __version__
-from engine_core.errors import ConfigError, EngineError, EnvironmentProblem, did_you_mean
-from engine_core.preemption import Terminated
+from engine_core.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentProblem,
+    did_you_mean,
+    nearest,
+)
+from engine_core.launch import controlling, serve
+from engine_core.plugins import PluginSet
+from engine_core.plugins.metadata import find, known_names, our_plugins, split
 from engine_core.redaction import show_uncaught, without_secrets
-from engine_core.runtime.elastic import controlling, serve
+from engine_core.specs import Command
+from engine_core.train.stop_signals import Terminated
 
-COMMANDS: Mapping[str, str | Mapping[str, str]] = {
-    "train": "engine_core.cli.train:train",
-    "resume": "engine_core.cli.train:resume",
-    "validate": "engine_core.cli.configs:validate",
-    "config": {"show": "engine_core.cli.configs:show"},
-    "schema": "engine_core.cli.configs:schema",
-    "plugins": "engine_core.cli.plugins:plugins",
-    "doctor": "engine_core.cli.doctor:doctor",
-    "generate": "engine_core.cli.models:generate",
-    "eval": "engine_core.cli.models:evaluate",
-    "compare": "engine_core.cli.compare:compare",
-    "export": "engine_core.cli.models:export",
-    "serve-reward": "engine_core.cli.serving:serve_reward",
-    "report": "engine_core.cli.runs:report",
-    "inspect": {"rollouts": "engine_core.cli.runs:rollouts"},
-    "replay": "engine_core.cli.replay:replay",
-    "prune": "engine_core.cli.runs:prune",
-    "scale": "engine_core.cli.scale:scale",
-    "bench": {
-        "train": "engine_core.cli.bench:train",
-        "rollout": "engine_core.cli.bench:rollout",
-        "sync": "engine_core.cli.bench:sync",
-        "step": "engine_core.cli.bench:step",
-        "comm": "engine_core.cli.bench:comm",
-        "simulate": "engine_core.cli.bench:simulate",
-    },
-    "new": {"plugin": "engine_core.cli.new:plugin", "run": "engine_core.cli.new:run"},
-}
-"""Every command, in the order of the help; a table is a command with commands of its own."""
-
-GROUP_HELP = {
-    "bench": "Measure the parts of a run on this machine.",
-    "config": "Look at a configuration.",
-    "inspect": "Look into a run.",
-    "new": "Start a plugin or a run file from a template.",
-}
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no bug of ours, whoever met it
+FIRST = (
+    "train",
+    "resume",
+    "validate",
+    "config",
+    "schema",
+    "plugins",
+    "doctor",
+    "generate",
+    "eval",
+    "compare",
+    "export",
+)
+"""Commands that the help shows first, in this order; others follow by name."""
 PLAIN: Mapping[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,
@@ -73,28 +59,86 @@ PLAIN: Mapping[str, Any] = {
 
 
 class CommandGroup(TyperGroup):
-    """Commands by name, each built from its function when it is asked for."""
+    """Commands by name, from the metadata of what is installed; a command's plugin is imported when the command is used.
 
-    def __init__(self, *, table: Mapping[str, str | Mapping[str, str]] = COMMANDS, **settings: Any) -> None:
+    Args:
+        prefix: of the group's commands: ``bench.``; empty: all of them.
+    """
+
+    def __init__(self, *, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
-        self.table = table
+        self.prefix = prefix
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.table)
+        offered = (name for name in known_names("commands") if name.startswith(self.prefix))
+        found = dict.fromkeys(name.removeprefix(self.prefix).partition(".")[0] for name in offered)
+        rank = {name: number for number, name in enumerate(FIRST)}
+        return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        entry = self.table.get(cmd_name)
-        if entry is None:
-            raise ConfigError(f"Unknown command '{cmd_name}'.{did_you_mean(cmd_name, self.table)}")
-        if not isinstance(entry, str):
-            return CommandGroup(name=cmd_name, table=entry, help=GROUP_HELP[cmd_name], rich_markup_mode=None)
-        module, _, function = entry.partition(":")
-        single = typer.Typer(**PLAIN)
-        single.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return get_command(single)
+        distribution, short = split(cmd_name)
+        full = self.prefix + short
+        if any(find("commands", full)):
+            return _loaded(cmd_name, f"{distribution}:{full}" if distribution else full)
+        inner = sorted(name for name in known_names("commands") if name.startswith(f"{full}."))
+        if not inner:
+            raise ConfigError(self._unknown(short, self.list_commands(ctx)))
+        return CommandGroup(name=short, prefix=f"{full}.", help=_group_help(inner), rich_markup_mode=None)
+
+    def _unknown(self, name: str, known: Sequence[str]) -> str:
+        """Return why there is no such command, and what to type or to install instead."""
+        to_install = {
+            command.removeprefix(self.prefix).partition(".")[0]: distribution
+            for (kind, command), distribution in our_plugins().items()
+            if kind == "commands" and command.startswith(self.prefix)
+        }
+        match = nearest(name, [*known, *(to_install.keys() - set(known))])
+        if match in known or match is None:
+            return f"Unknown command '{name}'.{did_you_mean(name, known)}"
+        way = f"pip install {to_install[match]}"
+        if match == name:
+            return f"Command '{name}' is not installed. Try: {way}"
+        listed = ", ".join(sorted(known))
+        return (
+            f"Unknown command '{name}'. Did you mean '{match}'? Known: {listed}. It is not installed: {way}"
+        )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or ["--help"])
+
+
+def _loaded(name: str, full: str) -> Any:
+    """Return a command, its plugin imported; where that fails, a command that says so, for the help of all others to be readable.
+
+    Args:
+        name: what the user types.
+        full: with the group, and the distribution where the user wrote one.
+    """
+    single = typer.Typer(**PLAIN)
+    settings = {}
+    try:
+        function = PluginSet.load({"commands": [full]}).resolve("commands", full)
+    except EngineError as error:
+        problem = error  # Python forgets `error` where this block ends
+
+        def function() -> None:
+            raise problem
+
+        function.__doc__ = f"Cannot be used: {problem}"
+        settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    single.command(name, context_settings=settings)(function)
+    return get_command(single)
+
+
+def _group_help(commands: Sequence[str]) -> str:
+    """Return the line about a group that the first of its commands to have one gives."""
+    for name in commands:
+        with suppress(EngineError):
+            spec = PluginSet.load({"commands": [name]}).spec("commands", name)
+            assert isinstance(spec, Command)
+            if spec.group_help:
+                return spec.group_help
+    return ""
 
 
 app = typer.Typer(cls=CommandGroup, **PLAIN)

@@ -9,7 +9,7 @@ import typer
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_table
 from engine_core.errors import PluginError
-from engine_core.plugin_listing import PluginInfo, as_json, list_plugins
+from engine_core.plugins.listing import PluginInfo, as_json, list_plugins
 
 
 def plugins(

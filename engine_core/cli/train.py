@@ -12,13 +12,13 @@ from engine_core.cli.loading import read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, More, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
-from engine_core.tracking import RunFolder
+from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.config import EngineConfig
-    from engine_core.trainers.resuming import Resume
+    from engine_core.train.resuming import Resume
 
 Steps = Annotated[
     int | None,
@@ -65,7 +65,7 @@ def resume(
     The config is that of its last attempt, with --set on top. What changed since the checkpoint is
     listed; what would not fit is refused.
     """
-    from engine_core.trainers.resuming import Resume
+    from engine_core.train.resuming import Resume
 
     folder = RunFolder.open(run)
     config = read_run(folder, sets, steps)
@@ -89,7 +89,7 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
     Raises:
         WorkerLost: no restarts are left, or there is no checkpoint to go on from.
     """
-    from engine_core.trainers.resuming import Resume
+    from engine_core.train.resuming import Resume
 
     left = getattr(config.runtime.options, "max_restarts", 0)
     while True:

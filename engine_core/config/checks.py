@@ -88,6 +88,12 @@ def _placement(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _values(config: EngineConfig) -> Iterator[Problem]:
+    if config.data.source and any(config.data.train):
+        yield Problem(
+            ("data", "source"),
+            f"got '{config.data.source}', and data.train names files. Rows come from one of the two: remove the other, "
+            'or empty it (train = [], source = "").',
+        )
     for reward in config.reward:
         if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
             yield Problem(

@@ -36,12 +36,13 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "environment": (("name", "environments", "options"),),
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
+    "data": (("source", "data_sources", "options"),),
     "tracking": (("trackers", "trackers", "options"),),
     "runtime": (("backend", "runtimes", "options"),),
 }
 
-AUTO = {"weight_transports": "auto"}
-"""Kinds whose choice may be left to the run, and the word for it, which is no name."""
+AUTO = {"weight_transports": "auto", "data_sources": ""}
+"""Kinds of which a run may choose nothing, and the value that says so, which is not a name."""
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")
 """Keys that ``[ref]``, ``[critic]`` and ``[teacher]`` take from ``[actor]`` where they have none of their own."""
@@ -69,7 +70,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Place:
+class ChoiceTable:
     """One table in which something is chosen."""
 
     section: str  # of CHOICES, "" for the top itself
@@ -136,7 +137,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def places(data: dict[str, Any]) -> Iterator[Place]:
+def places(data: dict[str, Any]) -> Iterator[ChoiceTable]:
     """Every table of ``data`` in which something is chosen; a table that is no table is left out."""
     for section in CHOICES:
         top, _, inner = section.partition(".")
@@ -153,7 +154,7 @@ def places(data: dict[str, Any]) -> Iterator[Place]:
             yield _place(section, (section,) if section else (), node)
 
 
-def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Place:
+def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> ChoiceTable:
     chosen = []
     own = section == "reward" and any(kind in table for kind in MODELS)  # a model gives it, its name is free
     for key, kind, field in () if own else CHOICES[section]:
@@ -161,11 +162,11 @@ def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Place:
         names = value if isinstance(value, list) else [value]
         names = [name for name in names if isinstance(name, str) and name != AUTO.get(kind)]
         chosen += [Chosen(key, kind, name, field) for name in names]
-    return Place(section, path, table, tuple(chosen))
+    return ChoiceTable(section, path, table, tuple(chosen))
 
 
 def holder_of(config: EngineConfig, path: tuple[str, ...]) -> Any:
-    """The model of the table of a ``Place``."""
+    """The model of the table of a ``ChoiceTable``."""
     holder: Any = config
     for part in path:
         is_array = isinstance(holder, list)

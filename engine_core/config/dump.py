@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from engine_core.config.choices import holder_of, places
+from engine_core.config.choices import holder_of, keys_of, places
 from engine_core.config.read import Path_, key_text, quoted
 from engine_core.redaction import REDACTED, secrets_in
 
@@ -23,7 +23,8 @@ def as_data(config: EngineConfig) -> dict[str, Any]:
         for chosen in place.chosen:
             found = getattr(holder, chosen.field)
             options = found.get(chosen.name) if chosen.kind == "trackers" else found
-            if isinstance(options, BaseModel) and type(options).model_fields:
+            free = chosen.table not in keys_of(type(holder))  # a name like a key of the core has no table
+            if free and isinstance(options, BaseModel) and type(options).model_fields:
                 place.table[chosen.table] = place.table.get(chosen.table, {}) | _plain(options)
     return data
 

@@ -133,11 +133,11 @@ class HeldOut:
 
 
 def held_out_sets(config: EngineConfig) -> list[HeldOut]:
-    """``data.validation``, where there is one, then every ``[[eval.set]]``."""
+    """Return ``data.validation`` (or the set that ``data.source`` may give: it has no path), then every ``[[eval.set]]``."""
     evaluation, sets = config.eval, []
     own: dict[str, Any] = {key: getattr(evaluation, key) for key in INHERITED}
     own["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
-    if any(config.data.validation):
+    if any(config.data.validation) or config.data.source:
         sets.append(HeldOut(name="", path=config.data.validation, **own))
     for each in evaluation.set:
         given = {key: getattr(each, key) for key in INHERITED if getattr(each, key) is not None}

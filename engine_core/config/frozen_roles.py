@@ -50,7 +50,7 @@ def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
     if method in ("nf4", "fp4") and importlib.util.find_spec("bitsandbytes") is None:
         return (
             f"{table}.quantize: '{method}' needs the package bitsandbytes, which is not installed. Try: "
-            "pip install 'engine-core-rl[quant]', or use 'int8' or 'fp8', which need no package."
+            "pip install 'engine-plugin-torch[quant]', or use 'int8' or 'fp8', which need no package."
         )
     return None
 
@@ -77,6 +77,6 @@ def device_map_problem(table: str, frozen: bool, lora: bool) -> str | None:
     if importlib.util.find_spec("accelerate") is None:
         return (
             f"{table}.device_map needs the package accelerate, which is not installed. Try: "
-            "pip install 'engine-core-rl[device-map]', or leave the key out."
+            "pip install 'engine-plugin-torch[device-map]', or leave the key out."
         )
     return None

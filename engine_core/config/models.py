@@ -148,6 +148,8 @@ class DataConfig(Table):
     """Files: JSONL, Parquet or CSV. Relative to the folder of the TOML that names them; from the command line, to the working directory."""
     validation: str | list[str] = []
     """Held-out files, for `[eval]`."""
+    source: str = ""
+    """Source of rows that a plugin offers, by name, in place of `train`; options in ``[data.NAME]``. Where `validation` names no file, the source gives the held-out rows as well."""
     format: Literal["auto", "prompt", "messages", "sharegpt", "trl", "verl"] = "auto"
     """Layout of a row; ``auto`` looks at the columns of the first row."""
     columns: ColumnsConfig = ColumnsConfig()
@@ -170,6 +172,8 @@ class DataConfig(Table):
     """Processes that read and tokenise ahead; 0: in the controller."""
     prefetch_factor: PositiveInt = 2
     """Steps that each worker prepares ahead."""
+    options: Any = Field(default=None, exclude=True)
+    """The source's own table, filled in by the loader."""
 
 
 class RunConfig(Table):

@@ -28,7 +28,7 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
     for model, choices in tables.items():
         for key, kind, _ in choices:
             table = schema if model is EngineConfig else definitions[model.__name__]
-            _mount(table, key, specs.get(kind, {}), definitions)
+            _mount(table, key, kind, specs.get(kind, {}), definitions)
     for name, spec in specs.get("trainers", {}).items():  # what a trainer's own table chooses
         for key, kind in getattr(spec.config, "chooses", {}).items():
             own = definitions[f"trainers.{name}.{spec.config.__name__}"]
@@ -44,13 +44,12 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
     }
 
 
-def _mount(table: Schema, key: str, specs: Mapping[str, Spec], definitions: Schema) -> None:
+def _mount(table: Schema, key: str, kind: str, specs: Mapping[str, Spec], definitions: Schema) -> None:
     """Offer the names under ``key`` and add the option table of each."""
-    kinds = {spec.kind for spec in specs.values()}
-    _offer(table["properties"][key], [*specs, *(AUTO[kind] for kind in kinds & AUTO.keys())])
+    _offer(table["properties"][key], [*specs, *(word for of, word in AUTO.items() if of == kind)])
     for name, spec in specs.items():
-        if name in table["properties"] and "$ref" not in table["properties"][name]:
-            continue  # a name like a core key has no table
+        if name in table["properties"] and "." not in table["properties"][name].get("$ref", ""):
+            continue  # a name like a core key or table has no table
         prefix = f"{spec.kind}.{name}."
         options = spec.config.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
         for inner, definition in options.pop("$defs", {}).items():

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from engine_core.algorithms.columns import COLUMNS
 from engine_core.config.checks import cross_problems, without_effect
 from engine_core.config.choices import (
     OPTIONAL_ROLES,
+    ChoiceTable,
     Chosen,
-    Place,
     bare,
     holder_of,
     keys_of,
@@ -95,7 +96,7 @@ class _Validation:
         self.places = {place.path: place for place in places(self.data)}
         self.problems: list[Problem] = []
         self.unread: list[str] = []
-        self.options: list[tuple[Place, Chosen, BaseModel]] = []
+        self.options: list[tuple[ChoiceTable, Chosen, BaseModel]] = []
         self.tables = dict(_tables_in((), EngineConfig))  # models by header, for hints
 
     def run(self) -> EngineConfig:
@@ -126,7 +127,7 @@ class _Validation:
                 return spec.sections
         return EngineConfig.model_fields
 
-    def take_options(self, place: Place, read: bool) -> None:
+    def take_options(self, place: ChoiceTable, read: bool) -> None:
         """Take the option tables out of a core table and validate those of the chosen names."""
         model, chosen = model_of(place.section), {c.table for c in place.chosen if read}
         tables: dict[str, Any] = {}
@@ -143,7 +144,7 @@ class _Validation:
         for name in sorted(chosen):
             self.validate_options(place, name, tables.get(name, {}))
 
-    def validate_options(self, place: Place, table: str, data: Any) -> None:
+    def validate_options(self, place: ChoiceTable, table: str, data: Any) -> None:
         """One table; where an advantage and a loss share its name, each takes the keys that it has."""
         found = [(c, self.spec_of(c.kind, c.name)) for c in place.chosen if c.table == table]
         users = [(chosen, spec) for chosen, spec in found if spec is not None]
@@ -203,11 +204,13 @@ class _Validation:
             config.critic = CriticConfig.like(config.actor)
 
     def judge_teacher(self, config: EngineConfig, sections: Collection[str]) -> None:
-        """A run whose algorithm asks no teacher has none."""
-        spec = self.spec_of("advantages", config.algorithm.advantage)
-        if config.teacher is None or not {"teacher", "algorithm"} <= set(sections) or spec is None:
+        """Take out the teacher that the algorithm does not ask; a column of a plugin may be one of a teacher's."""
+        algorithm = config.algorithm
+        specs = [self.spec_of("advantages", algorithm.advantage), self.spec_of("losses", algorithm.loss)]
+        if config.teacher is None or not {"teacher", "algorithm"} <= set(sections) or None in specs:
             return
-        if "teacher_log_probs" not in getattr(spec, "needs", ()):
+        needs: set[str] = {column for spec in specs for column in getattr(spec, "needs", ())}
+        if not needs & ({"teacher_log_probs"} | set(self.known("columns")) - COLUMNS.keys()):
             self.unread.append(f"[teacher]: algorithm.advantage = '{config.algorithm.advantage}' asks none")
             config.teacher = None
 

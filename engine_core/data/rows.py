@@ -1,6 +1,6 @@
 """Rows by number: ``Rows(files).row(17)`` and ``.where(17)`` ("train.jsonl:18").
 
-Parquet and CSV are read by the datasets library into memory-mapped Arrow files. JSONL is read line by
+Parquet and CSV become memory-mapped Arrow files. JSONL is read line by
 line at known offsets: a library reader refuses a whole file for one bad line and fits all rows into one
 schema, while here a bad line is one bad row with a name, and rows may have different columns.
 """
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import DataError, nearest
-from engine_core.private_folder import PrivateFolder
+from engine_core.temporary_folder import TemporaryFolder
 
 MAX_ROW_BYTES = 8 * 2**20  # one line of JSONL, one value of Parquet; more is a broken file, not a prompt
+
+BATCH_ROWS = 1024  # of Parquet, read at a time
 
 
 class BadRow(Exception):
@@ -37,6 +39,8 @@ class MemoryRows:
         unit: what a row is called in messages.
         lines: the line of each row in its file, where known.
     """
+
+    digest = ""  # SHA-256 of rows that no file holds, where known
 
     def __init__(
         self, rows: Sequence[Any], name: str = "rows in memory", unit: str = "row", lines: Sequence[int] = ()
@@ -114,7 +118,7 @@ class Rows:
         self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
         self.cache = cache or os.environ.get("HF_DATASETS_CACHE") or ""
         if not self.cache and any(path.suffix in (".csv", ".parquet") for path in self.paths):
-            self._folder = PrivateFolder("engine-data-")
+            self._folder = TemporaryFolder("engine-data-")
             self.cache = self._folder.path
         self.files = (
             [files] if isinstance(files, MemoryRows) else [_open(path, self.cache) for path in self.paths]
@@ -140,8 +144,10 @@ class Rows:
         return self.files[file].where(local)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Name, number of rows and SHA-256 of each file; rows in memory have no hash."""
+        """Return name, number of rows and SHA-256 of each file; rows given from Python have no hash."""
         prints: list[dict[str, Any]] = [{"file": file.name, "rows": len(file)} for file in self.files]
+        if self.files and (digest := getattr(self.files[0], "digest", "")):
+            prints[0]["sha256"] = digest
         for entry, path in zip(prints, self.paths, strict=False):
             with path.open("rb") as file:
                 entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -176,31 +182,83 @@ def _open_json(path: Path, cache: str) -> MemoryRows | JsonLines:
         raise DataError(f"[data] '{path}' begins as a JSON list and is not one: {error}.") from error
 
 
-def _open_table(path: Path, cache: str) -> MemoryRows:
-    import datasets
+class ArrowRows(Sequence[dict[str, Any]]):
+    """The rows of a Parquet or CSV file, mapped into memory from an Arrow file that is made once.
+
+    Args:
+        path: of the Parquet or CSV file.
+        cache: folder of the Arrow file, which other processes that read the same file share.
+        header: the columns of a CSV file, whose values stay text: "007" and "NA" are answers, not a number and a hole.
+    """
+
+    def __init__(self, path: Path, cache: str, header: Sequence[str] = ()) -> None:
+        import pyarrow as pa
+
+        about = path.stat()
+        key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {list(header)}"
+        file = Path(cache) / f"{path.stem[:100]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.arrow"
+        if not file.is_file():
+            _write_arrow(path, file, header)
+        self._reader = pa.ipc.open_file(pa.memory_map(str(file)))
+        self._batches = [self._reader.get_batch(number) for number in range(self._reader.num_record_batches)]
+        self._ends = list(itertools.accumulate(len(batch) for batch in self._batches))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        batch = bisect.bisect_right(self._ends, index)
+        first = self._ends[batch - 1] if batch else 0
+        return self._batches[batch].slice(index - first, 1).to_pylist()[0]
+
+
+def _write_arrow(path: Path, file: Path, header: Sequence[str]) -> None:
+    """Write the rows of a Parquet or CSV file as an Arrow file, a batch at a time; the file appears whole."""
+    import pyarrow as pa
+    import pyarrow.csv
     import pyarrow.parquet
 
-    datasets.utils.disable_progress_bars()
-    table: Any = []
+    if header:
+        text = pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
+        )
+        parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        source = pyarrow.csv.open_csv(path, parse_options=parsing, convert_options=text)
+        schema, batches = source.schema, iter(source)
+    else:
+        source = pyarrow.parquet.ParquetFile(path)
+        schema, batches = source.schema_arrow, source.iter_batches(BATCH_ROWS)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        with pa.OSFile(str(part), "wb") as out, pa.ipc.new_file(out, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _open_table(path: Path, cache: str) -> MemoryRows:
+    import pyarrow as pa
+
     lines: Sequence[int] = ()
+    header: Sequence[str] = ()
     try:
         if path.suffix == ".csv":
             header, lines = _csv_layout(path)
-            # Every value stays the text it is: "007" and "NA" are answers, not a number and a hole.
-            text = datasets.Features({name: datasets.Value("string") for name in header})
-            options: dict[str, Any] = {"features": text, "cache_dir": cache, "keep_default_na": False}
-            table = datasets.Dataset.from_csv(str(path), **options) if lines else []
-        elif pyarrow.parquet.read_metadata(path).num_rows > 0:  # the library takes none for a broken file
-            table = datasets.Dataset.from_parquet(str(path), cache_dir=cache)
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"[data] '{path}' cannot be read: {error.__cause__ or error}.") from error
+            table: Sequence[Any] = ArrowRows(path, cache, header) if lines else []
+        else:
+            table = ArrowRows(path, cache)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise DataError(f"[data] '{path}' cannot be read: {error}.") from error
     return MemoryRows(table, path.name, lines=lines)
 
 
 def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
     """The header, and the line at which each row begins; refuses rows that do not fit the header.
 
-    The reader behind datasets would take the first column of longer rows for an index, silently.
+    So a message can name the line.
     """
     header: list[str] = []
     lines: array[int] = array("Q")

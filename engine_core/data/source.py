@@ -12,25 +12,23 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from engine_core.data.preferences import Judged, JudgedPreparer, Pair, PairPreparer
 from engine_core.data.prepare import Outcome, Preparer
-from engine_core.data.render import Example
 from engine_core.data.rows import MemoryRows, Rows
-from engine_core.data.workers import WorkerPool
 from engine_core.errors import DataError
+from engine_core.plugins import PluginSet
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.config.models import DataConfig
-    from engine_core.trainers.options import SFTOptions
+    from engine_core.contracts.parts import RowWorkers
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item", Prompt, Example, Pair, Judged)
+Item = TypeVar("Item")
 Place = tuple[int, int, int]  # epoch, position, row
 COLUMN_ROWS = 16  # of each file, to know its columns: the rows of a JSONL file may differ
 NAMED = 20  # skipped rows named in the log; the rest is counted
@@ -47,7 +45,7 @@ class Source(Generic[Item]):
         self._skipped: set[int] = set()  # rows that this process skipped, to name each once
         self._counts = {"bad_rows": 0, "over_long": 0, "truncated": 0}
         self._usable: int | None = None
-        self._pool: WorkerPool | None = None
+        self._pool: RowWorkers | None = None
         self._stream = self._prepared(self._places())
         self._fingerprint = self._rows.fingerprint()
         # What no row can mend (a missing template, a wrong column) shows at once, before any work.
@@ -196,7 +194,7 @@ class Source(Generic[Item]):
             return
         if self._pool is None:
             setup, tokenizer = self._preparer.setup(), self._preparer.tokenizer
-            self._pool = WorkerPool(
+            self._pool = PluginSet().require("parts", "row_workers")(
                 setup, tokenizer, config.num_workers, config.prefetch_factor, self._rows.where
             )
         size = math.ceil(config.prompts_per_step / config.num_workers)  # one step is spread over all
@@ -208,6 +206,7 @@ class Source(Generic[Item]):
                 sent.append(chunk)
                 yield [row for _, _, row in chunk]
 
+        assert self._pool is not None
         for answers in self._pool.results(chunks()):
             for place, answer in zip(sent.popleft(), answers, strict=True):
                 yield place, Outcome(**{**answer, "item": answer["item"] and make(**answer["item"])})
@@ -248,7 +247,7 @@ class PromptSource(Source[Prompt]):
         tokenizer: the run's tokenizer.
         seed: of the order.
         split: ``train`` or ``validation``.
-        rows: rows as dicts in place of files; they are prepared without workers.
+        rows: rows as dicts in place of files (``train.source_rows.rows_of``); they are prepared without workers.
         held: tokens of prompt and response together that there is room for; a prompt without room for a response is
             over-long, too.
 
@@ -262,79 +261,27 @@ class PromptSource(Source[Prompt]):
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         split: str = "train",
-        rows: Sequence[Any] | None = None,
+        rows: Sequence[Any] | MemoryRows | None = None,
         held: int | None = None,
     ) -> None:
-        opened = _open(config, split, rows)
+        opened = open_rows(config, split, rows)
         limit, room = config.max_prompt_tokens, None if held is None else held - 1
         super().__init__(Preparer(opened, tokenizer, config, split, limit, held=room), seed)
 
 
-class SFTSource(Source[Example]):
-    """Sequences to learn, of the files of ``[data]``.
-
-    Args:
-        config, tokenizer, seed, split, rows: as `PromptSource`.
-        options: ``[sft]``.
-        held: tokens of the longest sequence that the model has positions for; a longer one is over-long, too.
-    """
-
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        options: SFTOptions,
-        seed: int,
-        split: str = "train",
-        rows: Sequence[Any] | None = None,
-        held: int | None = None,
-    ) -> None:
-        limits = options.max_tokens, True, options.train_on_prompt, held
-        super().__init__(Preparer(_open(config, split, rows), tokenizer, config, split, *limits), seed)
-
-
-class _PreferenceSource(Source[Item]):
-    """What people or models preferred, of the files of ``[data]``.
+def open_rows(config: DataConfig, split: str, rows: Sequence[Any] | MemoryRows | None) -> Rows:
+    """Return the rows of a split.
 
     Args:
         config: ``[data]``.
-        tokenizer: the run's tokenizer.
-        max_tokens: longest sequence.
-        table: of the trainer whose key that is, for messages.
-        seed, split, rows: as `PromptSource`.
-        held: as `SFTSource`.
+        split: ``train`` or ``validation``.
+        rows: given from Python, or those of a data source; None: the files of ``[data]`` hold them.
+
+    Raises:
+        DataError: there are none, or a file cannot be read.
     """
-
-    preparer: ClassVar[type[PairPreparer]]  # makes the items
-
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int,
-        table: str,
-        seed: int,
-        split: str = "train",
-        rows: Sequence[Any] | None = None,
-        held: int | None = None,
-    ) -> None:
-        opened = _open(config, split, rows)
-        super().__init__(self.preparer(opened, tokenizer, config, split, max_tokens, table, held), seed)
-
-
-class PairSource(_PreferenceSource[Pair]):
-    """Pairs of responses."""
-
-    preparer = PairPreparer
-
-
-class JudgedSource(_PreferenceSource[Judged]):
-    """Responses with a label."""
-
-    preparer = JudgedPreparer
-
-
-def _open(config: DataConfig, split: str, rows: Sequence[Any] | None) -> Rows:
+    if isinstance(rows, MemoryRows):
+        return Rows(rows)
     if rows is not None:
         if len(rows) == 0:
             raise DataError(f"The {split} data given from Python has 0 rows.")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from engine_core.rewards.signatures import Outcome, Signature
 
-if TYPE_CHECKING:
-    from engine_core.rewards.pool import OnFailure
+OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, what happened
+
+
+@dataclass(frozen=True)
+class Known:
+    """Outcomes that were worked out before, for ``RewardRunner.score``."""
+
+    outcomes: Mapping[str, Sequence[Outcome]]  # by reward, in the order of the rollouts
+    busy_seconds: float  # that it took
 
 
 class ModelReward(Protocol):

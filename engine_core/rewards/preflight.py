@@ -16,7 +16,7 @@ from engine_core.specs import resolve
 
 if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
-    from engine_core.plugins import PluginSet
+    from engine_core.plugins.plugin_set import PluginSet
 
 ROWS = 1000
 """Rows that are looked at."""
@@ -29,7 +29,7 @@ RowCheck = Callable[[Mapping[str, Any]], None]
 
 def with_defaults(config: RewardConfig, plugins: PluginSet) -> RewardConfig:
     """With what the reward's plugin says where the run file says nothing."""
-    from engine_core.machine import usable_cores  # not at the top: workers import this module
+    from engine_core.runs.machine import usable_cores  # not at the top: workers import this module
 
     if config.has_model:
         return config

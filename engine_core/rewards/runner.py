@@ -18,9 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, DataError, TrainingFailed
-from engine_core.rewards.early import EarlyScoring, Known
-from engine_core.rewards.models import ByModel, ModelReward
-from engine_core.rewards.pool import OnFailure, Pool, drive, start
+from engine_core.rewards.models import ByModel, Known, ModelReward, OnFailure
 from engine_core.rewards.preflight import with_defaults
 from engine_core.rewards.reward_statistics import RunningStd, reward_statistics
 from engine_core.rewards.signatures import (
@@ -36,7 +34,8 @@ from engine_core.types import decode_texts
 
 if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
-    from engine_core.plugins import PluginSet
+    from engine_core.contracts.parts import EarlyScores, RewardPool, RewardWorkers
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Request, Rollout
 
 METRIC_NAMES = frozenset(
@@ -89,7 +88,7 @@ class InProcess:
 class Scorer:
     """One reward of a run: its settings, what runs it, what failed in the present step."""
 
-    def __init__(self, config: RewardConfig, runner: Pool | InProcess | ByModel) -> None:
+    def __init__(self, config: RewardConfig, runner: RewardPool | InProcess | ByModel) -> None:
         self.config, self.runner = config, runner
         self.std = RunningStd()
         self.failures = {"error": 0, "timeout": 0}
@@ -175,7 +174,9 @@ class RewardRunner:
     ) -> None:
         self.tokenizer, self.given = tokenizer, dict(given or {})
         told = [with_defaults(config, plugins) for config in configs]
-        self.scorers = [Scorer(config, _runner(config, plugins, models or {})) for config in told]
+        self.pools: list[RewardPool] = []
+        self._workers: RewardWorkers | None = None
+        self.scorers = [Scorer(config, self._runner(config, plugins, models or {})) for config in told]
         self.scorers += [_live(function) for function in live]
         names = [*(scorer.config.name for scorer in self.scorers), *self.given]
         for name in names:
@@ -187,10 +188,9 @@ class RewardRunner:
                 raise ConfigError(
                     f"Reward '{name}' has the name of the metric 'reward/{name}'. Choose another."
                 )
-        self.pools = [scorer.runner for scorer in self.scorers if isinstance(scorer.runner, Pool)]
-        start(self.pools)
+        self._start()
 
-    def early(self, requests: Sequence[Request], step: int) -> EarlyScoring | None:
+    def early(self, requests: Sequence[Request], step: int) -> EarlyScores | None:
         """Begin to score what is about to be sampled; None where every reward waits for all samples.
 
         Args:
@@ -201,13 +201,14 @@ class RewardRunner:
         if not pools:
             return None
         rollouts: list[Any] = [None] * len(requests)
-        scoring = EarlyScoring(pools, self._begin(rollouts, step), rollouts, self._decode)
+        assert self._workers is not None
+        scoring = self._workers.early(pools, self._begin(rollouts, step), rollouts, self._decode)
         scoring.expect(requests)
         return scoring
 
-    def in_parts(self) -> list[Pool]:
+    def in_parts(self) -> list[RewardPool]:
         """The workers of rewards whose samples may be done in any parts, started."""
-        start(self.pools)  # a signature is told by a worker
+        self._start()  # a worker reports the signature
         return [pool for pool in self.pools if pool.signature and not pool.signature.whole_batch]
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
@@ -217,7 +218,7 @@ class RewardRunner:
         for pool in pools:
             assert pool.signature is not None
             pool.begin(arguments(pool.name, pool.signature, rollouts), len(rollouts))
-        drive(pools, lambda name, place, outcome: None)
+        self._drive(pools, lambda name, place, outcome: None)
         return {pool.name: [outcome for outcome in pool.outcomes if outcome] for pool in pools}
 
     def score(
@@ -225,7 +226,7 @@ class RewardRunner:
         rollouts: list[Rollout],
         step: int,
         training: bool = True,
-        early: EarlyScoring | Known | None = None,
+        early: EarlyScores | Known | None = None,
     ) -> dict[str, float]:
         """Fill in ``rewards``, ``reward`` and ``valid`` of each rollout.
 
@@ -246,9 +247,11 @@ class RewardRunner:
             DataError: a reward needs a column that the data lacks.
         """
         self._decode(rollouts)
-        if isinstance(early, EarlyScoring) and [id(each) for each in early.rollouts] != [
-            id(each) for each in rollouts
-        ]:
+        if (
+            early is not None
+            and not isinstance(early, Known)
+            and [id(each) for each in early.rollouts] != [id(each) for each in rollouts]
+        ):
             raise ValueError("early: it has scored other rollouts than these.")
         self._run(rollouts, step, early)
         metrics = self._sum(rollouts, training)
@@ -272,11 +275,11 @@ class RewardRunner:
 
         return on_failure
 
-    def _run(self, rollouts: Sequence[Rollout], step: int, early: EarlyScoring | Known | None) -> None:
+    def _run(self, rollouts: Sequence[Rollout], step: int, early: EarlyScores | Known | None) -> None:
         """Every runner's ``outcomes`` for these rollouts; workers of all rewards work at once."""
-        start(self.pools)  # a signature is told by a worker
-        under_way: Sequence[Pool] = ()
-        if isinstance(early, EarlyScoring):
+        self._start()  # a worker reports the signature
+        under_way: Sequence[RewardPool] = ()
+        if early is not None and not isinstance(early, Known):
             on_failure, under_way = early.on_failure, early.pools
         else:
             on_failure = self._begin(rollouts, step)
@@ -290,7 +293,7 @@ class RewardRunner:
 
     def _known(
         self, outcomes: Mapping[str, Sequence[Outcome]], count: int, on_failure: OnFailure
-    ) -> list[Pool]:
+    ) -> list[RewardPool]:
         """Give the workers' pools what was worked out before; those pools."""
         pools = [pool for pool in self.pools if pool.name in outcomes]
         for pool in pools:
@@ -306,7 +309,7 @@ class RewardRunner:
         columns: Mapping[str, Mapping[str, Sequence[Any]]],
         count: int,
         on_failure: OnFailure,
-        under_way: Sequence[Pool] = (),
+        under_way: Sequence[RewardPool] = (),
     ) -> None:
         """Fill in the ``outcomes`` of every reward's runner.
 
@@ -316,13 +319,13 @@ class RewardRunner:
             on_failure: told of each failed sample; what it raises ends the work.
             under_way: pools that have their samples already; ``columns`` has nothing for them.
         """
-        start(self.pools)
+        self._start()
         for pool in self.pools:
             if pool not in under_way:
                 pool.begin(columns[pool.name], count)
-        drive(self.pools, on_failure)
+        self._drive(self.pools, on_failure)
         for scorer in self.scorers:
-            if not isinstance(scorer.runner, Pool):
+            if isinstance(scorer.runner, InProcess | ByModel):
                 scorer.runner.run(columns[scorer.config.name], count, on_failure)
 
     def _sum(self, rollouts: Sequence[Rollout], training: bool) -> dict[str, float]:
@@ -419,36 +422,50 @@ class RewardRunner:
             if scorer.config.name in state:
                 scorer.std = RunningStd(**state[scorer.config.name])
 
+    def _runner(
+        self, config: RewardConfig, plugins: PluginSet, models: Mapping[str, ModelReward]
+    ) -> RewardPool | InProcess | ByModel:
+        """Return what runs a reward: its model, this process, or workers."""
+        if config.has_model:
+            return ByModel(config.name, models[config.name])
+        options = config.options.model_dump(mode="json") if config.options is not None else None
+        if config.workers == 0:
+            timeout = config.timeout_seconds
+            reward = load_reward(
+                config.name, plugins, options, plugins.root, plugins.allow_code, timeout, plugins.modules
+            )
+            return InProcess(reward, timeout)
+        order = {
+            "reward": config.name,
+            "options": options,
+            "modules": list(plugins.modules),
+            "root": str(plugins.root),
+            "allow_code": plugins.allow_code,
+            "path": [entry or "." for entry in sys.path],
+            "timeout": config.timeout_seconds,
+            "max_memory_gb": config.max_memory_gb,
+        }
+        assert config.workers is not None
+        self._workers = self._workers or plugins.require("parts", "reward_workers")
+        assert self._workers is not None
+        pool = self._workers.pool(config.name, order, config.workers)
+        self.pools.append(pool)
+        return pool
+
+    def _start(self) -> None:
+        """Start the workers that do not run yet."""
+        if self._workers is not None:
+            self._workers.start(self.pools)
+
+    def _drive(self, pools: Sequence[RewardPool], on_failure: OnFailure) -> None:
+        """Have the workers do what was begun."""
+        if self._workers is not None:
+            self._workers.drive(pools, on_failure)
+
     def close(self) -> None:
         """End the workers; ``score`` would start new ones."""
         for scorer in self.scorers:
             scorer.runner.close()
-
-
-def _runner(
-    config: RewardConfig, plugins: PluginSet, models: Mapping[str, ModelReward]
-) -> Pool | InProcess | ByModel:
-    if config.has_model:
-        return ByModel(config.name, models[config.name])
-    options = config.options.model_dump(mode="json") if config.options is not None else None
-    if config.workers == 0:
-        timeout = config.timeout_seconds
-        reward = load_reward(
-            config.name, plugins, options, plugins.root, plugins.allow_code, timeout, plugins.modules
-        )
-        return InProcess(reward, timeout)
-    order = {
-        "reward": config.name,
-        "options": options,
-        "modules": list(plugins.modules),
-        "root": str(plugins.root),
-        "allow_code": plugins.allow_code,
-        "path": [entry or "." for entry in sys.path],
-        "timeout": config.timeout_seconds,
-        "max_memory_gb": config.max_memory_gb,
-    }
-    assert config.workers is not None
-    return Pool(config.name, order, config.workers)
 
 
 def _live(function: Callable[..., Any]) -> Scorer:

@@ -32,7 +32,7 @@ from engine_core.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
-    from engine_core.plugins import PluginSet
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Rollout
 
 OFFERED: Mapping[str, Callable[[Rollout], Any]] = {

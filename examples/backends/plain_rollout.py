@@ -5,12 +5,12 @@ import hashlib
 import torch
 
 from engine_core import hookimpl
-from engine_core.engines.base import RolloutEngine
-from engine_core.engines.model_loading import load_model
-from engine_core.engines.weights import take_weights, to_own_names
+from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import DataError
 from engine_core.specs import RolloutBackend
 from engine_core.types import Rollout
+from engine_plugin_torch.model_loading import load_model
+from engine_plugin_torch.weights import take_weights, to_own_names
 
 
 class PlainRollout(RolloutEngine):

@@ -3,9 +3,9 @@
 import torch
 
 from engine_core import hookimpl
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
 from engine_core.specs import TrainBackend
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
 
 
 class SGDOptions(TorchOptions):

@@ -1,6 +1,6 @@
 """The conformance kit on both examples. What they do not keep is said with its reason."""
 
-from engine_core.testing import RolloutEngineSuite, TrainEngineSuite
+from engine_plugin_testing import RolloutEngineSuite, TrainEngineSuite
 
 ONE_FILE = "one file holds hooks and engine; a package names its engine by text"
 

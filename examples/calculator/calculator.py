@@ -14,8 +14,8 @@ import re
 from fractions import Fraction
 
 from engine_core import hookimpl
-from engine_core.environments import find_tag
 from engine_core.specs import Environment
+from engine_plugin_agents import find_tag
 
 LONGEST = 60  # characters of a task: deep nesting and huge numbers are no arithmetic of ours
 

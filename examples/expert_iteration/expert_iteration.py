@@ -2,9 +2,8 @@
 
 from engine_core import hookimpl
 from engine_core.algorithms.aggregation import with_weights
-from engine_core.builtin import ROLLOUTS, SHARED
-from engine_core.specs import TrainerSpec
-from engine_core.trainers.sampled import SampledRun
+from engine_core.specs import SAMPLING_SECTIONS, SHARED_SECTIONS, TrainerSpec
+from engine_core.train.sampled_run import SampledRun
 from engine_core.types import LossCall
 
 
@@ -25,6 +24,8 @@ class ExpertIteration(SampledRun):
 @hookimpl
 def engine_trainers():
     spec = TrainerSpec(
-        load=ExpertIteration, sections=SHARED | ROLLOUTS, required=frozenset({"data", "reward"})
+        load=ExpertIteration,
+        sections=SHARED_SECTIONS | SAMPLING_SECTIONS,
+        required=frozenset({"data", "reward"}),
     )
     return {"expert_iteration": spec}

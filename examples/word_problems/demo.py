@@ -58,7 +58,7 @@ def accuracies(run: Path) -> list[float]:
 
 def samples(run: Path, which: int, count: int = 3) -> list[tuple[str, str, float]]:
     """(question, response, reward) of the first held-out problems in the first or last evaluation."""
-    from engine_core.rollout_files import read_rollouts
+    from engine_core.runs.rollout_files import read_rollouts
 
     file = sorted((run / "rollouts" / "eval").glob("*.parquet"))[which]
     return [(r.prompt.text.strip(), r.text, r.reward) for r in read_rollouts(file)[:count]]

@@ -364,8 +364,8 @@ def result_of(run: Path) -> dict:
     ``metrics``: the lines; ``samples``: for each step the ids, tokens and rewards of its rollouts;
     ``files``: hashes of the newest checkpoint's weights, optimizer and random states; ``state``: its state.
     """
-    from engine_core.checkpoint import Checkpoints, problems, read_state
-    from engine_core.rollout_files import read_rollouts
+    from engine_core.runs.checkpoint import Checkpoints, problems, read_state
+    from engine_core.runs.rollout_files import read_rollouts
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     samples = {

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 from data_parallel_engine import DataParallelEngine
+
+from engine_core.errors import DataError
 from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
-
-from engine_core.engines import part_saver
-from engine_core.errors import DataError
+from engine_plugin_torch import part_saver
 
 FOLDER = Path(__file__).parent
 

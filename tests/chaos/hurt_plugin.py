@@ -3,12 +3,11 @@
 import sys
 from pathlib import Path
 
+from engine_core import hookimpl
+from engine_core.specs import Reward, RolloutBackend, TrainBackend
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_hf_rollout.plugin import HFOptions
-
-from engine_core import hookimpl
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.specs import Reward, RolloutBackend, TrainBackend
+from engine_plugin_torch.options import TorchOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 

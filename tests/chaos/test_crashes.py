@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine_core.faults import POINTS
+from engine_plugin_testing.faults import POINTS
 
 pytestmark = pytest.mark.chaos
 

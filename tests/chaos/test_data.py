@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.rollout_files import read_rollouts
 
 pytestmark = pytest.mark.chaos
 

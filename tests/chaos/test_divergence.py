@@ -3,7 +3,7 @@
 import pytest
 from safetensors.numpy import load_file
 
-from engine_core.checkpoint import Checkpoints, problems
+from engine_core.runs.checkpoint import Checkpoints, problems
 
 pytestmark = pytest.mark.chaos
 

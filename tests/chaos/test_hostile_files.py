@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from engine_core.checkpoint import problems
+from engine_core.runs.checkpoint import problems
 
 pytestmark = pytest.mark.chaos
 

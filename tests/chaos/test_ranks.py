@@ -33,9 +33,9 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_ends_as_the_straight_one(
 STOPPED_BEFORE_IT_WAITS = """
 import os, signal, time
 from pathlib import Path
-from engine_core.runtime.crew import Crew
+from engine_plugin_processes.worker_pool import WorkerPool
 
-send = Crew.send
+send = WorkerPool.send
 
 def send_and_be_stopped(crew, messages, what, *given, **named):
     reply = send(crew, messages, what, *given, **named)
@@ -45,7 +45,7 @@ def send_and_be_stopped(crew, messages, what, *given, **named):
         os.kill(os.getpid(), signal.SIGTERM)
     return reply
 
-Crew.send = send_and_be_stopped
+WorkerPool.send = send_and_be_stopped
 """
 
 
@@ -125,7 +125,7 @@ def test_an_error_of_one_rank_is_that_error_and_its_exit_code(engine, hurting, r
 
 
 def workers(run):
-    return [process for process in run.family() if "engine_core.runtime.worker" in process.cmdline()]
+    return [process for process in run.family() if "engine_plugin_processes.worker" in process.cmdline()]
 
 
 def test_workers_end_with_a_controller_that_is_killed(engine, hurting, ranks, tmp_path):

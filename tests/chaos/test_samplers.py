@@ -37,7 +37,11 @@ PATIENCE = 150  # seconds: a process imports torch
 
 def samplers(run):
     """The sampler's process; its keeper has the same words."""
-    return [process for process in run.family() if "engine_core.runtime.sampler.child" in process.cmdline()]
+    return [
+        process
+        for process in run.family()
+        if "engine_plugin_processes.sampler_process.child" in process.cmdline()
+    ]
 
 
 def ended(process):

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from engine_core.checkpoint import problems
+from engine_core.runs.checkpoint import problems
 
 pytestmark = pytest.mark.chaos
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engine_core.checkpoint import Checkpoints
+from engine_core.runs.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.chaos
 

@@ -16,7 +16,7 @@ TRACKER = '''
 import urllib.request
 from engine_core import hookimpl
 from engine_core.specs import Options, TrackerSpec
-from engine_core.tracking import Tracker
+from engine_core.runs.tracking import Tracker
 
 
 class PostOptions(Options):

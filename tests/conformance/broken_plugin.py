@@ -5,13 +5,13 @@ import re
 import sys
 from pathlib import Path
 
-from engine_plugin_hf_rollout.plugin import HFOptions
 from pydantic import BaseModel
 
 from engine_core import hookimpl
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.runtime.transports.options import TCPOptions
 from engine_core.specs import Options, Reward, RolloutBackend, TrainBackend, TransportSpec
+from engine_plugin_hf_rollout.plugin import HFOptions
+from engine_plugin_processes.transports.options import TCPOptions
+from engine_plugin_torch.options import TorchOptions
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 
 import torch
-from engine_plugin_hf_rollout.engine import HFRolloutEngine
 
 from engine_core.errors import DataError
+from engine_plugin_hf_rollout.engine import HFRolloutEngine
 
 COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
 

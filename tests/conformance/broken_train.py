@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from data_parallel_engine import DataParallelEngine
 
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.weights import published_weights
 from engine_core.errors import DataError
 from engine_core.types import Batch
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.weights import published_weights
 
 
 class Shifted(TorchEngine):

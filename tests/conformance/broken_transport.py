@@ -3,10 +3,10 @@
 import itertools
 
 from engine_core.errors import TrainingFailed
-from engine_core.runtime.sampler.buckets import checksum, unpacked
-from engine_core.runtime.transports.base import check
-from engine_core.runtime.transports.tcp import TCP
-from engine_core.testing import transport_bench
+from engine_plugin_processes.buckets import checksum, unpacked
+from engine_plugin_processes.transports.base import check
+from engine_plugin_processes.transports.tcp import TCP
+from engine_plugin_testing import transport_bench
 
 
 class LosesLast(TCP):

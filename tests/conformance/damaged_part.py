@@ -2,7 +2,7 @@
 
 import contextlib
 
-from engine_core.runtime.transports import folder
+from engine_plugin_processes.transports import folder
 
 
 @contextlib.contextmanager

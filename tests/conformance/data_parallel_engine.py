@@ -8,10 +8,11 @@ from concurrent.futures import Future
 import torch
 import torch.distributed as dist
 
-from engine_core.engines import state
-from engine_core.engines.base import Layout
-from engine_core.engines.torch_engine import TorchEngine
+from engine_core.contracts.engines import Layout
+from engine_core.runs import state_files
 from engine_core.types import Batch
+from engine_plugin_torch import state
+from engine_plugin_torch.engine import TorchEngine
 
 
 class DataParallelEngine(TorchEngine):
@@ -55,11 +56,11 @@ class DataParallelEngine(TorchEngine):
         if self.context.rank == 0:
             super().save(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state.save_json(self._own(folder), state.random_state(self.device))
+        state_files.save_json(self._own(folder), state.random_state(self.device))
 
     def load(self, folder):
         super().load(folder)
-        state.set_random_state(state.load_json(self._own(folder)), self.device)
+        state.set_random_state(state_files.load_json(self._own(folder)), self.device)
 
     def export(self, folder):
         if self.context.rank == 0:

@@ -8,4 +8,4 @@ from engine_core.specs import TrainBackend
 
 @hookimpl
 def engine_train_engines():
-    return {"heavy": TrainBackend(load="engine_core.engines.torch_engine:TorchEngine")}
+    return {"heavy": TrainBackend(load="engine_plugin_torch.engine:TorchEngine")}

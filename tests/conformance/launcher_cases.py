@@ -52,7 +52,7 @@ def crashes(bench):
 
 
 def in_the_context(bench):
-    from engine_core.testing.worker import resolve
+    from engine_plugin_testing.worker import resolve
 
     found = resolve(bench.settings["module"] + ":entered")
     assert found == [(bench.place.rank, bench.place.world_size)], found

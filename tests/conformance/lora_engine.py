@@ -1,7 +1,7 @@
 """Only for the kit: ``TorchEngine`` as a run file with ``[actor.lora]`` makes it."""
 
 from engine_core.config.roles import LoRAConfig
-from engine_core.engines.torch_engine import TorchEngine
+from engine_plugin_torch.engine import TorchEngine
 
 
 class AdaptedEngine(TorchEngine):

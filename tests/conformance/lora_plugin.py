@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from engine_core import hookimpl
-from engine_core.engines.torch_options import TorchOptions
 from engine_core.specs import TrainBackend
+from engine_plugin_torch.options import TorchOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import torch
 
 from engine_core import hookimpl
-from engine_core.engines.base import RolloutEngine
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
+from engine_core.contracts.engines import RolloutEngine
 from engine_core.specs import RolloutBackend, TrainBackend
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parents[1] / "examples" / "backends")]

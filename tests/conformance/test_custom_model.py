@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from engine_core.testing import RolloutEngineSuite, TrainEngineSuite
-from engine_core.testing.bench import EngineBench
-from engine_core.testing.launcher import CaseFailed, Workers
+from engine_plugin_testing import RolloutEngineSuite, TrainEngineSuite
+from engine_plugin_testing.bench import EngineBench
+from engine_plugin_testing.launcher import CaseFailed, Workers
 
 NOT_OF_TRANSFORMERS = "the model is a module of its own, which from_pretrained does not know"
 ONE_FILE = "the plugin is one file, and the model lies in it"

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_core.testing.contracts import close
-from engine_core.testing.rollout_bench import expected_log_probs
-from engine_core.testing.rollout_cuts import EDGE, TIED, cuts
 from engine_core.types import Sampling
+from engine_plugin_testing.contracts import close
+from engine_plugin_testing.rollout_bench import expected_log_probs
+from engine_plugin_testing.rollout_cuts import EDGE, TIED, cuts
 
 
 def logits(*probs):

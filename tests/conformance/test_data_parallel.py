@@ -1,6 +1,6 @@
 import pytest
 
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
 
 @pytest.mark.slow  # the same contracts on two ranks: plugins/fsdp/tests/test_conformance.py

@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine_core.testing import RewardSuite, TrainEngineSuite
-from engine_core.testing.devices import VARIABLE, asked_accelerator, lacking
+from engine_plugin_testing import RewardSuite, TrainEngineSuite
+from engine_plugin_testing.devices import VARIABLE, asked_accelerator, lacking
 
 pytest_plugins = ["pytester"]
 MANY = """
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
 class TestMany(TrainEngineSuite):
     backend = "torch"

@@ -1,12 +1,12 @@
-"""docs/conformance.md lists the contracts as they are; ``python -m engine_core.testing`` prints the tables."""
+"""docs/conformance.md lists the contracts as they are; ``python -m engine_plugin_testing`` prints the tables."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-import engine_core.testing as kit
-from engine_core.testing.__main__ import table
+import engine_plugin_testing as kit
+from engine_plugin_testing.__main__ import table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text("utf-8")
 

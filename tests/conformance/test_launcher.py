@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine_core.testing import forking, launcher
-from engine_core.testing.launcher import CaseFailed, Workers
+from engine_plugin_testing import forking, launcher
+from engine_plugin_testing.launcher import CaseFailed, Workers
 
 HERE = Path(__file__).parent
 FILE = "launcher_cases.py"
@@ -181,7 +181,7 @@ def test_where_what_forks_is_gone_another_begins(group):
 PROGRAM = f"""
 import os, sys
 sys.path.insert(0, {str(HERE)!r})
-from engine_core.testing.launcher import Workers
+from engine_plugin_testing.launcher import Workers
 """
 
 

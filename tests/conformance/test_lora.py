@@ -1,9 +1,9 @@
 import pytest
 
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
-OTHER = "the gradient is the adapter's, not that of the whole model; see tests/unit/engines/test_adapter.py"
-ROUNDED = "weights that come are rounded; see tests/unit/engines/test_quantization.py"
+OTHER = "the gradient is the adapter's, not that of the whole model; see plugins/torch/tests/test_adapter.py"
+ROUNDED = "weights that come are rounded; see plugins/torch/tests/test_quantization.py"
 
 
 class TestLoRA(TrainEngineSuite):

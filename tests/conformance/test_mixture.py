@@ -4,8 +4,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from engine_core.testing import reference
-from engine_core.testing.mixture import split_experts
+from engine_plugin_testing import reference
+from engine_plugin_testing.mixture import split_experts
 
 MIXTURE = {
     "model_type": "qwen3_moe",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite, TransportSuite
-from engine_core.testing.launcher import CaseFailed, Workers
+from engine_plugin_testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite, TransportSuite
+from engine_plugin_testing.launcher import CaseFailed, Workers
 
 
 class Train(TrainEngineSuite):

@@ -7,12 +7,12 @@ import platform
 import pytest
 import torch
 
-from engine_core.testing import RewardSuite
+from engine_plugin_testing import RewardSuite
 
 pytest_plugins = ["pytester"]
 SKIPPED, WRONG = "test_very_long_text_gets_a_value", "test_values_are_right"
 SUITE = f"""
-from engine_core.testing import RewardSuite
+from engine_plugin_testing import RewardSuite
 
 class TestShort(RewardSuite):
     name = "length"
@@ -33,7 +33,7 @@ def run(pytester, monkeypatch):
         pytester.makepyfile(test_short=SUITE)
         words = (
             "-p",
-            "engine_core.testing.recorder",
+            "engine_plugin_testing.recorder",
             "-p",
             "no:cacheprovider",
             "--record-contracts",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.testing import RuntimeSuite
+from engine_plugin_testing import RuntimeSuite
 
 
 class TestLocal(RuntimeSuite):

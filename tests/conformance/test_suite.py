@@ -2,13 +2,13 @@
 
 import pytest
 
-from engine_core.testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite
-from engine_core.testing.contracts import close, identical, near, refused, same_direction
+from engine_plugin_testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite
+from engine_plugin_testing.contracts import close, identical, near, refused, same_direction
 
 pytest_plugins = ["pytester"]
 SUITES = (TrainEngineSuite, RolloutEngineSuite, RewardSuite)
 REWARD = """
-from engine_core.testing import RewardSuite
+from engine_plugin_testing import RewardSuite
 
 class TestShort(RewardSuite):
     name = "short"
@@ -77,7 +77,7 @@ def test_a_gap_must_be_a_test_and_have_a_reason(unsupported, message):
 
 
 ABSENT = """
-from engine_core.testing import RewardSuite, TrainEngineSuite
+from engine_plugin_testing import RewardSuite, TrainEngineSuite
 
 class TestAbsent({base}):
     {attribute}

@@ -1,4 +1,4 @@
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
 
 class TestTorch(TrainEngineSuite):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.testing import TransportSuite
+from engine_plugin_testing import TransportSuite
 
 
 class TestTCP(TransportSuite):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_core.engines import attention
+from engine_plugin_torch import attention
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine_core.errors import TrainingFailed
-from engine_core.runtime.sampler import buckets
-from engine_core.runtime.transports.base import End, Update
-from engine_core.runtime.transports.broadcast import Broadcast
-from engine_core.runtime.transports.options import BroadcastOptions
+from engine_plugin_processes import buckets
+from engine_plugin_processes.transports.base import End, Update
+from engine_plugin_processes.transports.broadcast import Broadcast
+from engine_plugin_processes.transports.options import BroadcastOptions
 
 pytestmark = [
     pytest.mark.gpu,

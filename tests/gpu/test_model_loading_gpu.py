@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 
 from engine_core.config import ModelConfig
-from engine_core.engines.model_loading import load_model
+from engine_plugin_torch.model_loading import load_model
 
 pytestmark = [
     pytest.mark.gpu,

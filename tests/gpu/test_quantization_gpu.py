@@ -11,13 +11,13 @@ from transformers import LlamaConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.config.roles import LoRAConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.precision import Precision, has_bf16
-from engine_core.engines.quantized import QuantizedLinear
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.plugins import PluginSet
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, LossCall
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
+from engine_plugin_torch.precision import Precision, has_bf16
+from engine_plugin_torch.quantized import QuantizedLinear
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,12 +12,12 @@ import torch
 
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.config.roles import ProcessConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
-from engine_core.runtime.sampler import buckets
-from engine_core.runtime.sampler import weights as weights_module
-from engine_core.runtime.sampler.engine import SamplerEngine
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
+from engine_plugin_processes import buckets
+from engine_plugin_processes.sampler_process import weights as weights_module
+from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_core.testing import TransportSuite
+from engine_plugin_testing import TransportSuite
 
 pytestmark = pytest.mark.gpu
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -12,11 +12,11 @@ import torch
 from transformers import Qwen3Config
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.plugins import PluginSet
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, LossCall
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
 
 pytestmark = [
     pytest.mark.gpu,

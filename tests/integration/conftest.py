@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine_core import load_config
-from engine_core.assemble import plugins_for
+from engine_core.config.assemble import plugins_for
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "word_problems"

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_core import Trainer, load_config
 from engine_core.builtin import engine_advantages
 from engine_core.errors import ConfigError, PluginError
-from engine_core.plugins import known_names
-from engine_core.rollout_files import read_rollouts
-from engine_core.trainers.rounds import Rounds
+from engine_core.plugins.plugin_set import known_names
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.rounds import Rounds
 
 
 def digits(completions):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from engine_core import load_config
-from engine_core.advice import advice
-from engine_core.async_trainer import AsyncTrainer
 from engine_core.errors import ConfigError
-from engine_core.rollout_files import read_rollouts
-from engine_core.trainer import Trainer
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.trainer import Trainer
+from engine_plugin_tools.advice import advice
+from engine_plugin_trainers.async_trainer import AsyncTrainer
 
 TIMED = ("time", "throughput/", "memory/", "sync/")
 AHEAD = {"trainer": "async", "rollout.weights": "own"}
@@ -226,8 +226,7 @@ class Slow:
 
     def __init__(self, monkeypatch):
         from engine_plugin_hf_rollout.engine import HFRolloutEngine
-
-        from engine_core.trainers.ahead_source import AheadSource
+        from engine_plugin_trainers.ahead_source import AheadSource
 
         self.goes_on, self.between = threading.Event(), []
         self.goes_on.set()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import reference
+from engine_plugin_testing import reference
 
 RUNS = {
     "rl": """

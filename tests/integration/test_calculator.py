@@ -115,7 +115,7 @@ def run(folder: Path, *arguments, **environment):
 def test_a_short_run_calls_the_tool_and_learns_from_what_the_policy_said_alone(tmp_path):
     from transformers import AutoTokenizer
 
-    from engine_core.rollout_files import read_rollouts
+    from engine_core.runs.rollout_files import read_rollouts
 
     folder, _, _ = run(tmp_path, "--sft-steps", 25, "--steps", 1, **SMALL)
     lines = map(json.loads, (folder / "runs" / "grpo" / "metrics.jsonl").read_text().splitlines())

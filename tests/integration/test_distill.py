@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine_core import load_config
-from engine_core.assemble import check_inputs, plugins_for
-from engine_core.checkpoint import Checkpoints, read_state
+from engine_core.config.assemble import check_inputs, plugins_for
 from engine_core.errors import ConfigError
+from engine_core.runs.checkpoint import Checkpoints, read_state
 
 ROWS = [
     {"prompt": f"{a} + {b} = ", "response": str(a + b), "answer": a + b} for a in range(5) for b in range(5)
@@ -277,7 +277,7 @@ def test_a_live_student_of_another_size_of_vocabulary_is_refused(made, teacher):
 
 SHORT_OF_WORDS = """
 from engine_core import hookimpl
-from engine_core.engines.frozen import FrozenEngine
+from engine_core.contracts.frozen_engine import FrozenEngine
 from engine_core.errors import ConfigError
 from engine_core.specs import TrainBackend
 

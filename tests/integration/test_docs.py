@@ -1,4 +1,4 @@
-"""README.md and docs/ against the project: every command is run, every block is used, every name exists.
+"""README.md, docs/ and the README of every plugin against the project: every command is run, every block is used, every name exists.
 
 A page is a session in a folder of its own, read from top to bottom:
 
@@ -8,7 +8,8 @@ A page is a session in a folder of its own, read from top to bottom:
 * a ``python`` or ``toml`` block that names a file (``` ```python first/short.py ```) is written there;
 * any other ``python`` block is run, any other ``toml`` block must be a valid part of a run file;
 * ``json`` must parse, and ``text`` is a picture;
-* ``py`` and ``sh`` are other programs' code, which must parse and is not run; ``{toctree}`` is for the site.
+* ``py`` and ``sh`` are other programs' code, which must parse and is not run; ``{toctree}`` is for the site;
+* ``pip install -e FOLDER`` of a folder of the page makes its entry points and modules known until the page ends.
 
 The folder holds copies of ``examples/``, the ``demo/`` that a short demo leaves, a small ``run.toml``,
 its data and its finished run, so that commands mean here what they mean to a reader.
@@ -17,7 +18,6 @@ its data and its finished run, so that commands mean here what they mean to a re
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 import resource
@@ -32,17 +32,19 @@ from pathlib import Path
 
 import pytest
 
-from engine_core import Trainer, hookspecs, load_config
+from engine_core import Trainer, load_config
 from engine_core.cli.main import main
 from engine_core.config.models import EngineConfig
-from engine_core.plugins import CAPABILITIES
+from engine_core.plugins.metadata import TABLES, known_names
 from engine_core.specs import TABLE_SPECS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PLUGINS = sorted(file.parent for file in (ROOT / "plugins").glob("[a-z]*/pyproject.toml"))
 PAGES = [
     ROOT / "README.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.relative_to(DOCS).parts),
+    *(folder / "README.md" for folder in PLUGINS),
 ]
 NAMES = [str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES]
 
@@ -50,13 +52,13 @@ NOT_RUN_HERE = {
     r"make (demo|demo-control)": "minutes; tests/integration/test_examples.py runs it in small, and `slow` in full",
     r"make (install|test|test-full|lint|docs)": "this test is a part of it",
     r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
-    r"pip (install (-e|--force-reinstall)|wheel) .*": "changes the environment of this test; the template's and the example's tests install them",
+    r"pip (install (-e|--force-reinstall)|wheel) .*": "changes the environment of this test; the tests of the template and of the examples install them",
     r"ray start .*|engine train .* runtime.backend=ray.*": "a cluster takes a while; plugins/ray/tests/test_losses.py runs it",
     r"torchrun .*": "two nodes; tests/integration/test_two_nodes.py runs it on loopback",
     r"python examples/calculator/run.py": "minutes; tests/integration/test_calculator.py runs it in small, and `slow` in full",
     r"python examples/expressions/run.py": "minutes; tests/integration/test_expressions.py runs it in small, and `slow` in full",
     r"engine serve-reward .*": "serves until it is ended; tests/integration/test_serve_reward.py starts, asks and ends it",
-    r"pytest first/.*": "needs the package installed; tests/unit/test_scaffold.py runs the template's tests",
+    r"pytest first/.*": "needs the package installed; plugins/tools/tests/test_scaffold.py runs the template's tests",
     r"pytest examples/(custom_model|backends)": "tests/integration/test_examples.py runs them",
 }
 """Commands that cannot be nested in a test, and why. Any other command is run."""
@@ -152,8 +154,8 @@ def library(world, demo, tmp_path_factory):
 class Session:
     """Runs the blocks of one page in its folder and collects what went wrong."""
 
-    def __init__(self, page: str, folder: Path, capsys) -> None:
-        self.page, self.folder, self.capsys = page, folder, capsys
+    def __init__(self, page: str, folder: Path, capsys, monkeypatch) -> None:
+        self.page, self.folder, self.capsys, self.monkeypatch = page, folder, capsys, monkeypatch
         self.problems: list[str] = []
 
     def run(self, block: Block) -> None:
@@ -172,8 +174,27 @@ class Session:
             elif command.startswith("make "):
                 target = shlex.split(command, comments=True)[1]
                 assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+            elif command.startswith("pip install -e "):
+                self._install(shlex.split(command)[-1].partition("[")[0])
 
     _console = _bash
+
+    def _install(self, folder: str) -> None:
+        """Make the distribution in a folder of the page known, as an editable installation would."""
+        project = tomllib.loads((self.folder / folder / "pyproject.toml").read_text("utf-8"))["project"]
+        site = self.folder / ".site"
+        info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir(parents=True)
+        requires = "".join(f"Requires-Dist: {line}\n" for line in project.get("dependencies", ()))
+        head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        (info / "METADATA").write_text(head + requires)
+        groups = [
+            f"[{group}]\n" + "".join(f"{name} = {module}\n" for name, module in names.items())
+            for group, names in project["entry-points"].items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(groups))
+        self.monkeypatch.syspath_prepend(str(site))
+        self.monkeypatch.syspath_prepend(str(self.folder / folder / "src"))
 
     def _command(self, command: str, expected: list[str]) -> None:
         program, *arguments = shlex.split(command, comments=True)
@@ -207,7 +228,8 @@ class Session:
             self._write(block.file, block.text)
         elif "project" in parsed:
             groups = parsed["project"].get("entry-points", {})
-            assert {group.removeprefix("engine.") for group in groups} <= {*TABLE_SPECS, "plugins"}
+            known = {*TABLE_SPECS, *known_names(TABLES), "plugins", TABLES}
+            assert {group.removeprefix("engine.") for group in groups} <= known
         elif block.file:
             self._write(block.file, block.text)
         else:
@@ -269,7 +291,7 @@ LONG = {
     "conformance.md": "a pytest for each of its suites; tests/conformance runs them all",
     "cli.md": "every command once; tests/unit/cli runs each",
     "fsdp.md": "runs of several processes; plugins/fsdp/tests/test_run.py",
-    "precision.md": "a run for each type; tests/unit/engines/test_precision.py",
+    "precision.md": "a run for each type; plugins/torch/tests/test_precision.py",
     "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",
     "publishing.md": "a wheel; tests/integration/test_wheels.py",
 }
@@ -293,7 +315,7 @@ def test_every_block_of_a_page_works(page, library, request, tmp_path, capsys, m
         monkeypatch.setenv(name, value)
     if page.name in NEEDS_EXAMPLE:
         monkeypatch.syspath_prepend(request.getfixturevalue("custom_model"))
-    session = Session(page.name, folder, capsys)
+    session = Session(request.node.callspec.id, folder, capsys, monkeypatch)
     for block in blocks_of(page.read_text("utf-8")):
         session.run(block)
     assert not session.problems, "\n\n".join(session.problems)
@@ -323,7 +345,7 @@ def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
         "rust": "fn main() {}",
     }
     for number, (language, text) in enumerate(wrong.items(), 1):
-        session = Session("page.md", tmp_path, capsys)
+        session = Session("page.md", tmp_path, capsys, monkeypatch)
         session.run(Block(number, language, "", text + "\n"))
         assert session.problems, language
 
@@ -348,14 +370,20 @@ def test_links_lead_somewhere():
 
 def test_keys_in_the_text_are_keys_of_a_run_file():
     """Words such as `rollout.top_p` or `[actor.optim]` in running text."""
-    from engine_core.cli.configs import installed_specs
     from engine_core.config.schema import json_schema, schema_at
+    from engine_plugin_tools.commands.schema import installed_specs
 
     schema = json_schema(installed_specs())
     tables = "|".join(
         {*EngineConfig.model_fields, "sft", "dpo", "kto", "distill"} - {"options", "trainer", "plugins"}
     )
-    own = {"run.toml", "reward.sums", "reward.exact", "actor.gru"}  # a file; names of the examples
+    own = {
+        "run.toml",
+        "runtime.py",
+        "reward.sums",
+        "reward.exact",
+        "actor.gru",
+    }  # a file; names of the examples
     for page in PAGES:
         if page.parent.name == "reference":  # made from the code
             continue
@@ -367,73 +395,12 @@ def test_keys_in_the_text_are_keys_of_a_run_file():
             assert schema_at(schema, key), f"{page.name}: {key}"
 
 
-def test_the_tree_in_the_readme_is_the_tree():
-    text = (ROOT / "README.md").read_text("utf-8")
-    tree = next(block.text for block in blocks_of(text) if block.text.startswith("engine_core/"))
-    said = {name for line in re.findall(r"^  (\S.*?)  ", tree, re.MULTILINE) for name in line.split(", ")}
-    there = {
-        path.name + "/" * path.is_dir()
-        for path in (ROOT / "engine_core").iterdir()
-        if path.name not in {"__init__.py", "__pycache__", "py.typed"}
-        and (path.is_file() or any(path.rglob("*.*")))
-    }
-    assert said == there
-    for folder in re.findall(r"^(\w+)/", tree, re.MULTILINE):
-        assert (ROOT / folder).is_dir(), folder
-
-
 def test_the_pages_show_the_examples_as_they_are():
     shown = [block for page in PAGES for block in blocks_of(page.read_text("utf-8"))]
     shown = [block for block in shown if block.file.startswith("examples/")]
     assert len(shown) >= 7
     for block in shown:
         assert (ROOT / block.file).read_text() == block.text, block.file
-
-
-def part(page: str, name: str) -> str:
-    """The text of a page between two markers."""
-    text = (ROOT / "docs" / page).read_text("utf-8")
-    return text.split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0]
-
-
-def hook_table() -> str:
-    rows = ["| hook | sort | arguments | what it decides |", "|---|---|---|---|"]
-    for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
-        if (options := getattr(function, "engine_spec", None)) is None:
-            continue
-        sort = (
-            "step"
-            if options["firstresult"]
-            else "table"
-            if not inspect.signature(function).parameters
-            else "observer"
-        )
-        arguments = ", ".join(f"`{argument}`" for argument in inspect.signature(function).parameters)
-        sentence = re.sub("``", "`", inspect.getdoc(function).split("\n\n")[0]).replace("\n", " ")
-        rows.append(f"| `{name}` | {sort} | {arguments} | {sentence} |")
-    return "\n".join(
-        [
-            *rows[:2],
-            *sorted(rows[2:], key=lambda row: ["step", "table", "observer"].index(row.split("|")[2].strip())),
-        ]
-    )
-
-
-def capability_table() -> str:
-    rows = [
-        f"| {TABLE_SPECS[kind].noun} | `{capability}` | `{method}` |"
-        for kind, capabilities in CAPABILITIES.items()
-        for capability, method in capabilities.items()
-    ]
-    return "\n".join(["| of a | capability | method |", "|---|---|---|", *rows])
-
-
-def test_the_table_of_hooks_is_that_of_hookspecs():
-    assert part("plugins.md", "hooks").strip() == hook_table()
-
-
-def test_the_table_of_capabilities_is_that_of_the_loader():
-    assert part("plugins.md", "capabilities").strip() == capability_table()
 
 
 def documented_metrics() -> list[str]:
@@ -463,7 +430,8 @@ def test_every_metric_is_explained_and_every_explained_metric_exists(library, mo
     assert [
         metric for metric in logged if not any(re.fullmatch(as_pattern(p), metric) for p in patterns)
     ] == []
-    sources = "".join(path.read_text("utf-8") for path in (ROOT / "engine_core").rglob("*.py"))
+    folders = [ROOT / "engine_core", *(folder / "src" for folder in PLUGINS)]
+    sources = "".join(path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py"))
     for pattern in patterns:
         # a loss names its metrics without "actor/" or "critic/", an objective its maxima with "max/"
         names = (

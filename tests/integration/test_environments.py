@@ -10,8 +10,8 @@ import torch
 from engine_core import Trainer, load_config
 from engine_core.cli.main import main
 from engine_core.errors import ConfigError, EngineError
-from engine_core.rollout_files import read_rollouts
-from engine_core.trainers.sampling import RolloutSource
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.rollouts import RolloutSource
 
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
 

@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from engine_core.cli.main import main
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.rollout_files import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 LAST_LINE = r"held-out accuracy (\d\.\d\d) -> (\d\.\d\d)"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine_core import load_config
-from engine_core.assemble import plugins_for
 from engine_core.cli.main import main
-from engine_core.rollout_files import read_rollouts
+from engine_core.config.assemble import plugins_for
+from engine_core.runs.rollout_files import read_rollouts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "expert_iteration"
 

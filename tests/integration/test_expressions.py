@@ -76,7 +76,7 @@ def run(folder: Path, *arguments, **environment):
 
 
 def test_a_short_run_is_judged_by_tests(tmp_path):
-    from engine_core.rollout_files import read_rollouts
+    from engine_core.runs.rollout_files import read_rollouts
 
     folder, _, _ = run(tmp_path, "--sft-steps", 4, "--steps", 1, **SMALL)
     metrics = [

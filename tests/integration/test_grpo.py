@@ -8,7 +8,7 @@ import torch
 
 from engine_core import Trainer, load_config
 from engine_core.errors import ConfigError, DataError, TrainingFailed
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.rollout_files import read_rollouts
 
 RUN = """
 [[reward]]
@@ -427,7 +427,7 @@ def test_after_training_the_trainer_holds_what_was_trained_and_trains_no_second_
 
 
 def test_a_sampler_with_weights_of_its_own_has_those_of_the_checkpoint_it_evaluates(grpo, monkeypatch):
-    from engine_core.runtime.host import EngineHost
+    from engine_core.local.engine_host import EngineHost
 
     monkeypatch.setattr(EngineHost, "_can_share", lambda self: False)
     run = trainer(grpo)

@@ -6,7 +6,7 @@ import pytest
 from transformers import GPT2Config
 
 from engine_core import load_config
-from engine_core.assemble import plugins_for
+from engine_core.config.assemble import plugins_for
 from engine_core.data import load_tokenizer
 from engine_core.errors import DataError
 

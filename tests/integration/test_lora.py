@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine_core import Trainer, load_config
-from engine_core.checkpoint import Checkpoints
 from engine_core.cli.main import main
 from engine_core.errors import ConfigError
-from engine_core.trainers.preference import DPOTrainer
-from engine_core.trainers.sft import SFTTrainer
+from engine_core.runs.checkpoint import Checkpoints
+from engine_plugin_trainers.preference import DPOTrainer
+from engine_plugin_trainers.sft import SFTTrainer
 
 LORA = {"actor.lora.rank": 4, "actor.optim.lr": 1e-2}
 

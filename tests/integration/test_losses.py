@@ -9,7 +9,7 @@ import torch
 from engine_core import Trainer, builtin, load_config
 from engine_core.algorithms.kl import ESTIMATORS
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.runtime.host import EngineHost
+from engine_core.local.engine_host import EngineHost
 
 
 def digits(completions):

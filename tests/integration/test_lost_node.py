@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.runtime.elastic import LOOK_SECONDS
-from engine_core.testing.namespaces import two_nodes
+from engine_plugin_processes.elastic_launch import LOOK_SECONDS
+from engine_plugin_testing.namespaces import two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -131,6 +131,6 @@ def said_by(pid):
 def is_worker(pid):
     try:
         with open(f"/proc/{pid}/cmdline") as file:
-            return "engine_core.runtime.worker" in file.read()
+            return "engine_plugin_processes.worker" in file.read()
     except OSError:
         return False

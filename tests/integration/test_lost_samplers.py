@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
-from engine_core.runtime.replacing import Replacements
+from engine_core.runs.rollout_files import read_rollouts
+from engine_plugin_processes.replaceable_group import ReplaceableGroup, SurvivingFlow
+from engine_plugin_processes.replacement import Replacements
 
 pytestmark = pytest.mark.slow
 

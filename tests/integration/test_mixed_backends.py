@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from engine_core.testing import reference
+from engine_plugin_testing import reference
 
 RUN = """
 [model]

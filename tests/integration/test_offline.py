@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from engine_core import Trainer, load_config
-from engine_core.assemble import check_inputs, plugins_for
-from engine_core.checkpoint import Checkpoints, read_state
+from engine_core.config.assemble import check_inputs, plugins_for
 from engine_core.errors import ConfigError, DataError, PluginError
-from engine_core.offline_trainer import OfflineTrainer
-from engine_core.rollout_files import ABOUT, RolloutFile, read_rollouts, write_rollouts
-from engine_core.runtime.local import LocalRuntime
+from engine_core.local.runtime import LocalRuntime
+from engine_core.runs.checkpoint import Checkpoints, read_state
+from engine_core.runs.rollout_files import ABOUT, RolloutFile, read_rollouts, write_rollouts
+from engine_plugin_trainers.offline_trainer import OfflineTrainer
 
 STEPS = 3
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine_core import Trainer, load_config
-from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.runs.checkpoint import Checkpoints, read_state
 from engine_core.types import Batch
 
 

@@ -44,7 +44,7 @@ def test_one_round_has_no_interval(ratio):
     ("command", "kind"),
     [
         ("ray::Seat.served ", "workers"),
-        ("/usr/bin/python -m engine_core.runtime.worker 7 ", "workers"),
+        ("/usr/bin/python -m engine_plugin_processes.worker 7 ", "workers"),
         ("/lib/ray/core/src/ray/raylet/raylet --raylet_socket_name=x ", "raylet"),
         ("/lib/ray/core/src/ray/gcs/gcs_server --log_dir=raylet ", "gcs_server"),
         ("/usr/bin/python /lib/ray/dashboard/dashboard.py ", "others"),

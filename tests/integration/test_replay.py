@@ -9,9 +9,9 @@ import pytest
 from engine_core import Trainer, load_config
 from engine_core.cli.main import main
 from engine_core.errors import ConfigError, DataError, TrainingFailed
-from engine_core.tracking import RunFolder
-from engine_core.trainers.replaying import find_start, replay
-from engine_core.trainers.sft import SFTTrainer
+from engine_core.runs.tracking import RunFolder
+from engine_plugin_tools.replaying import find_start, replay
+from engine_plugin_trainers.sft import SFTTrainer
 
 
 def digits(completions):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engine_core import Trainer, load_config
-from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.errors import ConfigError, PluginError
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.checkpoint import Checkpoints, read_state
+from engine_core.runs.rollout_files import read_rollouts
 
 STEPS = 5
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine_core import Trainer, load_config
-from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
-from engine_core.trainers.resuming import Resume
+from engine_core.runs.checkpoint import Checkpoints, read_state
+from engine_core.train.resuming import Resume
 
 STEPS = 3
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine_core import Trainer, load_config
-from engine_core.assemble import plugins_for
-from engine_core.checkpoint import Checkpoints
+from engine_core.config.assemble import plugins_for
 from engine_core.errors import ConfigError, DataError, TrainingFailed
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.checkpoint import Checkpoints
+from engine_core.runs.rollout_files import read_rollouts
 
 
 def pairs(count):
@@ -133,7 +133,7 @@ def test_it_stands_beside_functions_and_failures_follow_the_policy(make, caplog)
 
 
 def test_it_is_awake_in_the_reward_phase_alone(make, monkeypatch):
-    from engine_core.engines.torch_engine import TorchEngine
+    from engine_plugin_torch.engine import TorchEngine
 
     seen = []
     infer = TorchEngine.infer

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from engine_core import load_config
-from engine_core.rollout_files import read_rollouts
-from engine_core.trainer import Trainer
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.trainer import Trainer
 
 TIMED = ("time", "throughput/", "memory/", "sync/")
 OWN = {"rollout.process": {}}

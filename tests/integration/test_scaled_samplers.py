@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from engine_core.cli.main import main
-from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
-from engine_core.runtime.replacing import Replacements
-from engine_core.runtime.worker_process import WorkerHandle
-from engine_core.trainers.sampling import RolloutSource
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.rollouts import RolloutSource
+from engine_plugin_processes.replaceable_group import ReplaceableGroup, SurvivingFlow
+from engine_plugin_processes.replacement import Replacements
+from engine_plugin_processes.worker_process import WorkerHandle
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_core.testing import TrainEngineSuite
-from engine_core.testing.recorder import settings
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.recorder import settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXPORT = TrainEngineSuite.contracts["test_export_is_loaded_by_from_pretrained"]

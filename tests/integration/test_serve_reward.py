@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from engine_core import Trainer, load_config
 from engine_core.cli.main import main
 from engine_core.errors import TrainingFailed
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.rollout_files import read_rollouts
 
 
 @pytest.fixture(scope="module")

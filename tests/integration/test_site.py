@@ -1,22 +1,31 @@
-"""The site that `make docs` builds, and the pages in it that are made from the code."""
+"""The site that `make docs` builds, the pages made from the code, and tables that follow the code and package metadata."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+import tomllib
 from html import unescape
 from pathlib import Path
 
 import pytest
 
-from engine_core.cli.configs import installed_specs
+from engine_core import hooks as hookspecs
 from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import ConfigError
+from engine_core.plugins.metadata import TABLES, installed
+from engine_core.plugins.modules import table_module
+from engine_core.plugins.plugin_set import CAPABILITIES
+from engine_core.specs import TABLE_SPECS
+from engine_plugin_tools.commands.schema import installed_specs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PLUGINS = sorted(file.parent for file in (ROOT / "plugins").glob("[a-z]*/pyproject.toml"))
 
 
 @pytest.fixture(scope="session")
@@ -114,3 +123,147 @@ def test_a_misspelt_key_is_no_key():
     schema = json_schema(installed_specs())
     assert is_key(schema, "rollout.group_size")
     assert not is_key(schema, "rollout.group_sizes")
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each fenced block."""
+    return re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def tree_rows(text: str, top: str) -> dict[str, str]:
+    """Return the entries below a folder in a tree of the README, each with what is said of it."""
+    (below,) = re.findall(rf"^{top}/.*\n((?:  .*\n)*)", text, re.MULTILINE)
+    rows = (line.strip().partition("  ") for line in below.splitlines())
+    return {name: said.strip() for names, _, said in rows for name in names.split()}
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    text = (ROOT / "README.md").read_text("utf-8")
+    tree = next(block for _, block in fenced(text) if block.startswith("engine_core/"))
+    kernel = {
+        path.name + "/" * path.is_dir()
+        for path in (ROOT / "engine_core").iterdir()
+        if path.name not in {"__init__.py", "__pycache__", "py.typed"}
+        and (path.is_file() or any(path.rglob("*.*")))
+    }
+    assert {*tree_rows(tree, "engine_core")} == kernel
+    assert {*tree_rows(tree, "plugins")} == {f"{folder.name}/" for folder in PLUGINS}
+    for folder in re.findall(r"^(\w+)/", tree, re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_the_layers_on_the_page_are_those_of_the_linter():
+    contracts = project_file(ROOT)["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    shown = [block for _, block in fenced((DOCS / "architecture.md").read_text("utf-8"))]
+    lines = [layer.replace("engine_core.", "").replace(" | ", ", ") for layer in layers]
+    assert "\n".join(lines) + "\n" in shown
+
+
+def project_file(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+
+
+def project_of(folder: Path) -> dict:
+    return project_file(folder)["project"]
+
+
+def ours_in(requirements: list[str]) -> set[str]:
+    """Return the plugins of ours among requirements, by folder."""
+    names = {re.match(r"[\w-]+", line)[0] for line in requirements}
+    return {
+        name.removeprefix("engine-plugin-").replace("-", "_") for name in names if "engine-plugin-" in name
+    }
+
+
+def test_the_table_of_distributions_is_that_of_their_metadata():
+    """Architecture says which distribution depends on which; the README says what an installation of ``standard`` brings."""
+    rows = re.findall(
+        r"^\| `plugins/(\w+)` \| ([^|]*) \|", part("architecture.md", "distributions"), re.MULTILINE
+    )
+    said = {folder: {*re.findall(r"`(\w+)`", needs)} for folder, needs in rows}
+    assert said == {folder.name: ours_in(project_of(folder)["dependencies"]) for folder in PLUGINS}
+    standard = ours_in(project_of(ROOT)["optional-dependencies"]["standard"])
+    (sentence,) = re.findall(r"`standard` brings (.*?)\.", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert {*re.findall(r"`(\w+)`", sentence)} == standard
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
+def test_the_readme_of_a_plugin_says_how_to_use_it(folder):
+    project, text = project_of(folder), (folder / "README.md").read_text("utf-8")
+    assert text.startswith(f"# {project['name']}\n\n")
+    shell = "".join(block for language, block in fenced(text) if language == "bash")
+    commands = [shlex.split(line, comments=True) for line in shell.splitlines() if line]
+    installed_by = [words[2].partition("[")[0] for words in commands if words[:2] == ["pip", "install"]]
+    assert installed_by == [project["name"]]
+    run = [words for words in commands if words[0] != "pip"]  # test_docs.py runs these and the blocks
+    assert run or {"python", "toml", "console"} & {language for language, _ in fenced(text)}, "no example"
+    needs = next(part for part in text.split("\n\n") if part.startswith("Depends on "))
+    for other in ours_in(project["dependencies"]):
+        assert f"`engine-plugin-{other.replace('_', '-')}`" in needs, other
+    offered = {offer.name for offer in installed() if offer.distribution.name == project["name"]}
+    forms = ("`{}`", "`engine {}`", '"{}"')
+    missing = [
+        name for name in offered if not any(form.format(name.replace(".", " ")) in text for form in forms)
+    ]
+    assert sorted(missing) == []
+
+
+def part(page: str, name: str) -> str:
+    """The text of a page between two markers."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return text.split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0]
+
+
+def hook_table() -> str:
+    rows = ["| hook | sort | arguments | what it decides |", "|---|---|---|---|"]
+    for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
+        if (options := getattr(function, "engine_spec", None)) is None:
+            continue
+        sort = (
+            "step"
+            if options["firstresult"]
+            else "table"
+            if not inspect.signature(function).parameters
+            else "observer"
+        )
+        arguments = ", ".join(f"`{argument}`" for argument in inspect.signature(function).parameters)
+        sentence = re.sub("``", "`", inspect.getdoc(function).split("\n\n")[0]).replace("\n", " ")
+        rows.append(f"| `{name}` | {sort} | {arguments} | {sentence} |")
+    return "\n".join(
+        [
+            *rows[:2],
+            *sorted(rows[2:], key=lambda row: ["step", "table", "observer"].index(row.split("|")[2].strip())),
+        ]
+    )
+
+
+def capability_table() -> str:
+    rows = [
+        f"| {TABLE_SPECS[kind].noun} | `{capability}` | `{method}` |"
+        for kind, capabilities in CAPABILITIES.items()
+        for capability, method in capabilities.items()
+    ]
+    return "\n".join(["| of a | capability | method |", "|---|---|---|", *rows])
+
+
+def plugin_hook_table() -> str:
+    """Return the hooks of tables that our plugins define."""
+    ours = {project_of(folder)["name"] for folder in PLUGINS}
+    rows = ["| hook | defined by | what it decides |", "|---|---|---|"]
+    for offer in installed():
+        if offer.kind == TABLES and offer.distribution.name in ours:
+            hook = f"engine_{offer.name}"
+            about = inspect.getdoc(getattr(table_module(offer.name), hook)).split("\n\n")[0]
+            about = about.replace("``", "`").replace("\n", " ")
+            rows.append(f"| `{hook}` | `{offer.distribution.name}` | {about} |")
+    return "\n".join(rows)
+
+
+def test_the_tables_of_hooks_are_those_of_hookspecs_and_plugins():
+    assert part("plugins.md", "hooks").strip() == hook_table()
+    assert part("plugins.md", "hooks of plugins").strip() == plugin_hook_table()
+
+
+def test_the_table_of_capabilities_is_that_of_the_loader():
+    assert part("plugins.md", "capabilities").strip() == capability_table()

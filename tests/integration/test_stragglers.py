@@ -8,12 +8,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_core import Trainer, load_config
-from engine_core.checkpoint import Checkpoints, read_state
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.crew_runtime import CrewRuntime
-from engine_core.testing.rollout_bench import expected_log_probs
+from engine_core.runs.checkpoint import Checkpoints, read_state
+from engine_core.runs.rollout_files import read_rollouts
 from engine_core.types import Sampling
+from engine_plugin_processes.runtime import MultiProcessRuntime
+from engine_plugin_testing.rollout_bench import expected_log_probs
 
 STEPS = 5
 PROMPTS, GROUP = 4, 2
@@ -88,7 +88,7 @@ def test_a_step_has_whole_groups_and_every_prompt_is_used_or_counted(early):
     used = {taken(r) for batch in batches for r in batch}
     assert len(used) == STEPS * PROMPTS  # no group twice
     assert new == len(used) + carried
-    assert len({taken(r) for r in run.sampling.stragglers.carried} - used) == carried
+    assert len({taken(r) for r in run.sampling.early_stop.carried} - used) == carried
     assert max(line["sampling/stopped"] for line in lines) > 0
 
 
@@ -116,7 +116,7 @@ SAMPLERS = {
 def test_wherever_samplers_are_a_step_has_whole_groups_and_no_token_of_another_policy(
     early, tmp_path, monkeypatch, where, repeatable
 ):
-    monkeypatch.setattr(CrewRuntime, "_repeatable", lambda runtime, pool: repeatable)
+    monkeypatch.setattr(MultiProcessRuntime, "_repeatable", lambda runtime, pool: repeatable)
     reward = tmp_path / "digits.py"
     reward.write_text(
         "from engine_core import hookimpl\nfrom engine_core.specs import Reward\n\n\n"
@@ -242,7 +242,7 @@ def test_carried_tokens_are_weighed_and_only_fresh_ones_measure_the_gap(early):
 def test_without_carrying_what_was_stopped_is_dropped_and_counted(early):
     run = trained(early | {"rollout.carry_partial": False})
     lines, batches = lines_of(run.folder.path), batches_of(run.folder.path)
-    assert run.sampling.stragglers.carried == []
+    assert run.sampling.early_stop.carried == []
     for step, (line, batch) in enumerate(zip(lines, batches, strict=True), 1):
         assert {taken(r)[0] for r in batch} == {step}
         assert len(batch) == PROMPTS * GROUP
@@ -287,7 +287,7 @@ def test_a_stop_and_a_resume_are_the_uninterrupted_run_bit_for_bit(early, monkey
     last = [Checkpoints(each / "checkpoints").latest() for each in (folder, straight)]
     assert read_state(last[0])["trainer"] == read_state(last[1])["trainer"]
     assert (last[0] / "carried.parquet").read_bytes() == (last[1] / "carried.parquet").read_bytes()
-    assert len(run.sampling.stragglers.carried) == 3 * GROUP
+    assert len(run.sampling.early_stop.carried) == 3 * GROUP
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from engine_core import Trainer, load_config
 from engine_core.errors import ConfigError
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.rollout_files import read_rollouts
 from engine_core.types import SUPPORT
 
 CUT = {

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from engine_core import load_config
-from engine_core.checkpoint import Checkpoints, problems
+from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError, DataError
-from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.base import Role
-from engine_core.runtime.host import EngineHost, Place
-from engine_core.runtime.torchrun import TorchrunRuntime
-from engine_core.trainer import Trainer
+from engine_core.local.engine_host import EngineHost, RankPlacement
+from engine_core.runs.checkpoint import Checkpoints, problems
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.trainer import Trainer
 from engine_core.types import Batch, LossCall, Prompt, Request, Sampling
+from engine_plugin_processes.torchrun import TorchrunRuntime
 
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
 TORCHRUN = {"runtime.backend": "torchrun"}
@@ -139,7 +139,7 @@ def crew(world, digits_plugin):
     runtime = TorchrunRuntime(config, trainer.plugins, live)
     groups = runtime.start(roles, 4)
     alone = load_config({**settings, "actor.backend": "torch"}, allow_code=True)
-    host = EngineHost(alone, Trainer(alone).plugins, live, Place(torch.device("cpu")))
+    host = EngineHost(alone, Trainer(alone).plugins, live, RankPlacement(torch.device("cpu")))
     host.build(roles, 4)
     yield runtime, groups, host.engines
     children = [worker.process for worker in runtime.crew.workers.values()]
@@ -320,7 +320,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
     assert "processes that another has started cannot be replaced" in refused(
         settings, {**pools, **spare, "placement.ref": "a"}
     )
-    monkeypatch.setattr("engine_core.runtime.crew_runtime.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("engine_plugin_processes.runtime.default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert "placement.pools: 3 processes need an accelerator each, and this machine shows 2" in refused(
         settings, pools
@@ -330,7 +330,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
         "placement.most: 3 processes at the most need an accelerator each, and this machine shows 2"
         in refused(settings, some)
     )
-    monkeypatch.setattr("engine_core.runtime.crew_runtime.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("engine_plugin_processes.runtime.default_device", lambda: torch.device("cpu"))
     assert "placement.most: processes that another has started cannot come or leave" in refused(
         settings, some | {"placement.ref": "a"}
     )

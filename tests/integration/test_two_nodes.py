@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.rollout_files import read_rollouts
+from engine_core.runs.rollout_files import read_rollouts
 
 CONFORMANCE = Path(__file__).parents[1] / "conformance"
 RUN = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.logs import LOGGERS
+from engine_core.runs.logs import LOGGERS
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 SAYS = ("consumes:", "waits for:", "unblocked by:", "produces:")
 STARTS = re.compile(r"Thread\(|clock\.thread\(|LoopThread\(|SamplerThread\(|ScoringThread\(")
 NO_LOOPS = {
-    "engine_core/clock.py": "makes threads for others",
-    "engine_core/environments/runner.py": "starts the loop of environments/loop.py",
-    "engine_core/bench/simulator/virtual_clock.py": "gives threads of others their turns",
+    "engine_core/train/clock.py": "makes threads for others",
+    "plugins/agents/src/engine_plugin_agents/runner.py": "starts the loop of environments/loop.py",
+    "plugins/tools/src/engine_plugin_tools/bench/simulator/virtual_clock.py": "gives threads of others their turns",
     "plugins/rewards/src/engine_plugin_rewards/sandbox/probes.py": "programs that try to do harm",
 }
 
@@ -26,12 +26,15 @@ def sources():
 LOOPS = sorted(name for name, text in sources().items() if STARTS.search(text) and name not in NO_LOOPS)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "engine_core/async_trainer.py"])
+@pytest.mark.parametrize("name", [*LOOPS, "plugins/trainers/src/engine_plugin_trainers/async_trainer.py"])
 def test_a_loop_says_what_it_waits_for(name):
     text = " ".join(sources()[name].split())
     assert [word for word in SAYS if word not in text] == []
 
 
 def test_the_loops_are_found_and_what_is_left_out_is_there():
-    assert {"engine_core/trainers/sampler_thread.py", "engine_core/runtime/crew.py"} <= set(LOOPS)
+    assert {
+        "plugins/trainers/src/engine_plugin_trainers/sampler_thread.py",
+        "plugins/processes/src/engine_plugin_processes/worker_pool.py",
+    } <= set(LOOPS)
     assert set(NO_LOOPS) <= set(sources())

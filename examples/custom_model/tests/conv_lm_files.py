@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from engine_plugin_custom_model.conv_lm import ConvLM, build
 from safetensors.torch import save_file
+
+from engine_plugin_custom_model.conv_lm import ConvLM, build
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from engine_plugin_custom_model.engine import GRULM
 from safetensors.torch import load_file, save_file
 
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_custom_model.engine import GRULM
+from engine_plugin_testing import TrainEngineSuite
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
+
+from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.types import Batch, Prompt, Request, Sampling
 from engine_plugin_custom_model.engine import GRUEngine
 from engine_plugin_custom_model.plugin import GRUOptions
 from engine_plugin_custom_model.sampler import GRUSampler
-
-from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
-from engine_core.types import Batch, Prompt, Request, Sampling
 
 SIZES = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
 EOS = 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
 NOT_OF_TRANSFORMERS = {"test_export_is_loaded_by_from_pretrained": "transformers does not have this model"}
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from engine_plugin_deepspeed.engine import DeepSpeedEngine
 from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_core.engines.torch_build import TorchBuild
-from engine_core.testing.contracts import close, identical, refused
-from engine_core.testing.reference import gradient_of, nll_loss, norm_of
-from engine_core.testing.train_bench import MEASURE
+from engine_plugin_deepspeed.engine import DeepSpeedEngine
+from engine_plugin_testing.contracts import close, identical, refused
+from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
+from engine_plugin_testing.train_bench import MEASURE
+from engine_plugin_torch.build import TorchBuild
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
 
@@ -215,10 +215,10 @@ def _fp16(there):
 def values_are_learned(bench):
     """A critic learns as the reference engine does: the same loss and norm, in its first step."""
     from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-    from engine_core.engines.base import WorkerContext
-    from engine_core.engines.torch_engine import TorchEngine
-    from engine_core.engines.torch_options import TorchOptions
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import LossCall
+    from engine_plugin_torch.engine import TorchEngine
+    from engine_plugin_torch.options import TorchOptions
 
     batch = bench.batch()
     batch = batch.with_columns({"returns": torch.linspace(-1, 1, batch.num_tokens)})

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.config.roles import LoRAConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.testing.contracts import close, identical, refused
+from engine_core.contracts.engines import WorkerContext
+from engine_plugin_testing.contracts import close, identical, refused
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
 
 
 def adapted(bench, alone=False, path=None):
@@ -78,7 +78,7 @@ def only_the_adapter_is_trained(bench):
     assert 2 * trained <= kept * shared <= 2 * trained * 1.1 + 64
     engine.save(bench.folder / "state").result()
     bench.barrier()
-    from engine_core.engines.shards import Shards
+    from engine_plugin_torch.shards import Shards
 
     names = Shards(bench.folder / "state", "weights").shapes
     assert names.keys() == engine.adapter.places().keys()

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
 
 class DeepSpeed(TrainEngineSuite):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import TrainEngineSuite
-from engine_core.testing.launcher import Workers
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.launcher import Workers
 
 IN_PARTS = {"param_persistence_threshold": 0}  # small weights, too
 

@@ -1,11 +1,11 @@
 import pytest
+from pydantic import ValidationError
+
+from engine_core.errors import ConfigError
 from engine_plugin_deepspeed import checks
 from engine_plugin_deepspeed import health as told
 from engine_plugin_deepspeed.options import BARRED, OURS, DeepSpeedOptions
 from engine_plugin_deepspeed.settings import managed, settings, zero
-from pydantic import ValidationError
-
-from engine_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.tensor import DTensor
 
 from engine_core.errors import DataError
-from engine_core.testing.contracts import close, identical, refused
-from engine_core.testing.reference import gradient_of, nll_loss, norm_of
-from engine_core.testing.train_bench import MEASURE
+from engine_plugin_testing.contracts import close, identical, refused
+from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
+from engine_plugin_testing.train_bench import MEASURE
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
 
@@ -185,10 +185,10 @@ def one_step(bench):
 def critic_learns_as_alone(bench):
     """A critic's values and the norm of its gradient do not depend on ranks: torch's own engine gives the same."""
     from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-    from engine_core.engines.base import WorkerContext
-    from engine_core.engines.torch_engine import TorchEngine
-    from engine_core.engines.torch_options import TorchOptions
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import LossCall
+    from engine_plugin_torch.engine import TorchEngine
+    from engine_plugin_torch.options import TorchOptions
 
     batch = bench.batch().with_columns(
         {"returns": torch.linspace(-1, 1, sum(bench.batch().lengths.tolist()))}
@@ -213,7 +213,7 @@ def critic_learns_as_alone(bench):
 def the_norm_is_the_references(bench):
     """One step's norm is that of float64, each sequence alone, whatever is packed with what and on however many ranks."""
     from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
 
     batch = bench.batch((9, 8, 9, 7, 3, 12, 5) * 3)
     module = bench.reference()
@@ -251,12 +251,12 @@ def another_models_checkpoint_is_refused(bench):
 
 def a_lent_module_is_the_whole_actor(bench):
     """What a phase samples from has the actor's weights to the bit; after it the shards are as they were."""
-    from engine_core.runtime.lending import Lender, fits
+    from engine_plugin_processes.shared_module import SharedModuleHolder, fits
 
     engine = bench.engine()
     bench.step(engine, bench.batch())
     expected, shards = bench.weights(engine), [p.to_local().clone() for p in engine.module.parameters()]
-    lender = Lender(engine)
+    lender = SharedModuleHolder(engine)
     with pytest.raises(RuntimeError, match="not lent"), lender.generation_module():
         pass
     for _ in range(2):
@@ -281,7 +281,7 @@ def a_lent_module_is_the_whole_actor(bench):
 
 
 def a_module_that_does_not_fit_on_one_rank_is_lent_on_none(bench):
-    from engine_core.runtime import lending
+    from engine_plugin_processes import shared_module as lending
 
     engine = bench.engine()
     room = lending.free_bytes
@@ -365,9 +365,9 @@ def an_adapter_learns_as_alone(bench):
     """Norms, merged weights, adapter tensors and the base's log-probs are those of the engine ``torch``."""
     from engine_core.config import ModelConfig, OptimConfig, RoleConfig
     from engine_core.config.roles import LoRAConfig
-    from engine_core.engines.base import WorkerContext
-    from engine_core.engines.torch_engine import TorchEngine
-    from engine_core.engines.torch_options import TorchOptions
+    from engine_core.contracts.engines import WorkerContext
+    from engine_plugin_torch.engine import TorchEngine
+    from engine_plugin_torch.options import TorchOptions
 
     batch, model = bench.batch(), ModelConfig(path=bench.model())
     plugins, world = bench.load_plugins(), {"rank": bench.place.rank, "world_size": bench.place.world_size}

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import torch
-from engine_plugin_fsdp import engine as module
-from engine_plugin_fsdp import fp8
 from safetensors import safe_open
 from torch import nn
 
-from engine_core.testing.contracts import close, identical, refused
-from engine_core.testing.reference import gradient_of, nll_loss, norm_of
-from engine_core.testing.train_bench import MEASURE
+from engine_plugin_fsdp import engine as module
+from engine_plugin_fsdp import fp8
+from engine_plugin_testing.contracts import close, identical, refused
+from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
+from engine_plugin_testing.train_bench import MEASURE
 
 # of a norm: 2^-4 of rounding a product in e4m3, 2^-3 of a gradient in e5m2, several in a chain
 EIGHT_BITS = 0.25
@@ -51,7 +51,7 @@ def whole_adapters_learn(bench):
     """Adapters that stay whole: three steps have the norms and the merged weights of those that are spread."""
     from engine_core.config import ModelConfig, OptimConfig, RoleConfig
     from engine_core.config.roles import LoRAConfig
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
 
     batch, plugins = bench.batch(), bench.load_plugins()
     world = {"rank": bench.place.rank, "world_size": bench.place.world_size}

@@ -4,7 +4,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine_core.testing.contracts import identical
+from engine_plugin_testing.contracts import identical
 
 
 class Operators(TorchDispatchMode):

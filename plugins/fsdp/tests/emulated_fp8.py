@@ -1,11 +1,10 @@
 """Only for tests: products in 8 bits on a CPU, of layers of any size. torchao multiplies the rounded values in float32."""
 
+from engine_core import hookimpl
+from engine_core.specs import TrainBackend
 from engine_plugin_fsdp import fp8
 from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_fsdp.options import FSDPOptions
-
-from engine_core import hookimpl
-from engine_core.specs import TrainBackend
 
 
 def any_size(recipe, rows, columns):

@@ -1,11 +1,10 @@
 """Only for the kit: the engine as a run file with ``[actor.lora]`` makes it."""
 
-from engine_plugin_fsdp.engine import FSDPEngine
-from engine_plugin_fsdp.options import FSDPOptions
-
 from engine_core import hookimpl
 from engine_core.config.roles import LoRAConfig
 from engine_core.specs import TrainBackend
+from engine_plugin_fsdp.engine import FSDPEngine
+from engine_plugin_fsdp.options import FSDPOptions
 
 
 class AdaptedEngine(FSDPEngine):

@@ -3,18 +3,18 @@
 from unittest import mock
 
 import torch
-from engine_plugin_fsdp import tensor_parallel
-from engine_plugin_fsdp.consistency import Probe
-from engine_plugin_fsdp.engine import FSDPEngine
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.config.roles import LoRAConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.testing.contracts import close, refused, same_direction
-from engine_core.testing.train_bench import MEASURE
+from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
+from engine_plugin_fsdp import tensor_parallel
+from engine_plugin_fsdp.consistency import Probe
+from engine_plugin_fsdp.engine import FSDPEngine
+from engine_plugin_testing.contracts import close, refused, same_direction
+from engine_plugin_testing.train_bench import MEASURE
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
 
 VALUE = LossCall("value", {}, outputs=("values",))
 

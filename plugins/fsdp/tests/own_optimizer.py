@@ -1,11 +1,11 @@
 """A plugin that brings its own optimizer and shards nothing."""
 
 import torch
-from engine_plugin_fsdp.engine import FSDPEngine
-from engine_plugin_fsdp.options import FSDPOptions
 
 from engine_core import hookimpl
 from engine_core.specs import TrainBackend
+from engine_plugin_fsdp.engine import FSDPEngine
+from engine_plugin_fsdp.options import FSDPOptions
 
 
 class OwnOptimizer(FSDPEngine):

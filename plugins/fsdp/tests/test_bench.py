@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from engine_core.testing import reference
+from engine_plugin_testing import reference
 
 RUN = """
 trainer = "sft"

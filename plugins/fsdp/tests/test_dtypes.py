@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine_plugin_fsdp import dtypes
 
 from engine_core.errors import ConfigError
+from engine_plugin_fsdp import dtypes
 
 KEY = "actor.fsdp.mixed_precision.param_dtype"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine_core.testing import TrainEngineSuite
+from engine_plugin_testing import TrainEngineSuite
 
 pytestmark = [
     pytest.mark.gpu,

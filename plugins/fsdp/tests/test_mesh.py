@@ -6,13 +6,13 @@ The whole kit on ``tp = 2`` and on both axes is in ``test_conformance.py``.
 from pathlib import Path
 
 import pytest
-from engine_plugin_fsdp.consistency import Probe
-from engine_plugin_fsdp.options import FSDPOptions
 from torch import nn
 
 from engine_core.errors import ConfigError
-from engine_core.testing import TrainEngineSuite
-from engine_core.testing.launcher import Workers
+from engine_plugin_fsdp.consistency import Probe
+from engine_plugin_fsdp.options import FSDPOptions
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.launcher import Workers
 
 HERE = Path(__file__).parent
 

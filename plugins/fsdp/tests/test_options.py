@@ -1,8 +1,9 @@
 """What the options of a run file may say together."""
 
 import pytest
-from engine_plugin_fsdp.options import FSDPOptions
 from pydantic import ValidationError
+
+from engine_plugin_fsdp.options import FSDPOptions
 
 
 def test_a_resolved_table_which_sets_every_key_reads_back():

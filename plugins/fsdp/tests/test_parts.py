@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plugin_fsdp import dtypes, fp8
-from engine_plugin_fsdp.options import FSDPOptions
 from pydantic import ValidationError
 
 from engine_core.errors import ConfigError
-from engine_core.testing import TrainEngineSuite
-from engine_core.testing.launcher import Workers
+from engine_plugin_fsdp import dtypes, fp8
+from engine_plugin_fsdp.options import FSDPOptions
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.launcher import Workers
 
 
 class FSDP(TrainEngineSuite):

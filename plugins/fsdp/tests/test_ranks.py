@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import TrainEngineSuite, reference
-from engine_core.testing.launcher import Workers
+from engine_plugin_testing import TrainEngineSuite, reference
+from engine_plugin_testing.launcher import Workers
 
 HERE = Path(__file__).parent
 

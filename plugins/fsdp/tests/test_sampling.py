@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engine_core import load_config
-from engine_core.engines.weights import own_weights
-from engine_core.runtime.base import Role
-from engine_core.runtime.host import EngineHost, Place
-from engine_core.runtime.torchrun import TorchrunRuntime
-from engine_core.testing import reference
-from engine_core.trainer import Trainer
+from engine_core.contracts.runtime import Role
+from engine_core.contracts.weight_names import own_weights
+from engine_core.local.engine_host import EngineHost, RankPlacement
+from engine_core.train.trainer import Trainer
 from engine_core.types import Batch, LossCall, Prompt, Request, Sampling
+from engine_plugin_processes.torchrun import TorchrunRuntime
+from engine_plugin_testing import reference
 
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
 
@@ -43,7 +43,7 @@ def crew(settings):
     runtime = TorchrunRuntime(trainer.config, trainer.plugins, live)
     groups = runtime.start(ROLES, 4)
     alone = load_config({**settings, "rollout.weights": "own"})
-    host = EngineHost(alone, Trainer(alone).plugins, live, Place(torch.device("cpu")))
+    host = EngineHost(alone, Trainer(alone).plugins, live, RankPlacement(torch.device("cpu")))
     host.build(ROLES, 4)
     yield runtime, groups, host
     host.close()
@@ -112,7 +112,7 @@ def test_portions_are_those_of_one_process_and_so_is_every_bit(crew, settings):
     """
     _, groups, other = crew
     config = load_config({**settings, "actor.backend": "fsdp"})
-    host = EngineHost(config, Trainer(config).plugins, other.live, Place(torch.device("cpu")))
+    host = EngineHost(config, Trainer(config).plugins, other.live, RankPlacement(torch.device("cpu")))
     host.build(ROLES, 4)
     asked = requests(40, "bits")
     found = groups["rollout"].call("generate", requests=asked).result()

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+
 from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.sizing import held_by_rank
-from torch import nn
-
-from engine_core.engines.memory import Held
-from engine_core.engines.precision import Precision
+from engine_plugin_torch.memory import Held
+from engine_plugin_torch.precision import Precision
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYER, REST = 8 * 8, 20 * 8  # weights

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-import engine_core.engines.attention  # noqa: F401  registers "varlen"
+import engine_plugin_torch.attention  # noqa: F401  registers "varlen"
 from engine_core.types import Prompt, Request, Sampling
 
 EOS = 1

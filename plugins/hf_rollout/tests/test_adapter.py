@@ -4,18 +4,18 @@ import copy
 
 import pytest
 import torch
-from engine_plugin_hf_rollout.engine import HFRolloutEngine
-from engine_plugin_hf_rollout.plugin import HFOptions
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
 from engine_core.config.roles import LoRAConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.engines.weights import base_weights
+from engine_core.contracts.engines import WorkerContext
+from engine_core.contracts.weight_names import base_weights
+from engine_core.contracts.weight_sync import same_process
 from engine_core.errors import DataError
-from engine_core.plugins import PluginSet
-from engine_core.weight_sync import same_process
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_hf_rollout.engine import HFRolloutEngine
+from engine_plugin_hf_rollout.plugin import HFOptions
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_whole_weights_are_refused_with_the_key_and_nothing_is_sampled_then(samp
 def test_an_adapter_that_lacks_a_tensor_is_refused_until_a_whole_one_came(sampler, actor, make_requests):
     trained, alone = actor(), sampler(adapter=True)
     same_process(trained, alone, 1, shared=False, adapter=True)
-    from engine_core.weight_sync import stream_of
+    from engine_core.contracts.weight_sync import stream_of
 
     with pytest.raises(DataError, match="did not come"):
         alone.update_weights(list(stream_of(trained, True))[:-1], 2)

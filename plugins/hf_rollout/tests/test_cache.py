@@ -1,10 +1,11 @@
 """The cache with room, beside the one of transformers."""
 
 import torch
-from engine_plugin_hf_rollout.cache import LEAST_ROOM, RoomyLayer, make_cache
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, MistralConfig, Qwen3Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from engine_plugin_hf_rollout.cache import LEAST_ROOM, RoomyLayer, make_cache
 
 CONFIG = Qwen3Config(num_hidden_layers=2)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_core.testing import RolloutEngineSuite
+from engine_plugin_testing import RolloutEngineSuite
 
 
 class TestHF(RolloutEngineSuite):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_plugin_hf_rollout import decoding
-from engine_plugin_hf_rollout.decoding import sample
 
 from engine_core.types import Sampling
+from engine_plugin_hf_rollout import decoding
+from engine_plugin_hf_rollout.decoding import sample
 
 EOS = 1
 

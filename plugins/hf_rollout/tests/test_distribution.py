@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from engine_plugin_hf_rollout.distribution import draw, log_distribution, support, uniforms
 
 from engine_core.types import Sampling
+from engine_plugin_hf_rollout.distribution import draw, log_distribution, support, uniforms
 
 CUTS = [
     Sampling(temperature=1.0),

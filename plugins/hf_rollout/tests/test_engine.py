@@ -4,18 +4,18 @@ import copy
 
 import pytest
 import torch
-from engine_plugin_hf_rollout.engine import HFRolloutEngine
-from engine_plugin_hf_rollout.plugin import HFOptions
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
-from engine_core.engines import linear_products
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
-from engine_core.engines.torch_options import TorchOptions
-from engine_core.engines.weights import published_weights
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import DataError, PluginError, TrainingFailed
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_hf_rollout.engine import HFRolloutEngine
+from engine_plugin_hf_rollout.plugin import HFOptions
+from engine_plugin_torch import linear_products
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.options import TorchOptions
+from engine_plugin_torch.weights import published_weights
 
 CPU = torch.device("cpu")
 

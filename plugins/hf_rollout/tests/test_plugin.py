@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from engine_plugin_hf_rollout.plugin import HFOptions
 from pydantic import ValidationError
 
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_hf_rollout.plugin import HFOptions
 
 
 def test_the_backend_is_found_by_its_name_and_keeps_what_it_claims():

@@ -7,23 +7,23 @@ import weakref
 
 import pytest
 import torch
-from engine_plugin_megatron.distribution import ShardedDistribution
-from engine_plugin_megatron.layout import layout_of
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.log_probs import OUTPUTS, Distribution, gather_outputs
-from engine_core.engines.shards import Shards
-from engine_core.engines.shelf import Shelf
-from engine_core.engines.torch_engine import TorchEngine
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
-from engine_core.plugins import PluginSet
-from engine_core.testing.contracts import close, identical, near
-from engine_core.testing.reference import gradient_of, nll_loss, norm_of, outputs_of
-from engine_core.testing.train_bench import NLL, POLICY
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import LossCall
+from engine_plugin_megatron.distribution import ShardedDistribution
+from engine_plugin_megatron.layout import layout_of
+from engine_plugin_testing.contracts import close, identical, near
+from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of
+from engine_plugin_testing.train_bench import NLL, POLICY
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.log_probs import OUTPUTS, Distribution, gather_outputs
+from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+from engine_plugin_torch.shards import Shards
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
 
@@ -298,7 +298,7 @@ def memory_is_given_back(bench):
     with pytest.raises(RuntimeError, match="asleep"):
         bench.forward_backward(engine, batch)
     engine.wake()
-    assert Shelf()._kept == []
+    assert OffloadedBuffers()._kept == []
     assert not any(buffer.any() for buffer in engine.steps.gradient_buffers())
 
 

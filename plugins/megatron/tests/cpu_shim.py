@@ -37,7 +37,7 @@ class CudaIsCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def megatron_on_cpu(rank=0, world_size=1):
-    """For the whole of a worker: also the context of ``engine_core.testing.launcher.Workers``."""
+    """For the whole of a worker: also the context of ``engine_plugin_testing.launcher.Workers``."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -1,7 +1,7 @@
 import pytest
 
-from engine_core.testing import TrainEngineSuite
-from engine_core.testing.devices import asked_accelerator
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.devices import asked_accelerator
 
 EXPERTS = {
     "model_type": "qwen3_moe",

@@ -9,7 +9,7 @@ import torch
 TELLS = """
 import sys
 from engine_core.errors import EnvironmentProblem
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import resolve
 plugins = PluginSet.load({"train_engines": ["megatron"]})
 plugins.resolve("train_engines", "megatron")

@@ -1,8 +1,8 @@
 import pytest
-from engine_plugin_megatron.layout import MeshLayout, layout_of
-from engine_plugin_megatron.options import MegatronOptions
 
 from engine_core.errors import ConfigError
+from engine_plugin_megatron.layout import MeshLayout, layout_of
+from engine_plugin_megatron.options import MegatronOptions
 
 
 def test_what_is_left_of_the_ranks_has_data_of_its_own():

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from engine_plugin_megatron.engine import MegatronEngine
-from engine_plugin_megatron.options import MegatronOptions
 from pydantic import ValidationError
 
 from engine_core.config import RoleConfig
-from engine_core.engines.base import WorkerContext
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_megatron.engine import MegatronEngine
+from engine_plugin_megatron.options import MegatronOptions
 
 
 def test_a_resolved_table_which_sets_every_key_reads_back():

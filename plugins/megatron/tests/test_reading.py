@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine_plugin_megatron.reading import FromStream
 
 from engine_core.errors import DataError
+from engine_plugin_megatron.reading import FromStream
 
 SHAPES = dict.fromkeys("abcd", (2,))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing import reference
+from engine_plugin_testing import reference
 
 HERE = Path(__file__).parent
 RUN = """

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from engine_core import load_config
-from engine_core.testing import reference
-from engine_core.trainer import Trainer
+from engine_core.train.trainer import Trainer
+from engine_plugin_testing import reference
 
 DIGITS = """
 from engine_core import hookimpl
@@ -27,7 +27,7 @@ def engine_rewards():
 ALONE = """
 import json, sys
 from engine_core import load_config
-from engine_core.trainer import Trainer
+from engine_core.train.trainer import Trainer
 
 trainer = Trainer(load_config(json.load(sys.stdin), allow_code=True))
 try:

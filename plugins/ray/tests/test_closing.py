@@ -1,6 +1,7 @@
 """A run that ends badly leaves its cluster all the same."""
 
 import pytest
+
 from engine_plugin_ray import runtime as module
 from engine_plugin_ray.mail import Store
 from engine_plugin_ray.runtime import RayRuntime

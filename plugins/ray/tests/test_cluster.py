@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from engine_core import load_config
+from engine_core.errors import ConfigError
 from engine_plugin_ray import cluster as module
 from engine_plugin_ray import greeting, joining
 from engine_plugin_ray.cluster import Cluster
 from engine_plugin_ray.joining import check, minor
 from engine_plugin_ray.keeper import MARK, clear
-
-from engine_core import load_config
-from engine_core.errors import ConfigError
 
 
 def refusal(address):
@@ -188,6 +188,7 @@ def says(code, *words, home, **env):
 def join(cluster, tmp_path):
     """Another process that joins the cluster of this session, with a token or without."""
     import ray
+
     from engine_plugin_ray import cluster as module
 
     def run(**env):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 
-from engine_core.testing import RuntimeSuite
+from engine_plugin_testing import RuntimeSuite
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import ray
-from engine_plugin_ray import environments
-from engine_plugin_ray.environments import check_here, look, refuse, sent_whole
 
 from engine_core.errors import ConfigError
+from engine_plugin_ray import environments
+from engine_plugin_ray.environments import check_here, look, refuse, sent_whole
 
 WHO = """
 import sys

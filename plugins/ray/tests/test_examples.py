@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine_core.testing.namespaces import two_nodes
+from engine_plugin_testing.namespaces import two_nodes
 
 FOLDER = Path(__file__).parents[3] / "examples" / "cluster"
 SLURM = (FOLDER / "slurm.sh").read_text()

@@ -6,6 +6,7 @@ import sys
 import time
 
 import psutil
+
 from engine_plugin_ray.keeper import MARK
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine_core.checkpoint import Checkpoints, problems
+from engine_core.runs.checkpoint import Checkpoints, problems
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from engine_core.async_trainer import AsyncTrainer
-from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.replaceable import ReplaceableGroup, SurvivingFlow
-from engine_core.runtime.replacing import Replacements
-from engine_core.trainer import Trainer
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.trainer import Trainer
+from engine_plugin_processes.replaceable_group import ReplaceableGroup, SurvivingFlow
+from engine_plugin_processes.replacement import Replacements
+from engine_plugin_trainers.async_trainer import AsyncTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 

@@ -6,14 +6,14 @@ import socket
 
 import psutil
 import pytest
+
+from engine_plugin_processes.channel import Closed, listen, new_token
 from engine_plugin_ray import nearby
 from engine_plugin_ray.actor import Seat
 from engine_plugin_ray.mail import ControllerEnd, Store
 from engine_plugin_ray.nearby import NearEnd
 from engine_plugin_ray.plugin import RayOptions
 from engine_plugin_ray.runtime import RayRuntime
-
-from engine_core.runtime.channel import Closed, listen, new_token
 
 pytestmark = pytest.mark.slow
 SECONDS = 60.0

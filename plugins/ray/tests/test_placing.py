@@ -5,11 +5,11 @@ from itertools import combinations_with_replacement
 from random import Random
 
 import pytest
-from engine_plugin_ray.placing import THIS_MACHINE, _order, at_start, check, one_by_one, release, reserve
-from engine_plugin_ray.plugin import RayOptions
 
 from engine_core.errors import ConfigError
-from engine_core.runtime.placement import Pool
+from engine_plugin_processes.placement import Pool
+from engine_plugin_ray.placing import THIS_MACHINE, _order, at_start, check, one_by_one, release, reserve
+from engine_plugin_ray.plugin import RayOptions
 
 TRAIN = Pool("train", range(4), ("actor", "ref"))
 SERVE = Pool("serve", range(4, 6), ("rollout",))

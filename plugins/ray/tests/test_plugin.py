@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from engine_plugin_ray.plugin import RayOptions
 from pydantic import ValidationError
 
-from engine_core.assemble import check_complete, load_config
 from engine_core.cli.main import main
+from engine_core.config.assemble import check_complete, load_config
 from engine_core.errors import ConfigError
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_ray.plugin import RayOptions
 
 
 def test_the_runtime_is_found_by_its_name():

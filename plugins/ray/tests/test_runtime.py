@@ -7,15 +7,15 @@ import textwrap
 
 import pytest
 import torch
-from engine_plugin_ray import runtime as module
-from engine_plugin_ray.runtime import RayRuntime
 from ray.exceptions import GetTimeoutError, RayError
 
 from engine_core import load_config
+from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
-from engine_core.runtime.base import Role
-from engine_core.runtime.placement import plan_pools
-from engine_core.trainer import Trainer
+from engine_core.train.trainer import Trainer
+from engine_plugin_processes.placement import plan_pools
+from engine_plugin_ray import runtime as module
+from engine_plugin_ray.runtime import RayRuntime
 
 ROLES = {"actor": Role("train"), "rollout": Role("rollout")}
 

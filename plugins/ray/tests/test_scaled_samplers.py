@@ -6,19 +6,19 @@ import signal
 import time
 
 import pytest
+
+from engine_core.cli.main import main
+from engine_core.config import EngineConfig
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.rollouts import RolloutSource
+from engine_core.train.trainer import Trainer
+from engine_plugin_processes.placement import Pool
+from engine_plugin_processes.replacement import Replacements
 from engine_plugin_ray import runtime as module
 from engine_plugin_ray.handle import ActorHandle
 from engine_plugin_ray.plugin import RayOptions
 from engine_plugin_ray.runtime import RayRuntime
-
-from engine_core.async_trainer import AsyncTrainer
-from engine_core.cli.main import main
-from engine_core.config import EngineConfig
-from engine_core.rollout_files import read_rollouts
-from engine_core.runtime.placement import Pool
-from engine_core.runtime.replacing import Replacements
-from engine_core.trainer import Trainer
-from engine_core.trainers.sampling import RolloutSource
+from engine_plugin_trainers.async_trainer import AsyncTrainer
 
 slow = pytest.mark.slow
 GROWING = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.testing.namespaces import Nodes, two_nodes
+from engine_plugin_testing.namespaces import Nodes, two_nodes
 
 HEAD, OTHER = Nodes.addresses
 PORT = 6391

@@ -5,9 +5,9 @@ import threading
 import time
 
 import pytest
-from engine_plugin_ray.worker import RayWorker
 
-from engine_core.runtime.channel import Closed
+from engine_plugin_processes.channel import Closed
+from engine_plugin_ray.worker import RayWorker
 
 
 class Mailbox:
@@ -25,7 +25,7 @@ class Mailbox:
         return command
 
     def send(self, message):
-        from engine_core.runtime.codec import decode
+        from engine_plugin_processes.codec import decode
 
         self.answers.put(decode(message.header, bytearray(b"".join(message.buffers))))
 

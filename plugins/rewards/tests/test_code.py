@@ -3,18 +3,18 @@
 import textwrap
 
 import pytest
+
+from engine_core.config.rewards import RewardConfig
+from engine_core.errors import ConfigError, EnvironmentProblem, PluginError
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.rewards import RewardRunner
 from engine_plugin_rewards.code import Judge, extract, make_code
 from engine_plugin_rewards.code_cases import BadTests
 from engine_plugin_rewards.code_languages import Language, python
 from engine_plugin_rewards.code_options import CodeOptions
 from engine_plugin_rewards.sandbox import tiers
 from engine_plugin_rewards.sandbox.box import BoxProblem
-
-from engine_core.config.rewards import RewardConfig
-from engine_core.errors import ConfigError, EnvironmentProblem, PluginError
-from engine_core.plugins import PluginSet
-from engine_core.rewards import RewardRunner
-from engine_core.testing import RewardSuite
+from engine_plugin_testing import RewardSuite
 
 ADD = {"fn_name": "add", "inputs": [[1, 2], [5, 5]], "outputs": [3, 10]}
 LOOP = "for a in range(3):\n    for b in range(3):\n        assert add(a, b) == a + b"
@@ -286,7 +286,7 @@ def test_a_language_of_a_one_file_plugin_runs_in_a_worker(tmp_path):
         pytest.skip("other languages need namespaces")
     (tmp_path / "shell.py").write_text("""
 from engine_core import hookimpl
-from engine_core.specs import CodeLanguage
+from engine_plugin_rewards.tables import CodeLanguage
 from engine_plugin_rewards.code_languages import Language
 
 def shell():

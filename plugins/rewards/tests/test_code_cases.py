@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from engine_plugin_rewards.code_cases import Assertions, BadTests, Call, Expression, Stdin, parse
 
 

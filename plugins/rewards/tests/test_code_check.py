@@ -1,11 +1,11 @@
 """What the reward ``code`` refuses before a run begins."""
 
 import pytest
-from engine_plugin_rewards.code_check import make_check
-from engine_plugin_rewards.sandbox import tiers
 
 from engine_core.cli.main import main
 from engine_core.errors import ConfigError
+from engine_plugin_rewards.code_check import make_check
+from engine_plugin_rewards.sandbox import tiers
 
 RUN = """
 [model]
@@ -19,7 +19,7 @@ name = "code"
 """
 SHELL = """
 from engine_core import hookimpl
-from engine_core.specs import CodeLanguage
+from engine_plugin_rewards.tables import CodeLanguage
 from engine_plugin_rewards.code_languages import Language
 
 def shell():

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from engine_plugin_rewards.code_cases import Assertions, Call, Expression, Stdin
 from engine_plugin_rewards.code_verdicts import same_text, verdict
 from engine_plugin_rewards.sandbox.box import Ended

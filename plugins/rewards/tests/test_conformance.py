@@ -2,7 +2,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from engine_core.testing import RewardSuite
+from engine_plugin_testing import RewardSuite
 
 FOUR = {"completion": "2 + 2 = 4", "answer": "4"}
 

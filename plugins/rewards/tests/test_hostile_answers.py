@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine_core.config.rewards import RewardConfig
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.rewards import RewardRunner
+from engine_core.types import Prompt, Rollout
 from engine_plugin_rewards.code_options import CodeOptions
 from engine_plugin_rewards.plugin import (
     ExactMatchOptions,
@@ -19,13 +26,6 @@ from engine_plugin_rewards.plugin import (
     NumericOptions,
     PythonOptions,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from engine_core.config.rewards import RewardConfig
-from engine_core.plugins import PluginSet
-from engine_core.rewards import RewardRunner
-from engine_core.types import Prompt, Rollout
 
 
 def rollout(i, text, answer="2"):

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from engine_plugin_rewards.http_chat import Chat, ChatOptions
-from engine_plugin_rewards.http_scorer import make_http
-from engine_plugin_rewards.plugin import HTTPOptions
 from pydantic import ValidationError
 
 from engine_core import load_config
 from engine_core.config.rewards import RewardConfig
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.rewards import RewardRunner
+from engine_plugin_rewards.http_chat import Chat, ChatOptions
+from engine_plugin_rewards.http_scorer import make_http
+from engine_plugin_rewards.plugin import HTTPOptions
 
 TABLE = {"model": "judge", "prompt": "Q: {question}\nA: {completion}\nRight: {answer}"}
 

@@ -10,11 +10,11 @@ import threading
 import time
 
 import pytest
-from engine_plugin_rewards.http_scorer import make_http
-from engine_plugin_rewards.plugin import HTTPOptions
 from pydantic import ValidationError
 
 from engine_core.errors import ConfigError
+from engine_plugin_rewards.http_scorer import make_http
+from engine_plugin_rewards.plugin import HTTPOptions
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 QUICK = {"try_seconds": 4.0, "backoff_seconds": 0.01, "retries": 1}

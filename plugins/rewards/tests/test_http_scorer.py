@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plugin_rewards.http_scorer import make_http, read_scores
-from engine_plugin_rewards.plugin import HTTPOptions
 from pydantic import ValidationError
 
 from engine_core import load_config
 from engine_core.config.rewards import RewardConfig
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.rewards import RewardRunner
 from engine_core.types import Prompt, Rollout
+from engine_plugin_rewards.http_scorer import make_http, read_scores
+from engine_plugin_rewards.plugin import HTTPOptions
 
 QUICK = {"try_seconds": 10.0, "backoff_seconds": 0.01, "retries": 2}
 WORDS = ["a", "bb", "ccc"]

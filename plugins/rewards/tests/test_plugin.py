@@ -7,7 +7,7 @@ import torch
 
 from engine_core.config.rewards import RewardConfig
 from engine_core.errors import EngineError, TrainingFailed
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.rewards import RewardRunner
 from engine_core.types import Prompt, Rollout
 

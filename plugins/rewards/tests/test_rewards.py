@@ -1,6 +1,7 @@
 """The functions alone, against values worked out by hand."""
 
 import pytest
+
 from engine_plugin_rewards.mathematics import same_mathematics
 from engine_plugin_rewards.numeric import last_boxed, last_number, numeric
 from engine_plugin_rewards.plugin import FormatOptions, LengthOptions, PythonOptions

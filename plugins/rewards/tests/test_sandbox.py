@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from engine_core.errors import EnvironmentProblem
 from engine_plugin_rewards.sandbox import box as boxes
 from engine_plugin_rewards.sandbox import probes, tiers
 from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
-
-from engine_core.errors import EnvironmentProblem
 
 PAGE = Path(__file__).parents[3] / "docs" / "code_reward.md"
 HEADERS = {

@@ -8,8 +8,9 @@ import contextlib
 import json
 from pathlib import Path
 
-from engine_plugin_vllm_rollout import engine, versions
 from safetensors.torch import load_file
+
+from engine_plugin_vllm_rollout import engine, versions
 
 
 @contextlib.contextmanager

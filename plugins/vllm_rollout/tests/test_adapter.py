@@ -6,21 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout import adapter as adapter_module
-from engine_plugin_vllm_rollout.adapter import AdapterUpdater
-from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from pydantic import ValidationError
 
 from engine_core import load_config
 from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
 from engine_core.config.roles import LoRAConfig, OptimConfig
-from engine_core.engines.base import WorkerContext
+from engine_core.contracts.engines import WorkerContext
+from engine_core.contracts.weight_sync import ADAPTER_CONFIG, stream_of
 from engine_core.errors import ConfigError, DataError
-from engine_core.plugins import PluginSet
-from engine_core.testing.reference import logits_of, tokenizer, write_model
-from engine_core.trainer import Trainer
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.train.trainer import Trainer
 from engine_core.types import Prompt, Request, Sampling
-from engine_core.weight_sync import ADAPTER_CONFIG, stream_of
+from engine_plugin_testing.reference import logits_of, tokenizer, write_model
+from engine_plugin_vllm_rollout import adapter as adapter_module
+from engine_plugin_vllm_rollout.adapter import AdapterUpdater
+from engine_plugin_vllm_rollout.plugin import VLLMOptions
 
 OPTIONS = {
     "dtype": "float32",

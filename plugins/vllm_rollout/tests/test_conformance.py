@@ -1,4 +1,4 @@
-from engine_core.testing import RolloutEngineSuite
+from engine_plugin_testing import RolloutEngineSuite
 
 
 class TestVLLM(RolloutEngineSuite):

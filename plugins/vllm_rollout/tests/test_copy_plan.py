@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.copy_plan import CopyPlan
 from torch import nn
+
+from engine_plugin_vllm_rollout.copy_plan import CopyPlan
 
 
 class Fused(nn.Module):

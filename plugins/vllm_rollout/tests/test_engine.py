@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine_core.config import ModelConfig, RolloutConfig
-from engine_core.engines.base import WorkerContext
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError, TrainingFailed
-from engine_core.plugins import PluginSet
-from engine_core.testing.reference import load_reference, logits_of, tokenizer, write_model
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
+from engine_plugin_testing.reference import load_reference, logits_of, tokenizer, write_model
 
 SHAPE = {"head_dim": 32}
 TOLERANCE = 1e-4  # of a log-prob in float32, in nats: sums of the parts are in another order
@@ -288,9 +288,10 @@ def test_a_response_that_goes_on_draws_other_numbers_than_it_began_with(engine):
 
 def test_weights_copied_by_a_plan_are_those_that_vllms_model_loads(engine, folders):
     """Models of vLLM as they are before its CPU kernels pack their weights: fused q, k, v and gate, up."""
-    from engine_plugin_vllm_rollout.copy_plan import CopyPlan
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
+
+    from engine_plugin_vllm_rollout.copy_plan import CopyPlan
 
     config = engine._llm.vllm_config
     with set_current_vllm_config(config):
@@ -318,8 +319,9 @@ def test_starting_leaves_the_random_state_alone(folders):
 
 
 def test_the_options_read_from_the_source_are_those_of_vllm():
-    from engine_plugin_vllm_rollout.installed import engine_options
     from vllm import EngineArgs
+
+    from engine_plugin_vllm_rollout.installed import engine_options
 
     assert set(engine_options()) == {field.name for field in dataclasses.fields(EngineArgs)}
 

@@ -4,19 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.plugin import FrozenOptions, VLLMOptions
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
 from engine_core.config.rewards import JudgeConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
-from engine_core.plugins import PluginSet
-from engine_core.reward_models.judge import JudgeReward, VerdictReader
-from engine_core.reward_models.questions import Questions
-from engine_core.testing.reference import LETTERS, write_model
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch
+from engine_plugin_rewards.models.judge import JudgeReward, VerdictReader
+from engine_plugin_rewards.models.questions import Questions
+from engine_plugin_testing.reference import LETTERS, write_model
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_vllm_rollout.plugin import FrozenOptions, VLLMOptions
 
 LENGTHS = (9, 2, 30, 5, 17)
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26}

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.log_mass import KEY, LogMass, log_mass
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
+
+from engine_plugin_vllm_rollout.log_mass import KEY, LogMass, log_mass
 
 
 def added(row, key, sampled):

@@ -2,9 +2,9 @@
 is measured by benchmarks/vllm/speed.py, which also compares what is sampled before and after."""
 
 import pytest
-from engine_plugin_vllm_rollout.memory import Memory
 
 from engine_core.errors import DataError
+from engine_plugin_vllm_rollout.memory import Memory
 
 
 class Recorder:

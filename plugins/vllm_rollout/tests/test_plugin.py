@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from engine_plugin_vllm_rollout import installed
-from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from pydantic import ValidationError
 
 from engine_core import load_config
 from engine_core.errors import ConfigError
-from engine_core.testing.imports import HEAVY
+from engine_plugin_testing.imports import HEAVY
+from engine_plugin_vllm_rollout import installed
+from engine_plugin_vllm_rollout.plugin import VLLMOptions
 
 
 def test_importing_the_plugin_and_checking_options_loads_neither_torch_nor_vllm():

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from engine_core import load_config
-from engine_core.rollout_files import read_rollouts
-from engine_core.testing.reference import write_model
-from engine_core.trainer import Trainer
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.trainer import Trainer
+from engine_plugin_testing.reference import write_model
 
 FRAGILE = """
 import os, signal

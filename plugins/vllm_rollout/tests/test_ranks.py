@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
 
 from engine_core.config import RolloutConfig
 from engine_core.errors import ConfigError
-from engine_core.testing.reference import write_model
+from engine_plugin_testing.reference import write_model
+from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
 
 RUN = """
 [model]

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.results import Running, end_at_border, rollout_of
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 
 from engine_core.errors import TrainingFailed
 from engine_core.types import Prompt, Request, Rollout, Sampling
+from engine_plugin_vllm_rollout.results import Running, end_at_border, rollout_of
 
 PROMPT = [ord(c) for c in "Q:"]
 

@@ -8,10 +8,10 @@ import time
 
 import psutil
 import pytest
-from engine_plugin_vllm_rollout.serve_process import ServerProcess, flag, free_port, vllm_serve
-from engine_plugin_vllm_rollout.server_options import StartOptions
 
 from engine_core.errors import EnvironmentProblem
+from engine_plugin_vllm_rollout.serve_process import ServerProcess, flag, free_port, vllm_serve
+from engine_plugin_vllm_rollout.server_options import StartOptions
 
 SERVES = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('up', flush=True); time.sleep(600)"
 OWNER = f"""

@@ -12,17 +12,17 @@ import urllib.request
 import psutil
 import pytest
 import torch
-from engine_plugin_vllm_rollout.served import VLLMServedEngine, VLLMServedSampler
-from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.engines.torch_engine import TorchEngine
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
-from engine_core.plugins import PluginSet
-from engine_core.testing.reference import write_model
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, Prompt, Request, Sampling
+from engine_plugin_testing.reference import write_model
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_vllm_rollout.served import VLLMServedEngine, VLLMServedSampler
+from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
 NEEDS = "uvicorn: what a server needs besides the engine, see requirements-cpu.txt"
 LENGTHS = (9, 2, 30, 5, 17)

@@ -10,22 +10,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout import server as servers
-from engine_plugin_vllm_rollout.scoring import infer
-from engine_plugin_vllm_rollout.served import Remote, VLLMServedSampler, read_given
-from engine_plugin_vllm_rollout.server import Server, spread
-from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 from pydantic import ValidationError
 from transformers import AutoConfig
 
 from engine_core import load_config
 from engine_core.config import ModelConfig, RolloutConfig
-from engine_core.engines.base import WorkerContext
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed
-from engine_core.rollout_files import read_rollouts
-from engine_core.testing.reference import SHAPE, tokenizer, write_model
-from engine_core.trainer import Trainer
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.train.trainer import Trainer
 from engine_core.types import Batch, Prompt, Request, Sampling
+from engine_plugin_testing.reference import SHAPE, tokenizer, write_model
+from engine_plugin_vllm_rollout import server as servers
+from engine_plugin_vllm_rollout.scoring import infer
+from engine_plugin_vllm_rollout.served import Remote, VLLMServedSampler, read_given
+from engine_plugin_vllm_rollout.server import Server, spread
+from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
 TABLE = "reward.judge.vllm_server"
 VOCABULARY = 97

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from engine_plugin_vllm_rollout.sharded import Receiver, Sharded
 
 

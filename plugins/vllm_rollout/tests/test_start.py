@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, Qwen3Config, ViTConfig
+
+from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_plugin_vllm_rollout.start import (
     MEANINGS,
     _advice,
@@ -14,9 +17,6 @@ from engine_plugin_vllm_rollout.start import (
     prepare_environment,
     take_device,
 )
-from transformers import LlamaConfig, Qwen3Config, ViTConfig
-
-from engine_core.errors import ConfigError, EnvironmentProblem
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plugin_vllm_rollout.served import VLLMServedEngine
-from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine_core.config import ModelConfig, RoleConfig
 from engine_core.config.rewards import JudgeConfig
-from engine_core.engines.base import WorkerContext
-from engine_core.plugins import PluginSet
-from engine_core.reward_models.judge import VerdictReader
-from engine_core.rollout_files import read_rollouts
-from engine_core.testing.reference import LETTERS, write_model
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.runs.rollout_files import read_rollouts
+from engine_plugin_rewards.models.judge import VerdictReader
+from engine_plugin_testing.reference import LETTERS, write_model
+from engine_plugin_vllm_rollout.served import VLLMServedEngine
+from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
 PAGE = Path(__file__).parents[3] / "docs" / "served_models.md"
 # case is left aside
@@ -29,7 +29,7 @@ NOTED = """
 import json, os
 from pathlib import Path
 from engine_core import hookimpl
-from engine_core.engines.torch_engine import TorchEngine
+from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
 from engine_plugin_vllm_rollout.frozen import VLLMFrozenEngine
 

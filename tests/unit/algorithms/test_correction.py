@@ -14,8 +14,8 @@ from engine_core.algorithms.correction import (
     normalizing_scale,
     rollout_log_ratio,
 )
-from engine_core.engines.log_probs import gather_outputs
 from engine_core.types import Batch
+from engine_plugin_torch.log_probs import gather_outputs
 
 RATIOS = [[1.5, 4.0], [0.51], [1.02, 0.99, 1.0], [1.009, 1.008, 1.009], [1e-12], [1e12, 1e-3], []]
 """pi / pi_rollout at the loss tokens of each sequence; each also has one prompt token."""

@@ -3,6 +3,7 @@ import torch
 
 from engine_core.algorithms.losses_value import value
 from engine_core.algorithms.objectives import resolve_loss
+from engine_core.plugins import PluginSet
 from engine_core.types import Batch, LossCall
 
 
@@ -51,7 +52,7 @@ def test_the_objective_weighs_its_tokens():
             "returns": torch.tensor([float("nan"), 1.0, 3.0]),
         },
     )
-    total, metrics = resolve_loss(LossCall("value", {"value_clip": 10.0}, ("values",)), None)(
+    total, metrics = resolve_loss(LossCall("value", {"value_clip": 10.0}, ("values",)), PluginSet())(
         {"values": torch.zeros(3)}, batch
     )
     assert total.item() == pytest.approx((0.5 + 4.5) / 2)

@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import pytest
@@ -7,6 +8,8 @@ from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.losses import ppo_clip
 from engine_core.algorithms.objectives import nll, policy, resolve_loss
+from engine_core.errors import PluginError
+from engine_core.plugins import PluginSet
 from engine_core.types import Batch, LossCall
 
 
@@ -144,19 +147,55 @@ def test_sums_over_parts_are_those_of_the_whole():
 
 
 def test_a_loss_is_resolved_by_name_with_its_options():
-    class Plugins:
-        def function(self, kind, name):
-            assert (kind, name) == ("losses", "mine")
-            return partial(ppo_clip)
+    plugins = PluginSet.load({"losses": ["ppo_clip"]})
+    rollout = torch.tensor(
+        [0.0, 0.0, -1.05, -2.05]
+    )  # ratios of exp(0.05), within one clip and outside of the other
+    totals = []
+    for width in (0.2, 0.01):
+        options = {"clip_ratio_low": width, "clip_ratio_high": width}
+        call = LossCall("policy", {"loss": "ppo_clip", "loss_options": options, "kl_coef": 0.0})
+        total, _ = resolve_loss(call, plugins)(
+            {"log_probs": LOG_PROBS}, batch(rollout_log_probs=rollout, old_log_probs=rollout)
+        )
+        totals.append(total.item())
+    ratio = math.exp(0.05)
+    assert totals == pytest.approx([(-2.0 * ratio + ratio) / 2, (-2.0 * 1.01 + ratio) / 2])
 
-    call = LossCall("policy", {"loss": "mine", "loss_options": {"clip_ratio_low": 0.1}, "kl_coef": 0.0})
-    total, _ = resolve_loss(call, Plugins())({"log_probs": LOG_PROBS}, batch())
-    assert total.item() == pytest.approx(-0.5)
+
+def test_an_objective_of_a_plugin_is_resolved_by_name_with_its_parameters(install):
+    source = """
+        from engine_core import hookimpl
+        from engine_core.specs import Objective
+
+        def squared(outputs, batch, scale):
+            losses = scale * outputs["log_probs"] ** 2
+            return (batch["weights"] * losses).sum(), {"noted": losses.max()}
+
+        def make(plugins, scale):
+            return lambda outputs, batch: squared(outputs, batch, scale * len(plugins.plugins))
+
+        @hookimpl
+        def engine_objectives():
+            return {"squared": Objective(load=squared), "made": Objective(load=make, factory=True)}
+    """
+    install("acme", {"objectives": dict.fromkeys(("squared", "made"), "mod_acme")}, {"mod_acme": source})
+    plugins = PluginSet()
+    for name in ("squared", "made"):
+        total, metrics = resolve_loss(LossCall(name, {"scale": 3.0}), plugins)(
+            {"log_probs": LOG_PROBS}, batch()
+        )
+        assert total.item() == pytest.approx(3.0 * (1.0 + 4.0) / 2)
+        assert metrics["noted"].item() == pytest.approx(12.0)
 
 
-def test_an_unknown_objective_is_named():
-    with pytest.raises(
-        ValueError,
-        match=r"Unknown objective 'ppo'. Known: distill, kto, nll, policy, preference, reward_model, value.",
-    ):
-        resolve_loss(LossCall("ppo"), None)
+def test_an_unknown_objective_is_named(without_our_plugins):
+    with pytest.raises(PluginError) as caught:
+        resolve_loss(LossCall("nlll"), PluginSet())
+    assert str(caught.value) == "Unknown objective 'nlll'. Did you mean 'nll'? Known: nll, policy, value."
+
+
+def test_an_objective_of_ours_that_is_absent_comes_with_its_install_command(without_our_plugins):
+    with pytest.raises(PluginError) as caught:
+        resolve_loss(LossCall("kto"), PluginSet())
+    assert str(caught.value) == "Objective 'kto' is not installed. Try: pip install engine-plugin-trainers"

@@ -6,7 +6,7 @@ import json
 import tomllib
 
 from engine_core.config import EngineConfig
-from engine_core.plugin_metadata import known_names
+from engine_core.plugins.metadata import known_names
 
 MINE = """\
 from engine_core import hookimpl
@@ -59,10 +59,17 @@ def test_validate_finds_an_absent_file_of_data(engine, sft_run):
     assert "engine: data.train: there is no file '" in answer.err
 
 
-def test_validate_names_a_plugin_that_is_not_installed(engine, sft_run, without_our_plugins):
-    answer = engine("validate", "run.toml", "--set", "actor.backend=megatron")
+def test_validate_names_a_plugin_that_is_not_installed(engine, rl_run, without_our_plugins):
+    answer = engine("validate", "rl.toml", "--set", "actor.backend=megatron")
     assert answer.code == 3
-    assert "Train engine 'megatron' is not installed. Try: pip install engine-plugin-megatron" in answer.err
+    assert answer.err == (
+        "engine: --set actor.backend: Train engine 'megatron' is not installed. Try: pip install engine-plugin-megatron\n"
+    )
+    answer = engine("validate", "run.toml")
+    assert answer.code == 3
+    assert answer.err == (
+        "engine: run.toml:2: trainer: Trainer 'sft' is not installed. Try: pip install engine-plugin-trainers\n"
+    )
 
 
 def test_validate_tells_of_reward_functions_that_could_not_be_called(engine, rl_run):

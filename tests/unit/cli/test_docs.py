@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.cli.main import COMMANDS
+from engine_core.plugins.metadata import known_names
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
 EXAMPLES = re.findall(r"^\$ engine (.+)$", PAGE, re.MULTILINE)
-ALL = [
-    command
-    for name, entry in COMMANDS.items()
-    for command in ([name] if isinstance(entry, str) else [f"{name} {inner}" for inner in entry])
-]
+ALL = [name.replace(".", " ") for name in known_names("commands")]
 
 
 def command_of(words):
-    return " ".join(words[:1] if isinstance(COMMANDS.get(words[0], ""), str) else words[:2])
+    return " ".join(words[:2] if " ".join(words[:2]) in ALL else words[:1])
 
 
 def test_the_page_lists_exactly_the_commands_that_exist():

@@ -7,22 +7,17 @@ import resource
 import signal
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
 
 import pytest
 
 from engine_core import __version__
-from engine_core.cli import main as command_line
-from engine_core.cli.main import COMMANDS
-from engine_core.errors import TrainingFailed
+from engine_core.plugins.metadata import known_names
 
-HEAVY = ("torch", "transformers", "datasets", "numpy", "matplotlib", "rich")
+HEAVY = ("torch", "transformers", "datasets", "pyarrow", "numpy", "matplotlib", "rich")
 
-
-ALL = [
-    command
-    for name, entry in COMMANDS.items()
-    for command in ([name] if isinstance(entry, str) else [f"{name} {inner}" for inner in entry])
-]
+ALL = [name.replace(".", " ") for name in known_names("commands")]
 
 
 def test_the_version_is_that_of_the_core(engine):
@@ -41,7 +36,7 @@ def test_no_words_print_the_help(engine):
     answer = engine()
     assert answer.code == 0
     assert "Post-training of language models" in answer.out
-    assert all(name in answer.out for name in COMMANDS)
+    assert all(name.split()[0] in answer.out for name in ALL)
 
 
 def test_an_unknown_command_suggests_the_nearest(engine):
@@ -68,52 +63,139 @@ def test_a_wrong_option_or_a_missing_argument_names_the_help(engine):
     )
 
 
-def _ending(monkeypatch, error):
-    def fail():
-        raise error
+COMMAND = """
+from engine_core import hookimpl
+from engine_core.specs import Command
 
-    monkeypatch.setitem(sys.modules, "a_command", type(sys)("a_command"))
-    monkeypatch.setattr(sys.modules["a_command"], "fail", fail, raising=False)
-    table = {**COMMANDS, "fail": "a_command:fail"}
-    monkeypatch.setattr(command_line.CommandGroup.__init__, "__kwdefaults__", {"table": table})
+@hookimpl
+def engine_commands():
+    return {"NAME": Command(load="a_command:run"GROUP_HELP)}
+"""
 
 
-def test_an_engine_error_is_its_message_and_its_exit_code(engine, monkeypatch):
-    _ending(monkeypatch, TrainingFailed("Loss is not finite.\nLower actor.optim.lr."))
+@pytest.fixture
+def command(install) -> Callable[..., dict[str, str]]:
+    """``command(name, body)`` installs a command with this body; the environment in which a process finds it."""
+
+    def offer(name: str, body: str, group_help: str = "") -> dict[str, str]:
+        plugin = COMMAND.replace("NAME", name).replace(
+            "GROUP_HELP", f", group_help={group_help!r}" if group_help else ""
+        )
+        body = textwrap.indent(textwrap.dedent(body), "    ")
+        modules = {"a_plugin": plugin, "a_command": f"def run():\n{body}\n"}
+        site = install("a-distribution", {"commands": {name: "a_plugin"}}, modules)
+        return {**os.environ, "PYTHONPATH": str(site)}
+
+    return offer
+
+
+def test_an_engine_error_is_its_message_and_its_exit_code(engine, command):
+    command(
+        "fail",
+        """
+        "Fails."
+        from engine_core.errors import TrainingFailed
+        raise TrainingFailed("Loss is not finite.\\nLower actor.optim.lr.")
+        """,
+    )
     assert engine("fail") == (6, "", "engine: Loss is not finite.\nengine: Lower actor.optim.lr.\n")
 
 
-def test_anything_else_passes_through_with_its_traceback(engine, monkeypatch):
-    _ending(monkeypatch, ZeroDivisionError("a bug"))
+def test_anything_else_passes_through_with_its_traceback(engine, command):
+    command("fail", "raise ZeroDivisionError('a bug')")
     with pytest.raises(ZeroDivisionError, match="a bug"):
         engine("fail")
 
 
-def test_an_interrupt_ends_with_130(engine, monkeypatch):
-    _ending(monkeypatch, KeyboardInterrupt())
+def test_an_interrupt_ends_with_130(engine, command):
+    command("fail", "raise KeyboardInterrupt")
     assert engine("fail").code == 130
 
 
-def test_a_bug_ends_the_process_with_1_and_a_traceback():
-    code = "from engine_core.cli import main; main.COMMANDS['new']['run'] = 'engine_core:gone'; main.main(['new', 'run'])"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def test_a_bug_ends_the_process_with_1_and_a_traceback(command):
+    environment = command("fail", "raise ZeroDivisionError('a bug')")
+    words = [sys.executable, "-m", "engine_core.cli.main", "fail"]
+    child = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
     assert child.returncode == 1
     assert "Traceback" in child.stderr
+    assert "ZeroDivisionError: a bug" in child.stderr
 
 
-def test_sigterm_ends_with_143_and_leaves_through_the_finally_blocks(tmp_path):
-    code = (
-        "import sys, time, types; from engine_core.cli import main\n"
-        "def wait():\n"
-        "    try:\n"
-        "        print('ready', flush=True); time.sleep(60)\n"
-        "    finally:\n"
-        "        print('closed', flush=True)\n"
-        "sys.modules['w'] = types.SimpleNamespace(wait=wait)\n"
-        "main.COMMANDS['wait'] = 'w:wait'\n"
-        "sys.exit(main.main(['wait']))"
+def test_a_command_of_a_plugin_is_used_and_shown_as_the_cores_are(engine, command):
+    command("wave", "'Wave at who asks, once.'\nprint('hello')")
+    assert engine("wave") == (0, "hello\n", "")
+    assert engine("a-distribution:wave") == (0, "hello\n", "")
+    assert "wave          Wave at who asks, once." in engine("--help").out
+    assert engine("waev").err.startswith("engine: Unknown command 'waev'. Did you mean 'wave'? Known: bench,")
+
+
+def test_a_command_of_a_plugin_joins_a_group_or_makes_one(engine, command):
+    command("hands.wave", "'Wave.'\nprint('hello')", group_help="Use your hands.")
+    assert engine("hands", "wave") == (0, "hello\n", "")
+    assert "hands         Use your hands." in engine("--help").out
+    assert engine("hands", "wvae") == (
+        2,
+        "",
+        "engine: Unknown command 'wvae'. Did you mean 'wave'? Known: wave.\n",
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+
+
+def test_a_broken_plugin_hurts_its_own_command_alone(engine, install):
+    install("broken-one", {"commands": {"wave": "broken_one"}}, {"broken_one": "import absent_module"})
+    answer = engine("wave", "--hands", "2")
+    assert answer.code == 3
+    assert "Plugin 'wave' (broken-one 1.0) is broken, it does not import" in answer.err
+    assert "absent_module" in answer.err
+    helped = engine("--help")
+    assert helped.code == 0
+    assert "wave          Cannot be used: Plugin 'wave' (broken-one 1.0) is broken,..." in helped.out
+    assert "train         Train as the run file says" in helped.out
+
+
+def test_a_command_that_two_plugins_offer_is_picked_by_its_distribution(engine, install):
+    for letter in "ab":
+        plugin = (
+            COMMAND.replace("NAME", "wave").replace("GROUP_HELP", "").replace("a_command", f"{letter}_body")
+        )
+        body = f"def run():\n    'Wave at who asks, once.'\n    print('{letter}')\n"
+        modules = {f"{letter}_plugin": plugin, f"{letter}_body": body}
+        install(f"{letter}-hands", {"commands": {"wave": f"{letter}_plugin"}}, modules)
+    assert engine("wave") == (
+        3,
+        "",
+        "engine: Command 'wave' is offered by a-hands 1.0 and by b-hands 1.0. Write 'a-hands:wave' or 'b-hands:wave'.\n",
+    )
+    assert engine("b-hands:wave") == (0, "b\n", "")
+
+
+def test_a_command_of_ours_that_is_not_installed_names_its_distribution(engine, without_our_plugins):
+    assert engine("report") == (
+        2,
+        "",
+        "engine: Command 'report' is not installed. Try: pip install engine-plugin-tools\n",
+    )
+    assert engine("bench", "step").err == (
+        "engine: Command 'bench' is not installed. Try: pip install engine-plugin-tools\n"
+    )
+    assert engine("reprot").err == (
+        "engine: Unknown command 'reprot'. Did you mean 'report'? Known: config, export, plugins, resume, train, "
+        "validate. It is not installed: pip install engine-plugin-tools\n"
+    )
+
+
+def test_sigterm_ends_with_143_and_leaves_through_the_finally_blocks(command):
+    environment = command(
+        "wait",
+        """
+        import time
+        try:
+            print("ready", flush=True); time.sleep(60)
+        finally:
+            print("closed", flush=True)
+        """,
+    )
+    words = [sys.executable, "-m", "engine_core.cli.main", "wait"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGTERM)
         assert child.stdout.readline() == "closed\n"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 
+from engine_core import __version__
+
 BROKEN = {"rewards": {"broken": "broken_one"}}, {"broken_one": "import absent_module"}
 
 
 def test_the_list_shows_name_kind_distribution_version_and_health(engine):
     lines = engine("plugins").out.splitlines()
     assert lines[0].split() == ["NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE"]
-    assert ["torch", "train_engines", "engine-core-rl", "0.1.0", "ok"] in [line.split() for line in lines]
+    rows = [line.split() for line in lines]
+    assert ["rl", "trainers", "engine-core-rl", __version__, "ok"] in rows
+    assert ["torch", "train_engines", "engine-plugin-torch", __version__, "ok"] in rows
 
 
 def test_the_list_as_json(engine):

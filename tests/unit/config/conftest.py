@@ -11,7 +11,22 @@ from pydantic import Field, field_validator
 from engine_core import builtin
 from engine_core.config.read import read_config
 from engine_core.config.validate import validate
-from engine_core.specs import Advantage, Loss, NoOptions, Options, Reward, RolloutBackend, Stage, TrainBackend
+from engine_core.specs import (
+    Advantage,
+    Column,
+    DataSource,
+    Loss,
+    NoOptions,
+    Options,
+    Reward,
+    RolloutBackend,
+    Stage,
+    TrainBackend,
+)
+from engine_plugin_processes import plugin as processes
+from engine_plugin_tools import plugin as tools
+from engine_plugin_torch import plugin as torch_plugin
+from engine_plugin_trainers import plugin as trainers
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
@@ -47,6 +62,13 @@ class FSDPOptions(Options):
     inner: Inner = Inner()
 
 
+class SquaresOptions(Options):
+    """[data.squares]"""
+
+    count: int = Field(8, gt=0)
+    """Rows of a split."""
+
+
 class SharedOptions(Options):
     """An advantage's part of [algorithm.twin]."""
 
@@ -64,9 +86,9 @@ def load() -> None:
 
 
 SPECS: dict[str, dict[str, Any]] = {
-    "trainers": dict(builtin.engine_trainers()),
+    "trainers": {**builtin.engine_trainers(), **trainers.engine_trainers()},
     "train_engines": {
-        **builtin.engine_train_engines(),
+        **torch_plugin.engine_train_engines(),
         "fsdp": TrainBackend(load=load, config=FSDPOptions),
     },
     "rollout_engines": {"hf": RolloutBackend(load=load), "vllm": RolloutBackend(load=load)},
@@ -75,14 +97,27 @@ SPECS: dict[str, dict[str, Any]] = {
         "format": Reward(load=load, config=FormatOptions),
     },
     "stages": {"keep": Stage(load=load)},
+    "columns": {
+        **builtin.engine_columns(),
+        "teacher_entropy": Column(role="teacher", output="entropy"),
+    },
+    "data_sources": {
+        "squares": DataSource(load=load, config=SquaresOptions),
+        "columns": DataSource(load=load, config=SquaresOptions),
+    },
     "advantages": {
         **builtin.engine_advantages(),
         "twin": Advantage(load=load, config=SharedOptions),
+        "calm": Advantage(load=load, needs=frozenset({"rewards", "teacher_entropy"})),
     },
-    "losses": {**builtin.engine_losses(), "twin": Loss(load=load, config=SharedLossOptions)},
-    "trackers": dict(builtin.engine_trackers()),
-    "runtimes": dict(builtin.engine_runtimes()),
-    "weight_transports": dict(builtin.engine_weight_transports()),
+    "losses": {
+        **builtin.engine_losses(),
+        "twin": Loss(load=load, config=SharedLossOptions),
+        "near": Loss(load=load, needs=frozenset({"advantages", "teacher_log_probs"})),
+    },
+    "trackers": dict(tools.engine_trackers()),
+    "runtimes": {**builtin.engine_runtimes(), **processes.engine_runtimes()},
+    "weight_transports": {**builtin.engine_weight_transports(), **processes.engine_weight_transports()},
 }
 
 GOOD = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.assemble import check_complete
+from engine_core.config.assemble import check_complete
 from engine_core.config.choices import used_names
 from engine_core.config.schedule import config_at, settings
 from engine_core.errors import ConfigError
@@ -33,6 +33,14 @@ def test_an_estimator_that_asks_no_teacher_leaves_the_table_unread(config_of, go
     assert config.unread == ["[teacher]: algorithm.advantage = 'grpo' asks none"]
     asked = config_of(good + '[algorithm]\nadvantage = "distill"\n[teacher]\npath = "t"\n')
     assert asked.teacher.path == "t"
+
+
+@pytest.mark.parametrize("chosen", ['advantage = "calm"', 'loss = "near"'])
+def test_a_column_of_a_plugin_or_a_loss_may_ask_the_teacher(config_of, good, chosen):
+    config = config_of(good + f'[algorithm]\n{chosen}\n[teacher]\npath = "t"\n')
+
+    assert config.teacher.path == "t"
+    assert config.unread == []
 
 
 def test_what_learns_from_a_teacher_alone_needs_no_reward(config_of):

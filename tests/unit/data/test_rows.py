@@ -198,3 +198,7 @@ def test_local_files_need_no_network(tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert len(Rows([write(tmp_path / "a.csv", b"a\n3\n")])) == 1
     assert os.path.exists(tmp_path / "a.csv")
+
+
+def test_no_files_have_no_fingerprint():
+    assert Rows([]).fingerprint() == []

@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_core.config.models import ColumnsConfig, DataConfig
-from engine_core.data import PromptSource, SFTSource
+from engine_core.data import PromptSource
 from engine_core.errors import DataError
-from engine_core.trainers.options import SFTOptions
+from engine_plugin_trainers.data.sources import SFTSource
+from engine_plugin_trainers.options import SFTOptions
 
 ROWS = [{"prompt": f"What is {i} plus 7?", "answer": str(i + 7)} for i in range(10)]
 

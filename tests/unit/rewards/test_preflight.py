@@ -6,7 +6,7 @@ import pytest
 
 from engine_core.config.rewards import RewardConfig
 from engine_core.errors import ConfigError, DataError
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.rewards.preflight import check_rewards, check_rows
 
 PLUGIN = '''

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from engine_core.engines.optimizers import build_schedule
-from engine_core.engines.torch_engine import TorchEngine
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.optimizers import build_schedule
 
 
 class GRULM(nn.Module):

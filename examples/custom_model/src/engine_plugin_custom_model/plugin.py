@@ -3,8 +3,8 @@
 from pydantic import Field
 
 from engine_core import hookimpl
-from engine_core.engines.torch_options import TorchOptions
 from engine_core.specs import RolloutBackend, TrainBackend
+from engine_plugin_torch.options import TorchOptions
 
 HERE = "engine_plugin_custom_model"
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine_core.engines.base import RolloutEngine
+from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import ConfigError
 from engine_core.types import Rollout
 

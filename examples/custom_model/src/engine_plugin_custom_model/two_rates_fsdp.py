@@ -1,8 +1,7 @@
 """The same two groups over a sharded model."""
 
-from engine_plugin_fsdp.engine import FSDPEngine
-
 from engine_plugin_custom_model.two_rates import TwoRates
+from engine_plugin_fsdp.engine import FSDPEngine
 
 
 class TwoRatesFSDP(TwoRates, FSDPEngine):

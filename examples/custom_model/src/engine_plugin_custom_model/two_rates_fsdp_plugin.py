@@ -1,11 +1,11 @@
 """The engine of two rates over ranks: apart, so that the one in a process needs no engine-plugin-fsdp."""
 
-from engine_plugin_fsdp.options import FSDPOptions
 from pydantic import Field
 
 from engine_core import hookimpl
 from engine_core.specs import TrainBackend
 from engine_plugin_custom_model.two_rates_plugin import KEPT
+from engine_plugin_fsdp.options import FSDPOptions
 
 
 class TwoRatesFSDPOptions(FSDPOptions):

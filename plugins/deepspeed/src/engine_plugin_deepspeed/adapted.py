@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine_core.engines.adapter import FACTORS, NAME, Adapter, file_name, merged_weight
-from engine_core.engines.weights import BASE, OF_ADAPTER, SAVED, base_name, identity
+from engine_core.contracts.weight_names import BASE, OF_ADAPTER, SAVED, base_name
 from engine_plugin_deepspeed.partitions import gathered
+from engine_plugin_torch.adapter import FACTORS, NAME, Adapter, file_name, merged_weight
+from engine_plugin_torch.weights import identity
 
 if TYPE_CHECKING:
     from engine_plugin_deepspeed.partitions import Partitions, Place

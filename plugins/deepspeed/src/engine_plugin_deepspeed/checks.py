@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_core.engines.divisors import divisors, nearest_fit
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_plugin_deepspeed import library
 from engine_plugin_deepspeed.health import found
 from engine_plugin_deepspeed.settings import check_passed_on
+from engine_plugin_torch.divisors import divisors, nearest_fit
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_core.engines.folder_parts import check_folder, read_together
-from engine_core.engines.rank_group import RankGroup
-from engine_core.engines.skeleton import Skeleton
 from engine_core.errors import ConfigError
 from engine_core.types import StepOutput
 from engine_plugin_deepspeed import library
@@ -28,14 +25,17 @@ from engine_plugin_deepspeed.loading import INSTEAD, model_in_parts, read_parts,
 from engine_plugin_deepspeed.options import DeepSpeedOptions
 from engine_plugin_deepspeed.partitions import Partitions, release
 from engine_plugin_deepspeed.settings import settings
+from engine_plugin_torch.folder_parts import check_folder, read_together
+from engine_plugin_torch.rank_group import RankGroup
+from engine_plugin_torch.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
-    from engine_core.engines.base import WorkerContext
-    from engine_core.engines.memory import Held
-    from engine_core.engines.packed_forward import PackedForward
-    from engine_core.engines.shelf import Shelf
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch
+    from engine_plugin_torch.memory import Held
+    from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+    from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
 
@@ -85,7 +85,7 @@ class DeepSpeedEngine(Keeping):
             )
         self.ranks = RankGroup(self.context.rank, self.context.world_size, self.device)
         self._members: list[list[str]] = []
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, OffloadedBuffers] = {}
         library.join(library.load(self.device, self._table))
 
     @property

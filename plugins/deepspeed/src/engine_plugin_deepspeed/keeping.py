@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine_core.engines import state
-from engine_core.engines.data_parallel_state import DataParallelState
-from engine_core.engines.shelf import Shelf
-from engine_core.engines.weights import published_weights, take_weights, to_own_names
 from engine_core.errors import DataError
+from engine_core.runs import state_files
+from engine_plugin_torch import state
+from engine_plugin_torch.data_parallel_state import DataParallelState
+from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
-    from engine_core.engines.part_saver import Parts
-    from engine_core.engines.shards import Shards
     from engine_plugin_deepspeed.adapted import AdapterInParts
     from engine_plugin_deepspeed.options import DeepSpeedOptions
     from engine_plugin_deepspeed.partitions import Partitions
+    from engine_plugin_torch.part_saver import Parts
+    from engine_plugin_torch.shards import Shards
 
 
 class Keeping(DataParallelState):
@@ -31,7 +32,7 @@ class Keeping(DataParallelState):
     adapter: AdapterInParts | None
     zero: Any
     _members: list[list[str]]
-    _shelves: dict[str, Shelf]
+    _shelves: dict[str, OffloadedBuffers]
 
     # -- weights ------------------------------------------------------------
 
@@ -133,9 +134,9 @@ class Keeping(DataParallelState):
     def load(self, folder: Path) -> None:
         """See ``TorchState``; a rank beyond those that saved keeps its random state."""
         super().load(folder)
-        saved, scaler = state.load_json(folder / state.STATE).get("loss_scale"), self._loss_scaler
+        saved, scaler = state_files.load_json(folder / state_files.STATE).get("loss_scale"), self._loss_scaler
         if scaler is not None and saved is not None:
-            with state.reading(folder / state.STATE):
+            with state_files.reading(folder / state_files.STATE):
                 scaler.cur_scale = float(saved["factor"])
                 scaler.last_overflow_iter = scaler.cur_iter - 1 - int(saved["good_steps"])
 
@@ -176,7 +177,7 @@ class Keeping(DataParallelState):
             if part in self._asleep:
                 self._shelves.pop(part).back()
             else:
-                shelf = self._shelves[part] = Shelf()
+                shelf = self._shelves[part] = OffloadedBuffers()
                 shelf.put(self.partitions.memory(part, self.device), keep=part != "gradients")
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_core.engines.blank import blank_model, fresh_model
-from engine_core.engines.folder_parts import FolderParts
-from engine_core.engines.weights import own_parameters
+from engine_core.contracts.weight_names import own_parameters
 from engine_plugin_deepspeed.partitions import shape_of
+from engine_plugin_torch.empty_models import blank_model, fresh_model
+from engine_plugin_torch.folder_parts import FolderParts
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig

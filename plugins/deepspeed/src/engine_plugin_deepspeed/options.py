@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from engine_core.engines.torch_options import ForwardOptions
 from engine_core.errors import did_you_mean
 from engine_core.specs import Options
+from engine_plugin_torch.options import ForwardOptions
 
 LOSS_SCALE = 65536.0
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.engines.weights import own_parameters
+from engine_core.contracts.weight_names import own_parameters
+from engine_core.contracts.weight_sync import buckets
 from engine_core.errors import DataError
-from engine_core.weight_sync import buckets
 
 WEIGHTS = (
     "lp_param_buffer",

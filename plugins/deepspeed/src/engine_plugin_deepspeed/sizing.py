@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine_core.engines.memory import Held
-from engine_core.engines.units import decoder_layers
 from engine_plugin_deepspeed.partitions import shape_of
+from engine_plugin_torch.memory import Held
+from engine_plugin_torch.units import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from engine_core.engines.precision import Precision
     from engine_plugin_deepspeed.options import DeepSpeedOptions
+    from engine_plugin_torch.precision import Precision
 
 MASTER_BYTES = 12  # of one weight: float32 copy and two moments
 GATHERED_UNITS = 2  # the one that computes, and the next

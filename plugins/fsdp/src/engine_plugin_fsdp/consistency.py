@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine_core.engines.packed_forward import PackedForward
-from engine_core.engines.value_forward import ValueForward
-from engine_core.engines.value_models import VALUE_ROLES
-from engine_core.engines.weights import identity, own_weights
+from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError, PluginError
 from engine_core.types import Batch
+from engine_plugin_torch.packed_forward import PackedForward
+from engine_plugin_torch.value_forward import ValueForward
+from engine_plugin_torch.value_models import VALUE_ROLES
+from engine_plugin_torch.weights import identity
 
 if TYPE_CHECKING:
     from engine_plugin_fsdp.options import FSDPOptions

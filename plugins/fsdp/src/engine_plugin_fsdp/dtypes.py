@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from engine_core.engines.precision import NAMED, has_bf16
 from engine_core.errors import ConfigError
+from engine_plugin_torch.precision import NAMED, has_bf16
 
 if TYPE_CHECKING:
     from engine_plugin_fsdp.options import FSDPOptions

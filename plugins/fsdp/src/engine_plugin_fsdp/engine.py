@@ -18,18 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine_core.engines.blank import blank_model
-from engine_core.engines.feed_forward import chunk_feed_forwards, feed_forwards
-from engine_core.engines.folder_parts import check_folder, read_together
-from engine_core.engines.loss_scale import LossScale
-from engine_core.engines.model_loading import cast_parameters, load_hf_config
-from engine_core.engines.precision import NAMED
-from engine_core.engines.sharded import copies, here
-from engine_core.engines.skeleton import Skeleton
-from engine_core.engines.units import compile_units
-from engine_core.engines.value_models import VALUE_ROLES
-from engine_core.engines.weights import own_weights
+from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError, DataError
+from engine_core.model_config import load_hf_config
 from engine_plugin_fsdp.consistency import Probe, check_same
 from engine_plugin_fsdp.dtypes import cast_buffers, check_types
 from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
@@ -48,13 +39,23 @@ from engine_plugin_fsdp.slices import SliceForward, SliceValueForward
 from engine_plugin_fsdp.start import check_distributed, tell, tell_of_no_units
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
 from engine_plugin_fsdp.whole import Whole, excluded
+from engine_plugin_torch.empty_models import blank_model
+from engine_plugin_torch.feed_forward import chunk_feed_forwards, feed_forwards
+from engine_plugin_torch.folder_parts import check_folder, read_together
+from engine_plugin_torch.loss_scale import LossScale
+from engine_plugin_torch.model_loading import cast_parameters
+from engine_plugin_torch.precision import NAMED
+from engine_plugin_torch.sharded import copies, here
+from engine_plugin_torch.skeleton import Skeleton
+from engine_plugin_torch.units import compile_units
+from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
-    from engine_core.engines.base import WorkerContext
-    from engine_core.engines.memory import Held
-    from engine_core.engines.packed_forward import PackedForward
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, StepOutput
+    from engine_plugin_torch.memory import Held
+    from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
 

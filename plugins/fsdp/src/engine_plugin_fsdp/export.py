@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from engine_core.engines.sharded import on_mesh, whole
+from engine_plugin_torch.sharded import on_mesh, whole
 
 
 def gathered(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_core.engines.value_models import HEAD, LANGUAGE_HEADS
 from engine_core.errors import ConfigError
+from engine_core.model_config import VALUE_HEAD as HEAD
+from engine_plugin_torch.value_models import LANGUAGE_HEADS
 
 log = logging.getLogger("engine")
 

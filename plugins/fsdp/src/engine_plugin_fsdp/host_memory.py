@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine_core.engines.sharded import here
+from engine_plugin_torch.sharded import here
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

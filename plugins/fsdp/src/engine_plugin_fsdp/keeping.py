@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.engines import state
-from engine_core.engines.data_parallel_state import DataParallelState
-from engine_core.engines.weights import own_weights, published_weights, take_weights, to_own_names
+from engine_core.contracts.weight_names import own_weights
+from engine_core.runs import state_files
 from engine_plugin_fsdp.export import gathered
+from engine_plugin_torch.data_parallel_state import DataParallelState
+from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
-    from engine_core.engines.loss_scale import LossScale
-    from engine_core.engines.part_saver import Parts
     from engine_plugin_fsdp.host_memory import HostMemory
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
+    from engine_plugin_torch.loss_scale import LossScale
+    from engine_plugin_torch.part_saver import Parts
 
 
 class Keeping(DataParallelState):
@@ -74,7 +75,7 @@ class Keeping(DataParallelState):
         On another mesh than that which saved, ranks that are given the same data go on with their leader's.
         """
         super().load(folder)
-        scalars = state.load_json(folder / state.STATE)
+        scalars = state_files.load_json(folder / state_files.STATE)
         if self.loss_scale is not None and "loss_scale" in scalars:
             vars(self.loss_scale).update(scalars["loss_scale"])
         if any(scalars.get(name) != value for name, value in self.ranks.described.items()):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_core.engines.sharded import write
-from engine_core.engines.weights import own_weights
+from engine_core.contracts.weight_names import own_weights
+from engine_plugin_torch.sharded import write
 
 
 def allocate(root: nn.Module, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine_core.engines.sharded import here
+from engine_plugin_torch.sharded import here
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW)
 

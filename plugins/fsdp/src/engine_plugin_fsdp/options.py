@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from engine_core.engines.torch_options import ForwardOptions
 from engine_core.specs import Options
+from engine_plugin_torch.options import ForwardOptions
 
 LOSS_SCALE = 65536.0
 FloatType = Literal["fp32", "bf16", "fp16"]

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine_core.engines.base import Layout
-from engine_core.engines.divisors import divisors, nearest_fit
-from engine_core.engines.rank_group import RankGroup
-from engine_core.engines.state import random_state, set_random_state
+from engine_core.contracts.engines import Layout
 from engine_core.errors import ConfigError
+from engine_plugin_torch.divisors import divisors, nearest_fit
+from engine_plugin_torch.rank_group import RankGroup
+from engine_plugin_torch.state import random_state, set_random_state
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
     from engine_plugin_fsdp.options import FSDPOptions
 
 

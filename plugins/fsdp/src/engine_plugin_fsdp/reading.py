@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_core.engines.folder_parts import FolderParts
-from engine_core.engines.sharded import here, span
-from engine_core.engines.weights import own_weights
+from engine_core.contracts.weight_names import own_weights
+from engine_plugin_torch.folder_parts import FolderParts
+from engine_plugin_torch.sharded import here, span
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from engine_core.engines.units import checkpoint_units
+from engine_plugin_torch.units import checkpoint_units
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 ATTENTION = ("attention", "attn")  # in the names of operators: flash, efficient, cudnn, varlen

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from engine_core.engines.attention import register, varlen
-from engine_core.engines.rank_exchange import Exchange
 from engine_core.errors import ConfigError
 from engine_plugin_fsdp.ranks import nearest_fit
+from engine_plugin_torch.attention import register, varlen
+from engine_plugin_torch.rank_exchange import Exchange
 
 if TYPE_CHECKING:
     import torch.distributed as dist

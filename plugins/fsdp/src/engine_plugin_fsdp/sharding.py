@@ -22,17 +22,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from engine_core.engines.precision import NAMED
-from engine_core.engines.units import decoder_layers
 from engine_core.errors import ConfigError, did_you_mean
 from engine_plugin_fsdp.tensor_parallel import count_once, split_unit
+from engine_plugin_torch.precision import NAMED
+from engine_plugin_torch.units import decoder_layers
 
 if TYPE_CHECKING:
-    from engine_core.engines.precision import Precision
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
     from engine_plugin_fsdp.tensor_parallel import Plan
     from engine_plugin_fsdp.whole import Whole
+    from engine_plugin_torch.precision import Precision
 
 
 class Root(nn.Module):

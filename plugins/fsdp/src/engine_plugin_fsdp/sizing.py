@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from engine_core.engines.memory import Held
-from engine_core.engines.precision import NAMED
-from engine_core.engines.units import decoder_layers
 from engine_plugin_fsdp.ranks import mesh_shape
+from engine_plugin_torch.memory import Held
+from engine_plugin_torch.precision import NAMED
+from engine_plugin_torch.units import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from engine_core.engines.precision import Precision
     from engine_plugin_fsdp.options import FSDPOptions
+    from engine_plugin_torch.precision import Precision
 
 GATHERED_UNITS = 2  # the one that computes, and the next
 

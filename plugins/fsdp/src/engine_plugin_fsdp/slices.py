@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine_core.engines.attention import packed, packed_arguments
-from engine_core.engines.log_probs import zero_outputs
-from engine_core.engines.packed_forward import PackedForward
-from engine_core.engines.rank_exchange import Together
-from engine_core.engines.transfer import on_host, predicted, send
-from engine_core.engines.value_forward import ValueForward
 from engine_core.errors import ConfigError
 from engine_plugin_fsdp.tensor_parallel import SumGradient
+from engine_plugin_torch.attention import packed, packed_arguments
+from engine_plugin_torch.log_probs import zero_outputs
+from engine_plugin_torch.packed_forward import PackedForward
+from engine_plugin_torch.rank_exchange import Together
+from engine_plugin_torch.transfer import on_host, predicted, send
+from engine_plugin_torch.value_forward import ValueForward
 
 if TYPE_CHECKING:
     from engine_core.types import Batch

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine_core.engines.sharded import here
 from engine_core.errors import ConfigError, PluginError
 from engine_plugin_fsdp.sharding import sharded_modules, sum_gradients
+from engine_plugin_torch.sharded import here
 
 if TYPE_CHECKING:
     from torch import nn

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
-from engine_core.engines.value_models import HEAD
 from engine_core.errors import ConfigError
+from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_plugin_fsdp.ranks import nearest_fit
 
 if TYPE_CHECKING:

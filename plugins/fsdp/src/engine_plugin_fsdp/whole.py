@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from engine_core.engines.sharded import here
 from engine_core.errors import ConfigError, did_you_mean, nearest
+from engine_plugin_torch.sharded import here
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_core.config.roles import LoRAConfig
-from engine_core.engines.state import save_tensors
+from engine_core.contracts.weight_sync import ADAPTER_CONFIG
 from engine_core.errors import DataError
-from engine_core.weight_sync import ADAPTER_CONFIG
+from engine_core.runs.state_files import save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engine_core.engines.adapter import Adapter
+    from engine_plugin_torch.adapter import Adapter
 
 
 class OwnAdapter:
@@ -36,7 +36,7 @@ class OwnAdapter:
         self._config = b""
 
     def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the adapter by that of ``weight_sync.stream_of``.
+        """Replace the adapter by that of ``contracts.weight_sync.stream_of``.
 
         Raises:
             DataError: it is no adapter, another one than the first, or lacks tensors; those before it were taken.
@@ -57,7 +57,7 @@ class OwnAdapter:
             self._adapter.take(items)
 
     def _attached(self, config: bytes, items: Iterator[tuple[str, Tensor]]) -> Adapter:
-        from engine_core.engines.lora import attach  # peft is imported where an adapter is used
+        from engine_plugin_torch.lora import attach  # peft is imported where an adapter is used
 
         with tempfile.TemporaryDirectory(prefix="engine-adapter-") as folder:
             (Path(folder) / ADAPTER_CONFIG).write_bytes(config)

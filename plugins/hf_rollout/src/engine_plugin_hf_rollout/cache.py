@@ -3,7 +3,7 @@
 The cache of transformers makes a new tensor of all keys for every token and layer. Under autocast, rotary embeddings
 of float32 weights give float32 keys, and attention would cast all of them again for each token: here they are kept in
 the type that it casts them to. In bfloat16 on a CPU a buffer of keys lies with its tokens one behind the other in each
-channel: a product of a few queries with such keys takes half the time (``engine_core.engines.attention``).
+channel: a product of a few queries with such keys takes half the time (``engine_plugin_torch.attention``).
 """
 
 from __future__ import annotations

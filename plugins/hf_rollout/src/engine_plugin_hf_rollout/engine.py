@@ -16,22 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from engine_core.contracts.checksum import Checksum
+from engine_core.contracts.engines import RolloutEngine
+from engine_core.contracts.weight_names import near, own_weights
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import RolloutEngine
-from engine_core.engines.linear_products import use_quicker_products
-from engine_core.engines.model_loading import adopt_live, load_model
-from engine_core.engines.precision import DTYPES
-from engine_core.engines.requests import check_request
-from engine_core.engines.weights import Checksum, near, own_weights, to_own_names
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
+from engine_core.sampling.requests import check_request
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
+from engine_plugin_torch.linear_products import use_quicker_products
+from engine_plugin_torch.model_loading import adopt_live, load_model
+from engine_plugin_torch.precision import DTYPES
+from engine_plugin_torch.weights import to_own_names
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
-    from engine_core.engines.base import TrainEngine, WorkerContext
+    from engine_core.contracts.engines import TrainEngine, WorkerContext
     from engine_core.types import Request
 
 PARTS = ("weights", "kv_cache")

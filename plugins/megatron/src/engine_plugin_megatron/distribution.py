@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine_core.engines.log_probs import Distribution
-from engine_core.engines.rank_exchange import Together
+from engine_plugin_torch.log_probs import Distribution
+from engine_plugin_torch.rank_exchange import Together
 
 
 @dataclass

@@ -20,31 +20,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.engines import state
-from engine_core.engines.data_parallel import filler
-from engine_core.engines.log_probs import zero_outputs
-from engine_core.engines.model_loading import load_hf_config
-from engine_core.engines.optimizers import build_schedule
-from engine_core.engines.precision import NAMED, Precision, find_device, has_bf16
-from engine_core.engines.torch_engine import merge_metrics
-from engine_core.engines.torch_state import PARTS
-from engine_core.engines.transfer import numbers, send_batch
-from engine_core.engines.value_models import VALUE_ROLES
 from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.model_config import load_hf_config
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_megatron.keeping import Keeping
 from engine_plugin_megatron.layout import layout_of
 from engine_plugin_megatron.options import MegatronOptions
+from engine_plugin_torch import state
+from engine_plugin_torch.checkpoint import PARTS
+from engine_plugin_torch.collectives import measure
+from engine_plugin_torch.data_parallel import filler
+from engine_plugin_torch.engine import merge_metrics
+from engine_plugin_torch.log_probs import zero_outputs
+from engine_plugin_torch.optimizers import build_schedule
+from engine_plugin_torch.precision import NAMED, Precision, find_device, has_bf16
+from engine_plugin_torch.transfer import numbers, send_batch
+from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from engine_core.config import RoleConfig
-    from engine_core.engines.base import WorkerContext
-    from engine_core.engines.memory import Estimate
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, LossCall
     from engine_plugin_megatron.heads import Head
     from engine_plugin_megatron.pipeline import Micro
+    from engine_plugin_torch.memory import Estimate
 
 log = logging.getLogger("engine")
 
@@ -66,6 +67,9 @@ class MegatronEngine(Keeping):
     forward: Head  # type: ignore[assignment]
 
     # -- building -----------------------------------------------------------
+
+    def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+        return measure(self.communicators(), self.device, sizes, repeats)
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:

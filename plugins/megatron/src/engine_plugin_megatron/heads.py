@@ -15,10 +15,10 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from engine_core.engines.log_probs import OUTPUTS, Distribution, columns_at, gather_outputs, zero_outputs
-from engine_core.engines.rank_exchange import Together
-from engine_core.engines.transfer import on_host, predicted, send
 from engine_plugin_megatron.distribution import ShardedDistribution
+from engine_plugin_torch.log_probs import OUTPUTS, Distribution, columns_at, gather_outputs, zero_outputs
+from engine_plugin_torch.rank_exchange import Together
+from engine_plugin_torch.transfer import on_host, predicted, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ class TokenHead(Head):
 
 
 class ValueHead(Head):
-    """``values`` and ``scores``, as ``engine_core.engines.value_forward`` tells them."""
+    """``values`` and ``scores``, as ``engine_plugin_torch.value_forward`` tells them."""
 
     outputs = ("values", "scores")
 

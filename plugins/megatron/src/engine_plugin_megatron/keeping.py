@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine_core.engines import state
-from engine_core.engines.data_parallel_state import DataParallelState
-from engine_core.engines.export import write_model
-from engine_core.engines.shards import Shards
-from engine_core.engines.shelf import Shelf
-from engine_core.engines.torch_state import PARTS, check_parts
 from engine_core.errors import DataError
+from engine_core.runs import state_files
+from engine_plugin_torch import state
+from engine_plugin_torch.checkpoint import PARTS, check_parts
+from engine_plugin_torch.data_parallel_state import DataParallelState
+from engine_plugin_torch.export import write_model
+from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+from engine_plugin_torch.shards import Shards
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from engine_core.engines.part_saver import Parts
     from engine_plugin_megatron.optimizer import Steps
     from engine_plugin_megatron.ranks import Ranks
+    from engine_plugin_torch.part_saver import Parts
 
 
 class Keeping(DataParallelState):
@@ -40,7 +41,7 @@ class Keeping(DataParallelState):
     steps: Steps | None
     hf_config: PretrainedConfig
     shapes: dict[str, tuple[int, ...]]
-    _shelves: dict[str, Shelf]
+    _shelves: dict[str, OffloadedBuffers]
 
     # -- weights ------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Keeping(DataParallelState):
 
         self._saver.wait()
         self._need(*PARTS)
-        scalars = state.load_json(folder / state.STATE)
+        scalars = state_files.load_json(folder / state_files.STATE)
         self._check_base(folder, scalars.get("base"))
         shards = Shards(folder, "weights")
         check_names(shards.shapes, self.shapes, str(folder))
@@ -227,7 +228,7 @@ class Keeping(DataParallelState):
                 continue
             if part == "gradients" and self.steps is not None:
                 self.steps.clear()
-            shelf = self._shelves[part] = Shelf()
+            shelf = self._shelves[part] = OffloadedBuffers()
             shelf.put(self._memory_of(part), keep=part != "gradients")
             self._asleep.add(part)
         if self.device.type != "cpu":

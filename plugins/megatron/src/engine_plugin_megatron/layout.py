@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine_core.engines.divisors import divisors, nearest_fit
 from engine_core.errors import ConfigError
+from engine_plugin_torch.divisors import divisors, nearest_fit
 
 if TYPE_CHECKING:
     from engine_plugin_megatron.options import MegatronOptions

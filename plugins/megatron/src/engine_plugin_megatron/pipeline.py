@@ -16,9 +16,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine_core.engines.transfer import on_host, send
 from engine_plugin_megatron.models.positions import Stretch
 from engine_plugin_megatron.token_group import token_group
+from engine_plugin_torch.transfer import on_host, send
 
 if TYPE_CHECKING:
     from engine_core.types import Batch

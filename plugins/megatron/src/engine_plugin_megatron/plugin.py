@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine_core import hookimpl
-from engine_core.specs import ModelArchitecture, TrainBackend
+from engine_core.specs import TrainBackend
 from engine_plugin_megatron.options import MegatronOptions
+from engine_plugin_megatron.tables import ModelArchitecture
 
 
 @hookimpl
@@ -17,7 +18,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             config=MegatronOptions,
             health="engine_plugin_megatron.health:health",
             capabilities=frozenset({"common_checkpoints", "set_lr", "sleep", "support"}),
-            experts_apart=True,
+            check_checkpoint="engine_plugin_torch.shards:check_experts_apart",
         )
     }
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from engine_core.engines.base import Layout
-from engine_core.engines.rank_group import RankGroup
-from engine_core.engines.state import random_state, set_random_state
+from engine_core.contracts.engines import Layout
 from engine_core.errors import ConfigError
 from engine_plugin_megatron.token_group import end_token_group, make_token_group, token_group
+from engine_plugin_torch.rank_group import RankGroup
+from engine_plugin_torch.state import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
     from engine_plugin_megatron.layout import MeshLayout
 
 _GROUPS: dict[str, Any] = {"layout": None, "users": []}  # of this process: the roles that use them

@@ -12,24 +12,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
-from engine_core.engines.folder_parts import weight_files
-from engine_core.engines.model_loading import has_no_weights, load_model
-from engine_core.engines.value_models import (
-    HEAD,
+from engine_core.contracts.weight_names import near, own_weights
+from engine_core.errors import DataError
+from engine_core.model_config import VALUE_HEAD as HEAD
+from engine_plugin_torch.folder_parts import weight_files
+from engine_plugin_torch.model_loading import has_no_weights, load_model
+from engine_plugin_torch.value_models import (
     LANGUAGE_HEADS,
     VALUE_ROLES,
     load_value_model,
     reset_head,
     value_class,
 )
-from engine_core.engines.weights import near, own_weights, published_weights
-from engine_core.errors import DataError
+from engine_plugin_torch.weights import published_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from engine_core.config import ModelConfig
-    from engine_core.engines.shards import Shards
+    from engine_plugin_torch.shards import Shards
 
 Read = Callable[[str], Any]
 """Gives one tensor by its name: whole, or something with ``get_shape`` and slices."""

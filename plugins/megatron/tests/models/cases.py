@@ -6,9 +6,6 @@ import types
 
 import torch
 import torch.distributed as dist
-from engine_plugin_megatron.layout import MeshLayout
-from engine_plugin_megatron.models import build, weights
-from engine_plugin_megatron.ranks import end_groups
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -19,8 +16,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from engine_core.engines.weights import published_weights
-from engine_core.testing.contracts import refused
+from engine_plugin_megatron.layout import MeshLayout
+from engine_plugin_megatron.models import build, weights
+from engine_plugin_megatron.ranks import end_groups
+from engine_plugin_testing.contracts import refused
+from engine_plugin_torch.weights import published_weights
 
 LENGTHS = ((7, 13, 4), (16, 1, 3), (8,), (2, 10))  # of the sequences of packs; 4 ranks divide each sum
 CLOSE = 1e-5

@@ -4,11 +4,11 @@ import textwrap
 
 import pytest
 import torch
-from engine_plugin_megatron.models.architecture import Architecture, Qwen2, architecture_of
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
 from engine_core.errors import ConfigError, PluginError
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_megatron.models.architecture import Architecture, Qwen2, architecture_of
 
 
 def test_a_model_type_is_its_name():
@@ -65,7 +65,7 @@ def test_another_plugin_adds_one(tmp_path):
         textwrap.dedent(
             """
             from engine_core import hookimpl
-            from engine_core.specs import ModelArchitecture
+            from engine_plugin_megatron.tables import ModelArchitecture
 
 
             def mistral():
@@ -88,7 +88,7 @@ def test_another_plugin_adds_one(tmp_path):
 
 def test_one_that_does_not_load_is_told_as_it_is(tmp_path):
     (tmp_path / "again.py").write_text(
-        "from engine_core import hookimpl\nfrom engine_core.specs import ModelArchitecture\n\n\n@hookimpl\n"
+        "from engine_core import hookimpl\nfrom engine_plugin_megatron.tables import ModelArchitecture\n\n\n@hookimpl\n"
         "def engine_architectures():\n    return {'llama': ModelArchitecture(load='a:b')}\n"
     )
     run = PluginSet.load({}, ["again.py"], tmp_path)

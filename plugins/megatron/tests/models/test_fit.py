@@ -1,9 +1,10 @@
 """What does not divide is told with its key and the nearest number that does, before megatron-core is asked."""
 
 import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
 from engine_plugin_megatron.layout import MeshLayout
 from engine_plugin_megatron.models.fit import misfits
-from transformers import Qwen3Config, Qwen3MoeConfig
 
 SHAPE = {
     "num_hidden_layers": 12,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from engine_plugin_megatron.models.places import Joined, Source, attention_rows, boxes, whole_source
 
 

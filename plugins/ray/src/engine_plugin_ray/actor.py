@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 if TYPE_CHECKING:
-    from engine_core.runtime.channel import Channel
+    from engine_plugin_processes.channel import Channel
     from engine_plugin_ray.mail import WorkerEnd
 
 ENDED = 71
@@ -23,7 +23,7 @@ class Seat:
     """A worker in a thread of its own; its mailbox is a socket, or two methods.
 
     consumes: commands; waits for: the next one; unblocked by: ``deliver`` or the socket; produces: answers, for ``answers`` or
-    the socket. See ``engine_core.runtime.worker``.
+    the socket. See ``engine_plugin_processes.worker``.
 
     Args:
         env: environment variables.
@@ -59,7 +59,7 @@ class Seat:
         """
         mailbox: Channel | WorkerEnd = self._mail
         if listener is not None:
-            from engine_core.runtime.channel import connect
+            from engine_plugin_processes.channel import connect
 
             mailbox = connect(listener, token, rank, CONNECT_SECONDS)
         threading.Thread(target=self._serve, args=(mailbox,), name="commands", daemon=True).start()
@@ -72,7 +72,7 @@ class Seat:
             token: that both sides know.
             rank: of the run.
         """
-        from engine_core.runtime.channel import connect
+        from engine_plugin_processes.channel import connect
         from engine_plugin_ray.lifeline import end_with
 
         end_with(connect(listener, token, rank, CONNECT_SECONDS), lambda: os._exit(ENDED))

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_core.own_ends import own
+from engine_core.inherited_descriptors import close_in_children
 from engine_plugin_ray.address import host_and_port
 from engine_plugin_ray.joining import find, meet
 from engine_plugin_ray.keeper import MARK, clear
@@ -185,7 +185,7 @@ class Cluster:
 
     def _watch(self, folder: str) -> None:
         reading, writing = os.pipe()
-        self._pipe = own(FileIO(writing, "w"))
+        self._pipe = close_in_children(FileIO(writing, "w"))
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "engine_plugin_ray.keeper", str(reading), folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[reading], start_new_session=True,

@@ -13,7 +13,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_ray.joining import minor
 
 if TYPE_CHECKING:
-    from engine_core.runtime.placement import Pool
+    from engine_plugin_processes.placement import Pool
 
 SECONDS = 120.0  # with the import of Ray
 PROBE = """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from engine_core.runtime.worker_process import ENDING_SECONDS, LAST_LINES, WorkerHandle
+from engine_plugin_processes.worker_process import ENDING_SECONDS, LAST_LINES, WorkerHandle
 
 if TYPE_CHECKING:
     from engine_plugin_ray.mail import ControllerEnd

@@ -1,7 +1,7 @@
 """Lines to workers on other nodes that carry nothing, so that a node that is gone without a word is missed soon.
 
 Ray misses such a node after about a minute. An idle connection is probed by the system, which knows in a quarter of
-that (``engine_core.runtime.silence``): the controller of the worker's node, and the worker of the controller's.
+that (``engine_plugin_processes.peer_watch``): the controller of the worker's node, and the worker of the controller's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine_core.runtime.channel import Channel, Closed, callers, listen
+from engine_plugin_processes.channel import Channel, Closed, callers, listen
 
 log = logging.getLogger("engine")
 

@@ -1,6 +1,6 @@
 """Both ends of a worker's mailbox: ``codec`` messages as arguments and results of an actor's methods.
 
-What crosses is what ``engine_core.runtime.codec`` writes, a header and raw bytes; Ray carries these and nothing else.
+What crosses is what ``engine_plugin_processes.codec`` writes, a header and raw bytes; Ray carries these and nothing else.
 A large payload is put into the object store once, whatever the number of ranks that are given it, and each node
 fetches it once.
 """
@@ -16,8 +16,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from engine_core.runtime.channel import Channel, Closed
-from engine_core.runtime.codec import Encoded, decode, encode
+from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.codec import Encoded, decode, encode
 
 STORED_BYTES = 64 * 1024  # payloads from here on go into the object store
 

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from engine_core.errors import EnvironmentProblem
-from engine_core.runtime.channel import Channel, callers, listen
+from engine_plugin_processes.channel import Channel, callers, listen
 
 HOST = "127.0.0.1"
 LOOK_SECONDS = 0.5  # between two looks at the actors, while they come

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
-from engine_core.runtime.placement import DEFAULT_POOL
+from engine_plugin_processes.placement import DEFAULT_POOL
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
-    from engine_core.runtime.placement import Pool
+    from engine_plugin_processes.placement import Pool
     from engine_plugin_ray.plugin import RayOptions
 
 Node = Mapping[str, float]  # resources by name
@@ -236,7 +236,7 @@ def room_for_one(
     """
     from ray.util.placement_group import placement_group
 
-    from engine_core.runtime.replacing import Withdrawn
+    from engine_plugin_processes.replacement import Withdrawn
 
     group = placement_group([resources(options, gpu)], strategy="PACK")
     try:

@@ -8,12 +8,12 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from engine_core import hookimpl
-from engine_core.runtime.options import CrewOptions
 from engine_core.specs import RuntimeSpec
+from engine_plugin_processes.options import ProcessOptions
 from engine_plugin_ray.address import AUTO, host_and_port
 
 
-class RayOptions(CrewOptions):
+class RayOptions(ProcessOptions):
     """``[runtime.ray]``: every worker an actor of a Ray cluster, which a run starts for itself or joins."""
 
     address: str = ""

@@ -19,10 +19,10 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from engine_core.errors import EnvironmentProblem
-from engine_core.runtime import elastic
-from engine_core.runtime.crew_runtime import CrewRuntime, even_threads
-from engine_core.runtime.host import default_device
-from engine_core.runtime.placement import Pool, wanted_processes
+from engine_core.local.engine_host import default_device
+from engine_plugin_processes import elastic_launch as elastic
+from engine_plugin_processes.placement import Pool, wanted_processes
+from engine_plugin_processes.runtime import MultiProcessRuntime, even_threads
 from engine_plugin_ray import environments
 from engine_plugin_ray.cluster import Cluster, asks_for_token
 from engine_plugin_ray.lifeline import hold
@@ -42,9 +42,9 @@ from engine_plugin_ray.placing import (
 )
 
 if TYPE_CHECKING:
-    from engine_core.runtime.base import Role
-    from engine_core.runtime.channel import Channel
-    from engine_core.runtime.worker_process import WorkerHandle
+    from engine_core.contracts.runtime import Role
+    from engine_plugin_processes.channel import Channel
+    from engine_plugin_processes.worker_process import WorkerHandle
     from engine_plugin_ray.handle import ActorHandle
     from engine_plugin_ray.plugin import RayOptions
 
@@ -55,7 +55,7 @@ NOT_IMPORTED = re.compile(r"(?:ModuleNotFoundError|ImportError): (.{1,300}?)\.?(
 NODE = re.compile(r"\bip=([^,)\s]+)")
 
 
-class RayRuntime(CrewRuntime):
+class RayRuntime(MultiProcessRuntime):
     """See the module and ``Runtime``."""
 
     options: RayOptions
@@ -271,7 +271,7 @@ class RayRuntime(CrewRuntime):
             size: ranks of the run.
             own_python: it runs on another environment's Python, and takes its packages from there.
         """
-        from engine_core.runtime.starting import portable_path
+        from engine_plugin_processes.starting import portable_path
 
         env: dict[str, str] = {}
         threads = self.options.threads

@@ -7,7 +7,7 @@ import ctypes
 import threading
 from typing import Any
 
-from engine_core.runtime.worker import Interrupted, Worker
+from engine_plugin_processes.worker import Interrupted, Worker
 
 TURNS = 1000  # of a loop in which an exception from outside surely arrives
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, PluginError, did_you_mean
-from engine_core.plugins import PluginSet
+from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_rewards import code_cases
 from engine_plugin_rewards.code_cases import Assertions, Case, Stdin
 from engine_plugin_rewards.code_options import CodeOptions

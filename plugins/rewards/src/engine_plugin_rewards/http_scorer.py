@@ -8,7 +8,7 @@
 A score is a finite number, or null where the reward does not apply; ``"errors": {"3": "why"}`` names
 samples that the server could not score. Each request has a time limit, and is tried again when it
 failed for a reason that may pass. What a batch failed of, its samples fail of; other batches count.
-With ``[reward.http.chat]`` a language model is asked instead: ``http_chat``. Addresses, connections and tries: ``engine_core.http_client``.
+With ``[reward.http.chat]`` a language model is asked instead: ``http_chat``. Addresses, connections and tries: ``engine_plugin_processes.http``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from engine_core.errors import ConfigError
-from engine_core.http_client.addresses import AddressRefused
-from engine_core.http_client.asking import Asker, NoAnswer, Pace, secret_parts
-from engine_core.http_client.connections import Connections
+from engine_plugin_processes.http.addresses import AddressRefused
+from engine_plugin_processes.http.connections import Connections
+from engine_plugin_processes.http.requests import Asker, NoAnswer, Pace, secret_parts
 from engine_plugin_rewards.http_chat import Chat, ChatOptions, mean_vote
 
 SHARE_OF_TIMEOUT = 0.9  # of the time that a call may take; the rest is for the way back

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
-from engine_core.http_client.options import ServerOptions, says_it_is_secret
-from engine_core.specs import CodeLanguage, Options, Reward
+from engine_core.specs import Command, Options, Part, Reward
+from engine_plugin_processes.http.options import ServerOptions, says_it_is_secret
 from engine_plugin_rewards.code_options import CodeOptions
 from engine_plugin_rewards.http_chat import ChatOptions  # noqa: TC001 (pydantic reads it)
+from engine_plugin_rewards.tables import CodeLanguage
 
 OWN_HEADERS = frozenset(
     {"host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding"}
@@ -201,3 +202,16 @@ def engine_rewards() -> Mapping[str, Reward]:
 @hookimpl
 def engine_code_languages() -> Mapping[str, CodeLanguage]:
     return {"python": CodeLanguage(load="engine_plugin_rewards.code_languages:python")}
+
+
+@hookimpl
+def engine_parts() -> Mapping[str, Part]:
+    return {
+        "reward_models": Part(load="engine_plugin_rewards.models.roles:REWARD_MODELS"),
+        "reward_workers": Part(load="engine_plugin_rewards.worker_pool:REWARD_WORKERS"),
+    }
+
+
+@hookimpl
+def engine_commands() -> Mapping[str, Command]:
+    return {"serve-reward": Command(load="engine_plugin_rewards.server.command:serve_reward")}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, did_you_mean
-from engine_core.plugin_modules import import_file
+from engine_core.plugins.modules import import_file
 
 
 def make_python(

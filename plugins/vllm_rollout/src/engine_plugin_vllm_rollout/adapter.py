@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine_core.engines.weights import Checksum
+from engine_core.contracts.checksum import Checksum
+from engine_core.contracts.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX
 from engine_core.errors import ConfigError, DataError
-from engine_core.private_folder import PrivateFolder
-from engine_core.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX
+from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout import versions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class AdapterUpdater:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         place = MEMORY if os.access(MEMORY, os.W_OK) else None
-        self._folder = PrivateFolder("vllm-adapter-", place)
+        self._folder = TemporaryFolder("vllm-adapter-", place)
         self.touched = False
         self.request: LoRARequest | None = None  # of what is sampled from now on; None: the base
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine_core.contracts.engines import Layout, RolloutEngine
+from engine_core.contracts.weight_names import published
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import Layout, RolloutEngine
-from engine_core.engines.model_loading import has_no_weights, load_hf_config
-from engine_core.engines.requests import check_request
-from engine_core.engines.weights import published_weights
 from engine_core.errors import ConfigError, DataError, did_you_mean
-from engine_core.private_folder import PrivateFolder
+from engine_core.model_config import has_no_weights, load_hf_config
+from engine_core.sampling.requests import check_request
+from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
@@ -37,7 +37,7 @@ from engine_plugin_vllm_rollout.start import (
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Request, Rollout
     from engine_plugin_vllm_rollout.adapter import AdapterUpdater
     from engine_plugin_vllm_rollout.weights import Updater
@@ -72,7 +72,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 "it to 1, which keeps them on the host."
             )
         check_ranks(config, self.options.tensor_parallel_size, context, self._table)
-        self._folder = PrivateFolder("vllm-")  # tokenizer and config
+        self._folder = TemporaryFolder("vllm-")  # tokenizer and config
         try:
             self._start()
         except BaseException:
@@ -135,7 +135,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._updater = Updater(self._llm, expected_shapes(hf_config), how)
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
-            self._updater.take(published_weights(module), 0)
+            self._updater.take(published(module), 0)
 
     def _tells_mass(self) -> bool:
         """What ``log_probs`` comes to."""

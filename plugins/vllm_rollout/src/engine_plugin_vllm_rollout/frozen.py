@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine_core.engines.frozen import FrozenEngine
-from engine_core.engines.model_loading import has_no_weights, load_hf_config
+from engine_core.contracts.frozen_engine import FrozenEngine
 from engine_core.errors import ConfigError
+from engine_core.model_config import has_no_weights, load_hf_config
 from engine_plugin_vllm_rollout.engine import whole
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import FrozenOptions
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from engine_core.config import ModelConfig, RoleConfig
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine_core.engines.base import Layout
+from engine_core.contracts.engines import Layout
 from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.config import RolloutConfig
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
 
 
 def layout_of(parts: int, rank: int, world_size: int) -> Layout:

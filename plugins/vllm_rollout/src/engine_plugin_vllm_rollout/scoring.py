@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine_core.engines.log_probs import NOTHING
 from engine_core.errors import ConfigError
+from engine_core.types import LOG_OF_NOTHING as NOTHING
 
 if TYPE_CHECKING:
     from engine_core.types import Batch

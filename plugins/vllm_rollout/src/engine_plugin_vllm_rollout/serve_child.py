@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from engine_core.runtime.sampler.child import die_with, start_keeper
+from engine_plugin_processes.sampler_process.child import die_with, start_keeper
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import EnvironmentProblem
-from engine_core.own_ends import own
+from engine_core.inherited_descriptors import close_in_children
 
 if TYPE_CHECKING:
     from engine_plugin_vllm_rollout.server_options import StartOptions
@@ -39,7 +39,7 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile(prefix="vllm-serve-")  # noqa: SIM115 (until ``close``)
         ends, life = os.pipe()
-        self._life = own(FileIO(life, "w"))
+        self._life = close_in_children(FileIO(life, "w"))
         try:
             self.popen = subprocess.Popen(
                 [

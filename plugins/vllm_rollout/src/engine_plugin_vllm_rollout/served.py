@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from engine_core.contracts.engines import Layout, RolloutEngine
+from engine_core.contracts.frozen_engine import FrozenEngine
 from engine_core.data import load_tokenizer
-from engine_core.engines.base import Layout, RolloutEngine
-from engine_core.engines.frozen import FrozenEngine
-from engine_core.engines.model_loading import load_hf_config
 from engine_core.errors import ConfigError
+from engine_core.model_config import load_hf_config
 from engine_core.types import Rollout
 from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer
 from engine_plugin_vllm_rollout.server import Server, chunks
@@ -25,7 +25,7 @@ from engine_plugin_vllm_rollout.workers import Workers
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
-    from engine_core.engines.base import WorkerContext
+    from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, Request
     from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 

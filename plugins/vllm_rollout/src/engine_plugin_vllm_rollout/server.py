@@ -8,7 +8,7 @@
     POST /v1/completions, /classify
 
 Everything is token ids: no text is tokenised there. Tokens, addresses, tries and time-outs are those of
-``engine_core.http_client``. vLLM guards only paths below ``/v1`` with its token.
+``engine_plugin_processes.http``. vLLM guards only paths below ``/v1`` with its token.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed, did_you_mean
-from engine_core.http_client.addresses import AddressRefused, Network
-from engine_core.http_client.asking import LONGEST_BACKOFF, Asker, NoAnswer, secret_parts
-from engine_core.http_client.connections import Connections
+from engine_plugin_processes.http.addresses import AddressRefused, Network
+from engine_plugin_processes.http.connections import Connections
+from engine_plugin_processes.http.requests import LONGEST_BACKOFF, Asker, NoAnswer, secret_parts
 from engine_plugin_vllm_rollout import installed
 from engine_plugin_vllm_rollout.serve_process import (
     ServerProcess,

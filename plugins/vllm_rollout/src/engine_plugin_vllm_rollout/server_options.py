@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine_core.http_client.options import ServerOptions
 from engine_core.specs import Options
+from engine_plugin_processes.http.options import ServerOptions
 from engine_plugin_vllm_rollout import installed
 
 SET_HERE = ("model", "host", "port", "api_key", "runner", "max_logprobs")

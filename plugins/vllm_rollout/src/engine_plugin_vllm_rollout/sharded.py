@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine_core.runtime.sampler.buckets import checksum, fill, planned, unpacked
-from engine_core.runtime.sampler.memory import HostMemory
+from engine_plugin_processes.buckets import checksum, fill, planned, unpacked
+from engine_plugin_processes.sampler_process.memory import HostMemory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

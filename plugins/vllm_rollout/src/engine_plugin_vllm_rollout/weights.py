@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine_core.engines.weights import Checksum, near, published_weights
+from engine_core.contracts.checksum import Checksum
+from engine_core.contracts.weight_names import near, published
+from engine_core.contracts.weight_sync import buckets
 from engine_core.errors import ConfigError, DataError
-from engine_core.weight_sync import buckets
 from engine_plugin_vllm_rollout import versions
 from engine_plugin_vllm_rollout.sharded import Sharded
 
@@ -29,7 +30,7 @@ def expected_shapes(config: Any) -> dict[str, torch.Size]:
     """
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    return {name: tensor.shape for name, tensor in published_weights(module)}
+    return {name: tensor.shape for name, tensor in published(module)}
 
 
 class Updater:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from engine_core.errors import ConfigError, PluginError
-from engine_core.plugin_metadata import find
-from engine_core.plugins import PluginSet
+from engine_core.plugins.metadata import find
+from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_megatron.models.places import Joined, Source, attention_rows, whole_source
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Core attention for megatron-core without Transformer Engine: packed sequences (``thd``) and rectangles (``sbhd``).
 
 Megatron's local ``DotProductAttention`` refuses packed sequences. This one is the core's ``varlen``
-(``engine_core.engines.attention``): ``torch.nn.attention.varlen`` on CUDA in half precision, scaled dot-product
+(``engine_plugin_torch.attention``): ``torch.nn.attention.varlen`` on CUDA in half precision, scaled dot-product
 attention elsewhere. Ranks that share tokens (`cp`) exchange them for heads: each sees whole sequences with its share of
 the heads (DeepSpeed-Ulysses), so that attention is the same.
 """
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from engine_core.engines.attention import varlen
-from engine_core.engines.rank_exchange import Exchange
 from engine_plugin_megatron.token_group import token_group
+from engine_plugin_torch.attention import varlen
+from engine_plugin_torch.rank_exchange import Exchange
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from transformers import PretrainedConfig
 
-    from engine_core.plugins import PluginSet
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_plugin_megatron.layout import MeshLayout
     from engine_plugin_megatron.options import MegatronOptions
 

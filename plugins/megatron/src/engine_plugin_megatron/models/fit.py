@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine_core.engines.divisors import divisors, nearest_fit
+from engine_plugin_torch.divisors import divisors, nearest_fit
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

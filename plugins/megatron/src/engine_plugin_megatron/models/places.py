@@ -8,7 +8,7 @@ Megatron joins what transformers keeps apart, and cuts the result over the ranks
     embedding, output_layer                                           rows of padding behind the vocabulary
 
 Every one of these is a list of slices, so that one description serves to load, to gather and to write
-parts of whole tensors (``engine_core.engines.shards``), and values are copied, never computed with.
+parts of whole tensors (``engine_plugin_torch.shards``), and values are copied, never computed with.
 """
 
 from __future__ import annotations

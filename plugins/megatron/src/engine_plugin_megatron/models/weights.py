@@ -180,7 +180,7 @@ def fill(target: Tensor, place: Place, read: Callable[[str], Any], mix: float = 
 def parts(
     place: Place, tensor: Tensor | None = None
 ) -> Iterator[tuple[str, tuple[int, ...], list[int], Tensor]]:
-    """What a parameter holds, for a file of slices (``engine_core.engines.shards``).
+    """What a parameter holds, for a file of slices (``engine_plugin_torch.shards``).
 
     Args:
         place: of the parameter.

@@ -32,7 +32,7 @@ HINTS = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class TierStatus:
     """What was found of one tier."""
 
     tier: str
@@ -44,7 +44,7 @@ class Standing:
 
 
 @functools.cache
-def look(tier: str) -> Standing:
+def look(tier: str) -> TierStatus:
     """Close a box of this tier and attack it by the essential probes; once in a process."""
     promised = [probe for probe in probes.ESSENTIAL if TIERS.index(probe.tier) <= TIERS.index(tier)]
     try:
@@ -52,13 +52,13 @@ def look(tier: str) -> Standing:
             for probe in promised:
                 got, _ = probes.run(probe, box, laid)
                 if got:
-                    return Standing(tier, f"it does not stop an attempt to {probe.name}: {got}")
+                    return TierStatus(tier, f"it does not stop an attempt to {probe.name}: {got}")
     except (BoxProblem, OSError) as exc:
-        return Standing(tier, str(exc))
-    return Standing(tier)
+        return TierStatus(tier, str(exc))
+    return TierStatus(tier)
 
 
-def strongest() -> tuple[str, list[Standing]]:
+def strongest() -> tuple[str, list[TierStatus]]:
     """The strongest tier that holds, and the stronger ones that do not; those below it are not tried.
 
     Raises:
@@ -95,5 +95,5 @@ def health() -> str:
     return f"sandbox: {tier}" + (f" ({_told(failed)})" if failed else "")
 
 
-def _told(failed: Sequence[Standing]) -> str:
+def _told(failed: Sequence[TierStatus]) -> str:
     return "; ".join(f"{standing.tier}: {standing.problem}" for standing in failed)

@@ -1,0 +1,458 @@
+"""Every point that a plugin can change.
+
+Three sorts of hook:
+
+* **Step hooks** decide one step of building a model. They are asked *per role*: first the plugins
+  of ``plugins = [...]`` (the last one named first), then the plugin that brings the role's
+  backend, then the core's default. Plugins of other roles' backends are not asked, so an actor on
+  one backend and a critic on another never answer for each other.
+* **Table hooks** offer names for the TOML. Each returns ``{name: spec}`` with the specs of
+  ``engine_core.specs``, cheap to import; a spec is resolved in the worker that uses it.
+* **Observers** are told what happened. Their failure is reported and does not stop training.
+
+Implement a hook with the marker of the core; take only the arguments you need::
+
+    from engine_core import hookimpl
+
+
+    @hookimpl
+    def engine_wrap_policy(module):
+        return [name for name, child in module.named_modules() if isinstance(child, MyBlock)]
+
+A plugin is a module with such functions. Three ways bring it into a run:
+
+1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``,
+   ``engine.train_engines``, ...): used when the TOML uses the name;
+2. an entry point ``engine.plugins`` for step hooks and observers: used when named in
+   ``plugins = [...]``;
+3. a path ending in ``.py`` in ``plugins = [...]``: a plugin in one file.
+
+Hook signatures are frozen by a test: arguments may be added in a minor version, never renamed or
+removed before a major one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from engine_core.config import ModelConfig, OptimConfig
+    from engine_core.specs import (
+        Advantage,
+        Column,
+        Command,
+        DataSource,
+        Environment,
+        Loss,
+        Objective,
+        PairLoss,
+        Part,
+        Reward,
+        RolloutBackend,
+        RuntimeSpec,
+        Stage,
+        TrackerSpec,
+        TrainBackend,
+        TrainerSpec,
+        TransportSpec,
+    )
+
+hookspec = pluggy.HookspecMarker("engine")
+hookimpl = pluggy.HookimplMarker("engine")
+
+# -------------------------------------------------------------------------
+# Step hooks: how the model of one role is built. One answer each.
+# -------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
+    """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
+
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``.
+    :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout of
+        ``save_pretrained``, ``model_config.override`` holds changes to its config.
+    :param options: the role's backend table (``[actor.torch]`` and the like).
+    :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
+        and gives an object with ``logits`` [1, T, V], with its weights loaded. For ``critic`` and
+        ``reward_model``: a transformers model with a head ``score`` (hidden size to 1), or a module
+        that gives ``values`` [1, T], one number for the sequence up to and with each token.
+
+    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a
+    fresh or loaded head for ``critic`` and ``reward_model``.
+
+    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank.
+    Not collective.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] | None:
+    """Name the submodules that are one unit of sharding, activation checkpointing and compilation.
+
+    :param role: as in ``engine_build_model``.
+    :param module: the role's module, not yet wrapped.
+    :param options: the role's backend table.
+    :returns: names as in ``module.named_modules()``, outermost first, none inside another.
+
+    Stops at the first answer. Default: the decoder layers (the longest ``ModuleList``).
+
+    Called once for each role, after ``engine_build_model``, on every rank. Not collective.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_shard_model(role: str, module: nn.Module, units: list[str], options: Any) -> nn.Module | None:
+    """Distribute the model: what FSDP and its relatives bring.
+
+    An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile,
+    sharding.
+
+    :param role: as in ``engine_build_model``.
+    :param module: the role's module, not yet wrapped.
+    :param units: the names that ``engine_wrap_policy`` gave.
+    :param options: the role's backend table (``[actor.fsdp]`` and the like).
+    :returns: the module to train, the same object or a wrapper of it.
+
+    Stops at the first answer. Default: activation checkpointing where the backend's table asks for
+    it, no sharding.
+
+    Called once for each role, on every rank. Collective: it may communicate.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_build_optimizer(
+    role: str, module: nn.Module, optim_config: OptimConfig, options: Any
+) -> tuple[Optimizer, LRScheduler | None] | None:
+    """Build the optimizer and the learning-rate schedule of one role.
+
+    :param role: as in ``engine_build_model``; a reference model has no optimizer.
+    :param module: what ``engine_shard_model`` gave.
+    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the
+        number of optimizer steps after which a schedule ends: where the run file has 0, the run's
+        length (0 only where that is not known).
+    :param options: the role's backend table.
+    :returns: ``(optimizer, lr_scheduler)``: the optimizer holds every parameter that requires
+        gradients, in groups with rates of their own if wanted, the fastest at ``optim_config.lr``;
+        the engine steps the scheduler once after each optimizer step that was not skipped. None in
+        its place: the rates stay.
+
+    Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
+
+    Called once for each trained role (not for ``ref``), after ``engine_shard_model``, on every rank.
+    Not collective.
+    """
+
+
+# -------------------------------------------------------------------------
+# Table hooks: names for the TOML. All answers are collected.
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def engine_train_engines() -> Mapping[str, TrainBackend]:
+    """Offer train engines: ``[actor] backend = "NAME"``, options in ``[actor.NAME]``.
+
+    :returns: ``TrainBackend`` by name; its ``load`` is a subclass of
+        ``engine_core.contracts.engines.TrainEngine``, imported only in the workers that use it::
+
+            @hookimpl
+            def engine_train_engines():
+                return {"mine": TrainBackend(load="my_plugin.engine:MyEngine", config=MyOptions)}
+
+    Collects the tables of the plugins that the run uses; a name that the plugin's metadata promised
+    and the table lacks is an error. Entry-point group ``engine.train_engines``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
+    """Offer rollout engines: ``[rollout] backend = "NAME"``, options in ``[rollout.NAME]``.
+
+    :returns: ``RolloutBackend`` by name; its ``load`` is a subclass of
+        ``engine_core.contracts.engines.RolloutEngine``, imported only in the workers that use it.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.rollout_engines``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_rewards() -> Mapping[str, Reward]:
+    """Offer rewards: ``[[reward]] name = "NAME"``, options in ``[reward.NAME]``.
+
+    A reward is a function of a batch that takes the arguments it names: ``completions``,
+    ``prompts``, ``token_ids``, any column of the data, its own options.
+
+    :returns: ``Reward`` by name; its ``load`` gives one float (or None: not applicable) for each
+        completion::
+
+            def short(completions):
+                return [1.0 if len(text) < 20 else 0.0 for text in completions]
+
+
+            @hookimpl
+            def engine_rewards():
+                return {"short": Reward(load=short)}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.rewards``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_advantages() -> Mapping[str, Advantage]:
+    """Offer advantage estimators: ``[algorithm] advantage = "NAME"``, options in ``[algorithm.NAME]``.
+
+    :returns: ``Advantage`` by name, which declares the columns that it needs.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.advantages``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_losses() -> Mapping[str, Loss]:
+    """Offer policy losses: ``[algorithm] loss = "NAME"``, options in ``[algorithm.NAME]``.
+
+    :returns: ``Loss`` by name, which declares the outputs and columns that it reads, and how it
+        prepares columns that are statistics over a whole mini-batch.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_pair_losses() -> Mapping[str, PairLoss]:
+    """Offer losses of pairs of responses: ``[dpo] loss = "NAME"``.
+
+    :returns: ``PairLoss`` by name, which declares what its function is given and which keys of ``[dpo]`` it reads::
+
+            def squared(chosen, rejected, beta):
+                return (1 - beta * (chosen - rejected)) ** 2
+
+
+            @hookimpl
+            def engine_pair_losses():
+                return {"squared": PairLoss(load=squared)}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.pair_losses``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_stages() -> Mapping[str, Stage]:
+    """Offer stages between rewards and advantages: ``[[stage]] name = "NAME"``, options in ``[stage.NAME]``.
+
+    :returns: ``Stage`` by name; its function is called with the step's scored rollouts, the step and its options, and gives
+        the rollouts that go on (some, all, repeated, in any order) and numbers that are logged as ``stage/NAME/...``. A
+        class stands for a stage that keeps something from step to step; its ``state`` goes into checkpoints.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_environments() -> Mapping[str, Environment]:
+    """Offer environments, responses of several turns: ``[environment] name = "NAME"``, options in ``[environment.NAME]``.
+
+    An environment is an ``async def`` that receives an episode (the prompt and its row, the tokenizer, the
+    policy), asks the policy, answers it, and gives the rollout.
+
+    :returns: ``Environment`` by name::
+
+            async def guess(episode):
+                turn = await episode.sample()
+                if episode.prompt.columns["answer"] not in turn.text:
+                    episode.append("Wrong. Try again: ")
+                    turn = await episode.sample()
+                return episode.rollout({"solved": float(episode.prompt.columns["answer"] in turn.text)})
+
+
+            @hookimpl
+            def engine_environments():
+                return {"guess": Environment(load=guess, rewards=frozenset({"solved"}))}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.environments``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_trackers() -> Mapping[str, TrackerSpec]:
+    """Offer trackers: ``[tracking] trackers = ["NAME"]``, options in ``[tracking.NAME]``.
+
+    :returns: ``TrackerSpec`` by name.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.trackers``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_trainers() -> Mapping[str, TrainerSpec]:
+    """Offer training loops: ``trainer = "NAME"``, options in ``[NAME]``.
+
+    :returns: ``TrainerSpec`` by name, which declares the tables of the run file that it reads.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.trainers``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    """Offer runtimes: ``[runtime] backend = "NAME"``, options in ``[runtime.NAME]``.
+
+    :returns: ``RuntimeSpec`` by name; its ``check`` judges the options and ``[placement]`` from the run file alone.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_weight_transports() -> Mapping[str, TransportSpec]:
+    """Offer ways of weights from the trainer to samplers in other processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
+
+    :returns: ``TransportSpec`` by name, which declares the topologies that it serves; its ``load`` is a subclass of
+        ``engine_plugin_processes.transports.base.Transport``, imported only in the workers that use it.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.weight_transports``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_objectives() -> Mapping[str, Objective]:
+    """Offer objectives: what a trainer has the train engine differentiate, ``LossCall("NAME", {...})``.
+
+    :returns: ``Objective`` by name; its function is called in the worker with the outputs of the forward pass, the micro-batch
+        and the parameters of the call::
+
+            def squared(outputs, batch, scale):
+                losses = scale * outputs["log_probs"] ** 2  # [T]
+                mean = (batch["token_share"] * losses.detach()).sum()
+                return (batch["weights"] * losses).sum(), {"mean": mean}
+
+
+            @hookimpl
+            def engine_objectives():
+                return {"squared": Objective(load=squared)}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.objectives``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_columns() -> Mapping[str, Column]:
+    """Offer columns that estimators and losses may need, and say who computes them.
+
+    :returns: ``Column`` by name: an output of a role's ``infer``, or a function of columns that exist already::
+
+            def surprise(batch):
+                return -batch["old_log_probs"]  # [T]
+
+
+            @hookimpl
+            def engine_columns():
+                return {"surprise": Column(load=surprise, needs=frozenset({"old_log_probs"}))}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.columns``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_data_sources() -> Mapping[str, DataSource]:
+    """Offer sources of rows: ``[data] source = "NAME"``, options in ``[data.NAME]``.
+
+    :returns: ``DataSource`` by name; its function gives the rows of a split::
+
+            def squares(split, count):
+                first = 0 if split == "train" else count
+                return [{"prompt": f"{i}*{i}=", "answer": str(i * i)} for i in range(first, first + count)]
+
+
+            @hookimpl
+            def engine_data_sources():
+                return {"squares": DataSource(load=squares, config=SquaresOptions, license="CC0-1.0")}
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.data_sources``.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_commands() -> Mapping[str, Command]:
+    """Offer commands of the command line: ``engine NAME``.
+
+    :returns: ``Command`` by name; its function is a Typer command. ``"group.name"`` is a command of a group.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.commands``; only the plugin of the command that is used
+    is imported, for ``engine --help`` all of them.
+
+    Called in the process of the command line. Not collective.
+    """
+
+
+@hookspec
+def engine_parts() -> Mapping[str, Part]:
+    """Offer parts of a run that the core does not contain: worker pools of rewards, episodes, samplers in another process.
+
+    :returns: ``Part`` by name; ``engine_core.contracts.parts`` lists the names and what each must implement.
+
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.parts``.
+
+    Called once in every process that needs the part. Not collective.
+    """
+
+
+# -------------------------------------------------------------------------
+# Observers
+# -------------------------------------------------------------------------
+
+
+@hookspec
+def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
+    """Be told what happened: for dashboards, alarms, notes.
+
+    :param event: ``run_started``, ``rollouts_finished``, ``step_finished``, ``weights_synced``,
+        ``evaluated``, ``checkpoint_saved``, ``run_finished``, ``run_failed``.
+    :param step: optimizer-side step, counted from 1; 0 before the first.
+    :param data: plain values; ``metrics`` for ``step_finished`` and ``evaluated``, ``path`` for
+        ``checkpoint_saved``, ``rollouts`` for ``rollouts_finished``, ``error`` for ``run_failed``.
+
+    Collects nothing. An exception is logged with the plugin's name and counted in the metric
+    ``plugins/observer_failures``; training goes on.
+
+    Called in the controller, between the parts of a step. Not collective.
+    """

@@ -1,0 +1,43 @@
+"""Processes that an external launcher started: one of them runs the command, the others serve it.
+
+The launcher's part (``launcher``, of ``engine-plugin-processes``) is loaded only in a process that a launcher started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine_core.plugins import PluginSet
+
+VARIABLE = "TORCHELASTIC_RUN_ID"
+
+
+def launched() -> bool:
+    """Return whether ``torchrun`` started this process as one of several ranks."""
+    return VARIABLE in os.environ and "RANK" in os.environ
+
+
+@contextmanager
+def controlling() -> Iterator[bool]:
+    """Yield whether this process runs its command; at the end the other ranks learn that no session follows.
+
+    Raises:
+        PluginError: a launcher started this process, and no installed plugin serves one.
+    """
+    if not launched():
+        yield True
+        return
+    with _launcher().controlling() as controls:
+        yield controls
+
+
+def serve() -> int:
+    """Be a rank that does not run the command: a worker in each of its sessions. Return the exit code."""
+    return int(_launcher().serve())
+
+
+def _launcher() -> Any:
+    return PluginSet().require("parts", "launcher")

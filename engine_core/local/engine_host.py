@@ -1,0 +1,231 @@
+"""The engines of one process: built in order, their weights handed on, put to sleep and woken by phase."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from engine_core.contracts.engines import RolloutEngine, TrainEngine, WorkerContext
+from engine_core.contracts.weight_sync import SyncResult, same_process, sends_adapter, stream_of
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
+    from engine_core.contracts.parts import SamplerProcess
+    from engine_core.contracts.runtime import Role
+    from engine_core.plugins.plugin_set import PluginSet
+    from engine_core.specs import RolloutBackend, TrainBackend, TrainerSpec
+
+log = logging.getLogger("engine")
+
+Engine = TrainEngine | RolloutEngine
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """Where the process stands among those of its pool."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+
+class EngineHost:
+    """Actor, reference, critic, sampler, models of rewards, as far as they live in this process.
+
+    A sampler that can uses the actor's own module, as ``rollout.weights`` says.
+
+    Args:
+        config: the whole run file.
+        plugins: loaded in this process.
+        live: objects given from Python, and the tokenizer.
+        place: of this process.
+    """
+
+    def __init__(
+        self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any], place: RankPlacement
+    ) -> None:
+        self.config, self.plugins, self.live, self.place = config, plugins, live, place
+        self.engines: dict[str, Engine] = {}
+        self.guests: dict[str, Role] = {}  # those that are asked in one phase alone
+        self.shared = False  # the sampler reads the actor's own module
+        self._stack = ExitStack()
+
+    def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
+        """Build these roles, once each was asked for what it cannot do here; when one fails, those before it are closed."""
+        torch.manual_seed(self.config.run.seed)
+        for name, role in roles.items():
+            if role.kind == "train":
+                context = self._train_context(name, role, total_steps)
+                self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
+        try:
+            for name, role in roles.items():
+                build = self._build_train if role.kind == "train" else self._build_rollout
+                self.engines[name] = build(name, role, total_steps)
+                self._stack.callback(self.engines[name].close)
+                if role.phase:
+                    self.guests[name] = role
+        except BaseException:
+            self.close()
+            raise
+
+    def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        """From a train role to the sampler, both here."""
+        return same_process(
+            self.engines[source], self.engines[target], version, self.shared, sends_adapter(self.config)
+        )
+
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        """From a train role to another, both here."""
+        trained, other = (cast("TrainEngine", self.engines[role]) for role in (source, target))
+        other.load_named_weights(trained.named_weights(), mix)
+
+    def trade(self, phase: str) -> None:
+        """Hand device memory over. Order matters: who gives memory back goes before who takes it."""
+        own = [engine for name, engine in self.engines.items() if name not in self.guests]
+        trainers = [e for e in own if isinstance(e, TrainEngine)]
+        samplers = [e for e in own if isinstance(e, RolloutEngine)]
+        guests = [(role.phase, self.engines[name]) for name, role in self.guests.items()]
+        if len(list(filter(None, (trainers, samplers, guests)))) < 2:  # nobody to trade with
+            return
+        for own_phase, guest in guests:
+            if own_phase != phase:
+                guest.sleep()
+        if any(own_phase == phase for own_phase, _ in guests):
+            for sampler in samplers:
+                sampler.sleep(keep=("weights",))
+            for own_phase, guest in guests:
+                if own_phase == phase:
+                    guest.wake()
+        elif phase == "generate":
+            for trainer in trainers:
+                trainer.sleep(keep=("weights",))
+            for sampler in samplers:
+                sampler.wake()
+        elif phase == "train":
+            for sampler in samplers:
+                sampler.sleep(keep=("weights",))
+            for trainer in trainers:
+                trainer.wake()
+
+    def close(self) -> None:
+        """Close the engines, the last built first."""
+        self._stack.close()
+
+    def _build_train(self, name: str, role: Role, total_steps: int) -> TrainEngine:
+        config, engine = self.config.role(name), self._train_class(name)
+        if self.place.world_size > 1 and engine.layout is TrainEngine.layout:
+            raise ConfigError(
+                f"{name}.backend = '{config.backend}' trains in one process, and the pool of '{name}' has "
+                f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
+                f"runtime.{self.config.runtime.backend}.processes = 1."
+            )
+        if (
+            name == "actor"
+            and sends_adapter(self.config)
+            and engine.adapter_config is TrainEngine.adapter_config
+        ):
+            raise ConfigError(
+                f"rollout.{self.config.rollout.backend}.adapter: the engine of actor.backend = '{config.backend}' gives whole "
+                "models alone. Remove the key: it merges the adapter into them."
+            )
+        context = self._train_context(name, role, total_steps)
+        return engine(config, self.config.model_of(name), context, trainable=role.trainable)
+
+    def _train_context(self, name: str, role: Role, total_steps: int) -> WorkerContext:
+        context = self._context(name, max(total_steps - role.idle_steps, 0), role.told)
+        return dataclasses.replace(context, frozen=total_steps > 0 and not role.saved)
+
+    def _train_class(self, name: str) -> type[TrainEngine]:
+        found: type[TrainEngine] = self.plugins.resolve("train_engines", self.config.role(name).backend)
+        return found
+
+    def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
+        config, model = self.config.sampler(name), self.config.model_of(name)
+        context = self._context(name, total_steps, role.told)
+        if config.process is not None:
+            return self._build_apart(config, model, context)
+        build = self.plugins.resolve("rollout_engines", config.backend)
+        if role.told:  # a reward's, with weights of its own
+            own: RolloutEngine = build(config, model, context)
+            return own
+        actor = self.engines.get("actor")
+        if not isinstance(actor, TrainEngine) or not self._shares(actor):
+            alone: RolloutEngine = build(config, model, context)
+            return alone
+        live = {**(context.live or {}), "model": actor.module}
+        context = dataclasses.replace(context, live=live, device=actor.context.device)
+        engine: RolloutEngine = build(config, model, context)
+        engine.share_module(self._module_holder(actor))
+        self.shared = True
+        log.info("The sampler uses the actor's own module: weight sync moves nothing.")
+        return engine
+
+    def _shares(self, actor: TrainEngine) -> bool:
+        """As ``rollout.weights`` says; the same on all ranks."""
+        wanted = self.config.rollout.weights
+        if wanted == "own" or not self._can_share():
+            return False
+        return self._can_hold(actor, wanted)
+
+    def _can_hold(self, actor: TrainEngine, wanted: str) -> bool:
+        """Return whether the sampler uses the actor's module, which both engines allow; one process holds it anyway."""
+        return True
+
+    def _module_holder(self, actor: TrainEngine) -> TrainEngine:
+        """Return what the sampler takes the module from."""
+        return actor
+
+    def _build_apart(
+        self, config: RolloutConfig, model: ModelConfig, context: WorkerContext
+    ) -> RolloutEngine:
+        """A sampler in a process of its own.
+
+        One that is started again takes its weights from the actor where that is alone with it; where ranks share
+        the actor, all of them would have to stream, and the sampler keeps a copy instead; so it does where the actor may
+        be in the middle of an update.
+        """
+        if self.live.get("model") is not None:
+            raise ConfigError(
+                "[rollout.process]: a model given from Python does not reach another process. Save it and name the folder "
+                "in [model] path, or take the table out."
+            )
+        actor = self.engines.get("actor")
+        trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
+        alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
+        source = functools.partial(stream_of, cast("TrainEngine", actor), sends_adapter(self.config))
+        processes: SamplerProcess = self.plugins.require("parts", "sampler_process")
+        return processes.make(config, model, context, source if alone else None)
+
+    def _can_share(self) -> bool:
+        trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))
+        sampler = cast("RolloutBackend", self.plugins.spec("rollout_engines", self.config.rollout.backend))
+        return "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
+
+    def _context(self, role: str, total_steps: int, told: str = "") -> WorkerContext:
+        return WorkerContext(
+            plugins=self.plugins,
+            role=told or role,
+            device=self.place.device,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            seed=self.config.run.seed,
+            deterministic=self.config.run.deterministic,
+            total_steps=total_steps,
+            live={} if told else self.live,  # objects of the program are the actor's
+        )
+
+
+def default_device(index: int | None = None) -> torch.device:
+    """The accelerator (number ``index``), where torch was built for one and one is there; else the CPU."""
+    found = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    if not found:
+        return torch.device("cpu")
+    return found if index is None else torch.device(found.type, index)

@@ -1,0 +1,12 @@
+"""Options of the local runtime."""
+
+from __future__ import annotations
+
+from engine_core.specs import Options
+
+
+class LocalOptions(Options):
+    """``[runtime.local]``: every worker in the controller's process."""
+
+    trade_memory: bool = False
+    """Between phases the trainer gives its gradients and optimizer to host memory while the sampler works, and the sampler its cache while the trainer works."""

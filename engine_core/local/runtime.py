@@ -1,0 +1,89 @@
+"""The local runtime: workers in the controller's process. No launcher, no sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.models import PlacementConfig
+from engine_core.config.weight_sharing import transport_problem
+from engine_core.contracts.engines import RolloutEngine
+from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
+from engine_core.errors import ConfigError
+from engine_core.local.engine_host import Engine, EngineHost, RankPlacement, default_device
+from engine_core.sampling.driver import stream
+
+if TYPE_CHECKING:
+    from engine_core.contracts.weight_sync import SyncResult
+    from engine_core.types import Batch, Request, Rollout
+
+log = logging.getLogger("engine")
+
+
+class LocalGroup(WorkerGroup):
+    """One engine, called at once; the future is done when it is returned."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        arguments = () if batch is None else (batch,)
+        future.set_result(getattr(self.engine, method)(*arguments, **plain))
+        return future
+
+    def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        engine: Any = self.engine
+        if type(engine).generate is RolloutEngine.generate:
+            yield from stream(engine, requests)
+        else:  # an engine with a way of its own
+            yield engine.generate(requests)
+
+
+class LocalRuntime(Runtime):
+    """Actor, reference, critic and sampler in one process; the sampler uses the actor's module where both can."""
+
+    in_process = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.host = EngineHost(self.config, self.plugins, self.live, RankPlacement(default_device()))
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By role."""
+        return self.host.engines
+
+    def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        if self.config.placement != PlacementConfig():
+            log.info("Not read: [placement]; the local runtime has one pool, this process.")
+        if problem := transport_problem(self.config, self.plugins, apart=False):
+            raise ConfigError(problem)
+        self.host.build(roles, total_steps)
+        self._trade("start")  # a reward's model sleeps until it is asked
+        self.shared = self.host.shared
+        return {name: LocalGroup(engine) for name, engine in self.host.engines.items()}
+
+    def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        return self.host.push_weights(source, target, version)
+
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        self.host.mix_weights(source, target, mix)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._trade(name)
+        yield
+
+    def close(self) -> None:
+        self.host.close()
+
+    def _trade(self, phase: str) -> None:
+        if getattr(self.config.runtime.options, "trade_memory", False):
+            start = time.perf_counter()
+            self.host.trade(phase)
+            self.traded_seconds += time.perf_counter() - start

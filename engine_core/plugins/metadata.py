@@ -1,0 +1,234 @@
+"""What is installed, read from package metadata: nothing of a plugin is imported here.
+
+A distribution offers names through entry points, one group a table: ``engine.rewards``,
+``engine.train_engines``, ...; ``engine.plugins`` holds plugins with step hooks and observers only.
+Someone else's broken installation is never an error here: it is told when a run uses it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from itertools import chain
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import engine_core
+from engine_core.errors import did_you_mean, nearest
+from engine_core.specs import TABLE_SPECS
+
+CORE = "engine-core-rl"
+TABLES = "tables"
+"""Entry-point group ``engine.tables``: kinds of names that a plugin defines, each with the module of its hook and its spec."""
+MODEL_HINT = " A reward that a model gives has a table [reward.model] with its path; its name is then free."
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """An installed distribution with entry points of ours."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...] = ()  # its Requires-Dist lines
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One entry point: ``fsdp = "engine_plugin_fsdp.plugin"`` in the group ``engine.train_engines``."""
+
+    kind: str
+    name: str
+    module: str
+    distribution: Distribution
+
+    def __str__(self) -> str:
+        return f"Plugin '{self.name}' ({self.distribution})"
+
+
+def installed() -> tuple[Offer, ...]:
+    """Every entry point of a group ``engine.*``; a distribution found twice on the path counts once."""
+    return _read(tuple((entry, _mtime(entry)) for entry in sys.path))
+
+
+def _mtime(entry: str) -> int:
+    try:
+        return os.stat(entry or ".").st_mtime_ns
+    except OSError:  # an entry of sys.path need not exist
+        return 0
+
+
+@functools.lru_cache(maxsize=4)
+def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
+    offers: dict[str, list[Offer]] = {}
+    for found in importlib.metadata.distributions():
+        if "[engine." not in (found.read_text("entry_points.txt") or ""):
+            continue
+        # Only now: parsing the metadata of every distribution would cost tens of milliseconds.
+        headers = HeaderParser().parsestr(found.read_text("METADATA") or found.read_text("PKG-INFO") or "")
+        distribution = Distribution(
+            name=canonicalize_name(headers["Name"] or "unknown"),
+            version=headers["Version"] or "unknown",
+            requires=tuple(headers.get_all("Requires-Dist") or ()),
+        )
+        offers.setdefault(  # the first on the path is the one that would be imported
+            distribution.name,
+            [
+                Offer(entry.group.removeprefix("engine."), entry.name, entry.value, distribution)
+                for entry in found.entry_points
+                if entry.group.startswith("engine.")
+            ],
+        )
+    return tuple(chain.from_iterable(offers[name] for name in sorted(offers)))
+
+
+def nouns() -> Mapping[str, str]:
+    """Return every kind of name in the words of a message: the core's tables and those that installed plugins define."""
+    core = {kind: spec.noun for kind, spec in TABLE_SPECS.items()} | {"plugins": "plugin", TABLES: "table"}
+    return core | {kind: kind.removesuffix("s").replace("_", " ") for kind in known_names(TABLES)}
+
+
+def split(name: str) -> tuple[str | None, str]:
+    """``"dist:name"`` as (distribution, name); a plain name has distribution None."""
+    distribution, _, short = name.rpartition(":")
+    return (distribution or None), short
+
+
+def known_names(kind: str) -> dict[str, list[str]]:
+    """The names of one kind and the distributions that offer each."""
+    names: dict[str, list[str]] = {}
+    for offer in installed():
+        if offer.kind == kind:
+            names.setdefault(offer.name, []).append(offer.distribution.name)
+    return names
+
+
+@functools.cache
+def our_plugins() -> dict[tuple[str, str], str]:
+    """``(kind, name) -> distribution`` of the plugins that this project publishes, for install hints.
+
+    Only for these is an installation ever proposed: a guess from a misspelt name would invite
+    somebody to register it.
+    """
+    text = (importlib.resources.files("engine_core.plugins") / "known_plugins.json").read_text("utf-8")
+    return {
+        (kind, name): distribution
+        for distribution, kinds in json.loads(text).items()
+        for kind, names in kinds.items()
+        for name in names
+    }
+
+
+def offer_problem(offer: Offer) -> str | None:
+    """Why an entry point must not be imported, from its metadata alone."""
+    if not all(part.isidentifier() for part in offer.module.split(".")):
+        return f"has the entry point value '{offer.module}'; expected a module, such as 'my_plugin.plugin'"
+    return _version_problem(offer.distribution)
+
+
+@functools.lru_cache(maxsize=256)
+def _version_problem(distribution: Distribution) -> str | None:
+    """Why a distribution does not fit this core, and which side to upgrade; None when it fits.
+
+    Judged by its ``Requires-Dist`` on the core; without one it promises nothing and is let in.
+    """
+    ours = Version(engine_core.__version__)
+    for line in distribution.requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            return f"has the malformed requirement {line!r} in its metadata; reinstall it"
+        if canonicalize_name(requirement.name) != CORE:
+            continue
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and not requirement.specifier.contains(ours, prereleases=True):
+            fits = sorted(requirement.specifier, key=str)
+            least = [spec.version for spec in fits if spec.operator in (">=", ">", "~=", "==")]
+            core_is_old = any(Version(version.removesuffix(".*")) > ours for version in least)
+            upgrade = CORE if core_is_old else distribution.name
+            return (
+                f"needs {CORE}{','.join(map(str, fits))}, but this is {CORE} {ours}. "
+                f"Upgrade {upgrade}: pip install --upgrade {upgrade}"
+            )
+    return None
+
+
+def module_exists(name: str) -> bool:
+    """Whether a module could be found, without importing it or the packages above it."""
+    parts = name.split(".")
+    if parts[0] in sys.modules:  # find_spec raises for one without a spec, such as __main__
+        found = sys.modules[parts[0]].__spec__
+    else:
+        found = importlib.util.find_spec(parts[0])
+    for depth in range(2, len(parts) + 1):
+        if found is None or found.submodule_search_locations is None:
+            return False
+        found = importlib.machinery.PathFinder.find_spec(
+            ".".join(parts[:depth]), list(found.submodule_search_locations)
+        )
+    return found is not None
+
+
+def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
+    """Return why a name that no plugin offers cannot be used, and what to do.
+
+    Args:
+        kind: the table it was looked up in.
+        name: as the user wrote it.
+        also: names that plugins without metadata offer (one-file plugins).
+    """
+    distribution, short = split(name)
+    noun, offered, ours = nouns()[kind], known_names(kind), our_plugins()
+    known = {*offered, *also}
+    listed = ", ".join(sorted(known)) or "none"
+    if distribution and short in offered:
+        choices = " or ".join(f"'{dist}:{short}'" for dist in offered[short])
+        return f"Distribution '{distribution}' offers no {noun} '{short}'. Write {choices}."
+    if (kind, short) in ours:
+        return f"{noun.capitalize()} '{short}' is not installed. Try: pip install {ours[kind, short]}"
+    elsewhere = [
+        _with_article(other_noun)
+        for other, other_noun in nouns().items()
+        if other not in (kind, *_internal()) and (short in known_names(other) or (other, short) in ours)
+    ]
+    if elsewhere:
+        way = MODEL_HINT if kind == "rewards" else ""
+        return f"'{short}' is {' and '.join(elsewhere)}, not {_with_article(noun)}. Known: {listed}.{way}"
+    to_install = {our_name for our_kind, our_name in ours if our_kind == kind} - known
+    match = nearest(short, known | to_install)
+    if match in to_install:
+        install = f"It is not installed: pip install {ours[kind, match]}"
+        return f"Unknown {noun} '{short}'. Did you mean '{match}'? Known: {listed}. {install}"
+    way = MODEL_HINT if kind == "rewards" and match is None else ""
+    return f"Unknown {noun} '{short}'.{did_you_mean(short, known)}{way}"
+
+
+def _internal() -> set[str]:
+    """Return the kinds that no key of a run file chooses from: a message about a key does not propose them."""
+    return {TABLES} | {kind for kind, spec in TABLE_SPECS.items() if spec.internal}
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def find(kind: str, name: str) -> Iterator[Offer]:
+    """The offers of a name in one group: none, one, or several that the run must choose from."""
+    distribution, short = split(name)
+    for offer in installed():
+        fits = distribution is None or canonicalize_name(distribution) == offer.distribution.name
+        if offer.kind == kind and offer.name == short and fits:
+            yield offer

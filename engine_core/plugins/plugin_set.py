@@ -1,0 +1,426 @@
+"""Find, check, load, pick: the plugins of one run.
+
+Only what the run names is imported. Names come from package metadata (``metadata``), a module is
+imported and its hooks are checked (``modules``), then it is registered with pluggy, and its tables are
+checked (``checks``) and must hold every name that the metadata promised. All problems of a run are
+reported at once; what the run does not use cannot hurt it.
+
+Left out on purpose: overriding. A name that two plugins offer is an error for a run that uses it,
+until ``"distribution:name"`` picks one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pluggy
+
+import engine_core
+from engine_core import hooks as hookspecs
+from engine_core.errors import EngineError, PluginError
+from engine_core.plugins.checks import CAPABILITIES, CONTRACTS, check_engine, check_signature, check_table
+from engine_core.plugins.metadata import CORE, find, installed, known_names, nouns, split, unknown_name
+from engine_core.plugins.modules import (
+    describe,
+    hook_problems,
+    import_file,
+    import_load,
+    import_offer,
+    table_module,
+)
+from engine_core.specs import TABLE_SPECS, Spec
+
+__all__ = ["CAPABILITIES", "Plugin", "PluginProblems", "PluginSet", "known_names"]
+
+STEP_HOOKS = tuple(
+    name for name, spec in vars(hookspecs).items() if getattr(spec, "engine_spec", {}).get("firstresult")
+)
+
+log = logging.getLogger("engine")
+
+
+class PluginProblems(PluginError):
+    """Everything that is wrong with the plugins of a run.
+
+    Args:
+        problems: kind, name as the run wrote it, message.
+        loaded: what could be loaded all the same.
+    """
+
+    def __init__(self, problems: Sequence[tuple[str, str, str]], loaded: PluginSet) -> None:
+        self.problems, self.loaded = list(problems), loaded
+        super().__init__("\n".join(message for _, _, message in problems))
+
+
+@dataclass(eq=False)
+class Plugin:
+    """One imported module with hooks."""
+
+    module: ModuleType
+    label: str  # for messages, with the version
+    source: str  # distribution, or the file's name
+    version: str
+    tables: dict[str, dict[str, Spec]] = field(default_factory=dict)
+
+
+class PluginSet:
+    """The plugins of one run, in one process. Made by ``PluginSet.load``."""
+
+    def __init__(self) -> None:
+        self.manager = pluggy.PluginManager("engine")
+        self.manager.add_hookspecs(hookspecs)
+        self.plugins: list[Plugin] = []
+        self.named: list[Plugin] = []  # those of `plugins = [...]`
+        self.observer_failures = 0
+        self.modules: Sequence[str] = ()  # as given to `load`, so that another process can do the same
+        self.root, self.allow_code = Path.cwd(), False
+        self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}
+        self._loader = _Loader(self)
+
+    @classmethod
+    def load(
+        cls,
+        names: Mapping[str, Collection[str]],
+        modules: Sequence[str] = (),
+        root: Path | None = None,
+        allow_code: bool = False,
+    ) -> PluginSet:
+        """Import and check what a run uses, and nothing else.
+
+        Args:
+            names: used names by kind: ``{"train_engines": {"torch"}}``. ``"dist:name"`` picks a
+                distribution.
+            modules: the run file's ``plugins = [...]``: names of the group ``engine.plugins``, and
+                paths ending in ``.py``.
+            root: folder of the run file; default: the working directory.
+            allow_code: run ``.py`` files that lie outside ``root`` too.
+
+        Raises:
+            PluginProblems: everything that is wrong, at once.
+        """
+        plugin_set = cls()
+        plugin_set.modules, plugin_set.allow_code = tuple(modules), allow_code
+        plugin_set.root = root or plugin_set.root
+        if problems := plugin_set._loader.load(names):
+            raise PluginProblems(problems, plugin_set)
+        return plugin_set
+
+    def adopt(self, kind: str, name: str, spec: Spec, plugin: Plugin) -> None:
+        """Take a spec from elsewhere: of a plugin that is loaded in another environment, whose module has no hooks."""
+        self.manager.register(plugin.module, plugin.module.__name__)
+        self.plugins.append(plugin)
+        self.chosen[kind, name] = spec, plugin
+
+    def find(self, kind: str, name: str) -> Spec | None:
+        """The spec behind a name; None if the run does not use it or it could not be loaded."""
+        return self.chosen[kind, name][0] if (kind, name) in self.chosen else None
+
+    def offered(self, kind: str, name: str) -> Spec | None:
+        """Return the spec of a name that no key of the run file chose, loading its plugin now; None where no plugin offers it.
+
+        Raises:
+            PluginError: the plugin is broken, or two offer the name.
+        """
+        if (kind, name) not in self.chosen and self.offers(kind, name):
+            self._load_later(kind, name)
+        return self.find(kind, name)
+
+    def offers(self, kind: str, name: str) -> bool:
+        """Return whether an installed plugin or one of ``plugins = [...]`` offers a name; nothing is imported."""
+        return any(find(kind, name)) or any(name in plugin.tables.get(kind, {}) for plugin in self.named)
+
+    def require(self, kind: str, name: str) -> Any:
+        """Resolve a name that no key of the run file chose, loading its plugin now if the run has not: an objective, a part.
+
+        Raises:
+            PluginError: no installed plugin offers it, or its plugin is broken. The set is as it was.
+        """
+        if (kind, name) not in self.chosen:
+            self._load_later(kind, name)
+        return self.resolve(kind, name)
+
+    def _load_later(self, kind: str, name: str) -> None:
+        if problems := self._loader.load({kind: [name]}):
+            raise PluginProblems(problems, self)
+
+    def spec(self, kind: str, name: str) -> Spec:
+        """The spec behind a name that this run uses."""
+        if spec := self.find(kind, name):
+            return spec
+        raise PluginError(
+            f"{nouns()[kind].capitalize()} '{name}' is not loaded: the run file does not name it."
+        )
+
+    def resolve(self, kind: str, name: str) -> Any:
+        """The class or function behind a name, imported now; an engine's capabilities are checked."""
+        spec = self.spec(kind, name)
+        label = self.chosen[kind, name][1].label
+        found = import_load(label, spec.load) if isinstance(spec.load, str) else spec.load
+        if kind in CONTRACTS:
+            check_engine(label, spec, found)
+        return found
+
+    def function(self, kind: str, name: str) -> Callable[..., Any]:
+        """``resolve`` for a function, or for a class that is made with its options: ``guarded``.
+
+        Raises:
+            PluginError: it cannot be called with the arguments of its kind and its options.
+        """
+        spec, plugin = self.chosen[kind, name]
+        found: Callable[..., Any] = self.resolve(kind, name)
+        check_signature(f"{plugin.label}: {spec.noun} '{name}'", spec, found)
+        return self.guarded(kind, name, found)
+
+    def guarded(self, kind: str, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+        """``found`` such that what it raises carries the name and version of the plugin behind ``name``.
+
+        An error of the core's own functions passes as it is: it is a bug of ours.
+        """
+        spec, plugin = self.chosen[kind, name]
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            try:
+                return found(*arguments, **options)
+            except EngineError:
+                raise
+            except Exception as exc:
+                what = describe(exc, plugin.module.__name__)
+                raise PluginError(f"{plugin.label}: {spec.noun} '{name}' failed: {what}") from exc
+
+        return found if plugin.source == CORE else called
+
+    def overrides(self, hook: str) -> bool:
+        """Whether a plugin of this run implements a step hook."""
+        return any(hasattr(plugin.module, hook) for plugin in self.plugins)
+
+    def step(self, role: str, backend: tuple[str, str] | None) -> SimpleNamespace:
+        """The step hooks as one role's plugins answer them.
+
+        Args:
+            role: for messages.
+            backend: ``(kind, name)`` of the role's backend, whose plugin is asked last; plugins of
+                other roles' backends are not asked.
+
+        Returns:
+            The step hooks by name, as functions of keyword arguments; each gives the first answer,
+            or None when the default is to be used. A first, positional argument may be a function
+            that tells what is wrong with an answer ("" where nothing is); it is refused with the
+            plugin's name.
+        """
+        asked = self.named[::-1]
+        if backend is not None:
+            self.spec(*backend)
+            asked = list(dict.fromkeys([*asked, self.chosen[backend][1]]))
+        return SimpleNamespace(**{hook: partial(self._first, asked, role, hook) for hook in STEP_HOOKS})
+
+    def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:
+        """Tell every observer; a failing one is logged, counted in ``observer_failures``, and passed over."""
+        for plugin in reversed(self.plugins):
+            try:
+                self._caller("engine_on_event", plugin)(event=event, step=step, data=dict(data))
+            except Exception:
+                self.observer_failures += 1
+                log.exception(
+                    "%s failed to observe '%s' of step %d; training goes on", plugin.label, event, step
+                )
+
+    def versions(self) -> dict[str, str]:
+        """Version of the core and of each distribution in use; of a one-file plugin, its hash."""
+        return {CORE: engine_core.__version__} | {plugin.source: plugin.version for plugin in self.plugins}
+
+    def _caller(self, hook: str, plugin: Plugin) -> pluggy.HookCaller:
+        others = [other.module for other in self.plugins if other is not plugin]
+        return self.manager.subset_hook_caller(hook, others)
+
+    def _first(
+        self,
+        asked: Sequence[Plugin],
+        role: str,
+        hook: str,
+        problem_of: Callable[[Any], str] | None = None,
+        /,
+        **arguments: Any,
+    ) -> Any:
+        for plugin in asked:
+            answer = self.ask(plugin, role, hook, **arguments)
+            if answer is None:
+                continue
+            if problem_of is not None and (problem := problem_of(answer)):
+                raise PluginError(f"{plugin.label}: {hook} ({role}) {problem}")
+            return answer
+        return None
+
+    def ask(self, plugin: Plugin, asker: str, hook: str, /, **arguments: Any) -> Any:
+        """Call a hook of one plugin; what it raises carries its name and version."""
+        try:
+            return self._caller(hook, plugin)(**arguments)
+        except EngineError as exc:
+            exc.add_note(f"{plugin.label} raised this in {hook} ({asker}).")
+            raise
+        except Exception as exc:
+            what = describe(exc, plugin.module.__name__)
+            raise PluginError(f"{plugin.label} failed in {hook} ({asker}): {what}") from exc
+
+
+class _Loader:
+    """The loading of one ``PluginSet``: continues after a problem, so that all are found."""
+
+    def __init__(self, plugin_set: PluginSet) -> None:
+        self.plugin_set = plugin_set
+        self.problems: list[tuple[str, str, str]] = []
+        self.tables = dict.fromkeys(TABLE_SPECS)  # kinds whose hooks the manager knows, in order
+        self.imported: dict[
+            str, Plugin | None
+        ] = {}  # by module; None: failed in this call, and was reported once
+        self.started = False
+
+    def load(self, names: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
+        """Load what stands behind names, with the first call also ``plugins = [...]``, and return all problems.
+
+        A later call looks at no file of ``plugins = [...]`` again, so an edit during a run changes nothing. It reports
+        again what failed before, where it is asked for it.
+        """
+        self.problems = []
+        self.imported = {module: plugin for module, plugin in self.imported.items() if plugin is not None}
+        entries = [] if self.started else self.plugin_set.modules
+        self.started = True
+        named = [plugin for entry in entries if (plugin := self._named(entry))]
+        used = [(kind, name) for kind in names for name in sorted(names[kind])]
+        behind = [plugin for kind, name in used if (plugin := self._behind(kind, name))]
+        for kind, name in used:
+            with self._collecting(kind, name):
+                self._define(kind)
+        for plugin in dict.fromkeys([*behind, *named]):
+            if plugin in self.plugin_set.plugins:
+                self._collect(plugin, [kind for kind in names if kind in self.tables])
+            else:
+                self._register(plugin)
+        self.plugin_set.named += [
+            plugin for plugin in dict.fromkeys(named) if plugin in self.plugin_set.plugins
+        ]
+        for kind, name in used:
+            self._choose(kind, name)
+        return self.problems
+
+    @contextlib.contextmanager
+    def _collecting(self, kind: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except PluginError as exc:
+            self.problems.append((kind, name, str(exc)))
+
+    def _named(self, entry: str) -> Plugin | None:
+        """The plugin behind an entry of ``plugins = [...]``."""
+        if not entry.endswith(".py"):
+            plugin = self._behind("plugins", entry)
+            if plugin is None and not list(find("plugins", entry)):
+                self.problems.append(("plugins", entry, unknown_name("plugins", entry)))
+            return plugin
+        with self._collecting("plugins", entry):
+            module, digest = import_file(entry, self.plugin_set.root, self.plugin_set.allow_code)
+            label = f"Plugin file '{entry}' ({digest})"
+            plugin = Plugin(module, label, Path(entry).name, digest)
+            return self.imported.setdefault(module.__name__, plugin)
+        return None
+
+    def _behind(self, kind: str, name: str) -> Plugin | None:
+        """The plugin whose metadata offers a name, imported; None if there is none or it failed."""
+        offers = list(find(kind, name))
+        if len(offers) > 1:
+            self._ambiguous(kind, name, [str(offer.distribution) for offer in offers])
+        if len(offers) != 1:
+            return None
+        offer = offers[0]
+        if offer.module not in self.imported:
+            self.imported[offer.module] = None
+            with self._collecting(kind, name):
+                source, version = offer.distribution.name, offer.distribution.version
+                self.imported[offer.module] = Plugin(import_offer(offer), str(offer), source, version)
+        return self.imported[offer.module]
+
+    def _define(self, kind: str) -> None:
+        """Add the hook of a table that a plugin defines to the manager."""
+        if kind in self.tables or kind == "plugins" or (module := table_module(kind)) is None:
+            return
+        self.tables[kind] = None
+        self.plugin_set.manager.add_hookspecs(module)
+
+    def _ambiguous(self, kind: str, name: str, sources: Sequence[str]) -> None:
+        choices = " or ".join(f"'{source.split(' ')[0]}:{split(name)[1]}'" for source in sources)
+        offered = f"{nouns()[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}"
+        self.problems.append((kind, name, f"{offered}. Write {choices}."))
+
+    def _register(self, plugin: Plugin) -> None:
+        """Check the hooks of a plugin, register it, collect and check its tables."""
+        plugin_set, name = self.plugin_set, plugin.module.__name__
+        try:
+            for hook in dir(plugin.module):
+                if hook.startswith("engine_"):
+                    self._define(hook.removeprefix("engine_"))
+            wrong = list(hook_problems(plugin_set.manager, plugin.module, plugin.label))
+        except PluginError as exc:  # the plugin that defines the table of a hook is broken
+            wrong = [str(exc)]
+        if not wrong:
+            try:
+                plugin_set.manager.register(plugin.module, name)
+            except pluggy.PluginValidationError as exc:
+                wrong = [f"{plugin.label}: {exc}"]
+        if wrong:
+            self.problems += [("plugins", name, problem) for problem in wrong]
+            self.imported[name] = None
+            return
+        plugin_set.plugins.append(plugin)
+        self._collect(plugin, self.tables)
+
+    def _collect(self, plugin: Plugin, kinds: Collection[str]) -> None:
+        """Ask a plugin for those of its tables that it has not given yet."""
+        for kind in kinds:
+            if kind not in plugin.tables:
+                with self._collecting(kind, plugin.label):
+                    plugin.tables[kind] = self._table(plugin, kind)
+
+    def _table(self, plugin: Plugin, kind: str) -> dict[str, Spec]:
+        """One table of one plugin; it must hold every name that the metadata promised."""
+        hook = f"engine_{kind}"
+        offers = self.plugin_set._caller(hook, plugin).get_hookimpls()
+        answers = self.plugin_set.ask(plugin, "while it was loaded", hook) if offers else [{}]
+        table: dict[str, Spec] = {}
+        for answer in answers or [None]:  # pluggy leaves None out
+            check_table(plugin.label, kind, answer)
+            table |= answer
+        module = plugin.module.__name__
+        mine = [offer for offer in installed() if offer.distribution.name == plugin.source]
+        promised = {offer.name for offer in mine if (offer.kind, offer.module) == (kind, module)}
+        for name in sorted(promised - {*table}):
+            held = ", ".join(sorted(table)) or "nothing"
+            raise PluginError(
+                f"{plugin.label} promises the {nouns()[kind]} '{name}' in its metadata, but {hook} of "
+                f"'{module}' gives {held}. The entry point and the table must agree."
+            )
+        return table
+
+    def _choose(self, kind: str, name: str) -> None:
+        """Bind a used name to the one plugin that offers it."""
+        distribution, short = split(name)
+        offers = list(find(kind, name))
+        if len(offers) > 1 or any(self.imported[offer.module] is None for offer in offers):
+            return  # told already
+        candidates = [plugin for offer in offers if (plugin := self.imported[offer.module])]
+        named = [plugin for plugin in self.plugin_set.named if plugin not in candidates]
+        candidates += [
+            p for p in named if short in p.tables.get(kind, {}) and distribution in (None, p.source)
+        ]
+        if len(candidates) > 1:
+            self._ambiguous(kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates])
+        elif not candidates:
+            also = {other for plugin in named for other in plugin.tables.get(kind, {})}
+            self.problems.append((kind, name, unknown_name(kind, name, also)))
+        elif spec := candidates[0].tables.get(kind, {}).get(short):  # else: its table failed, told already
+            self.plugin_set.chosen[kind, name] = spec, candidates[0]

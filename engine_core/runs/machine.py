@@ -1,0 +1,190 @@
+"""The machine under a run: checks at the start, what ``env.json`` says of it, memory as metrics.
+
+Each check returns None or a sentence that names the thing and says what to do. None of them stops
+a run: a small shared memory is fatal to one set-up and of no interest to another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from engine_core.config.inputs import files_of, stored_files
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.plugins.plugin_set import PluginSet
+
+PACKAGES = (
+    "engine-core-rl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "pyarrow",
+    "numpy",
+    "pydantic",
+)
+ENVIRONMENT = (
+    *("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "LOG_LEVEL", "NCCL_DEBUG", "OMP_NUM_THREADS"),
+    *("PYTORCH_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "WORLD_SIZE"),
+)
+"""The environment variables that ``env.json`` shows; no other is written."""
+
+GIB = 1024**3
+MIN_SHARED_MEMORY = 1 * GIB  # NCCL and data workers each map hundreds of MiB
+MIN_FREE_DISK = 5 * GIB
+ENOUGH_FILES = 4096
+NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs\d*|cifs|smb\w*|afs|ceph|lustre|gpfs|beegfs|davfs|(fuse\.)?(glusterfs|sshfs|s3fs|gcsfuse|juicefs|rclone|goofys)"
+)
+
+
+def check_start(run_path: Path) -> list[str]:
+    """Raise the limit of open files, look at shared memory and at the disk of the run folder; a sentence a problem."""
+    checks = raise_open_file_limit(), check_shared_memory(), check_file_system(run_path), check_disk(run_path)
+    return [problem for problem in checks if problem]
+
+
+def raise_open_file_limit() -> str | None:
+    """Set this process's soft limit of open files to the hard one; a sentence where that is low too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The hard limit of macOS reads as infinite, and setting that is refused.
+    limit = max(soft, min(hard, 10240)) if sys.platform == "darwin" else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == resource.RLIM_INFINITY or limit >= ENOUGH_FILES:
+        return None
+    return (
+        f"Open files: the limit is {limit} even after raising it to the hard limit; {ENOUGH_FILES} or more are expected. "
+        "Raise the hard limit ('nofile' in /etc/security/limits.conf, or --ulimit nofile=65536 of a container)."
+    )
+
+
+def check_shared_memory(path: Path = Path("/dev/shm"), need: int = MIN_SHARED_MEMORY) -> str | None:
+    """A sentence where ``/dev/shm`` is smaller than ``need`` bytes; macOS has none and needs none."""
+    if not path.is_dir():
+        return None
+    size = shutil.disk_usage(path).total
+    if size >= need:
+        return None
+    return (
+        f"Shared memory: {path} has {size / GIB:.2f} GiB; {need / GIB:.0f} GiB or more are expected by data workers and "
+        "multi-GPU communication. Enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm)."
+    )
+
+
+def check_file_system(path: Path) -> str | None:
+    """A sentence where ``path``, which need not exist, lies on a network file system."""
+    below = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if path.absolute().is_relative_to(mount.mountpoint)
+    ]
+    mount = max(below, key=lambda mount: len(mount.mountpoint), default=None)
+    if mount is None or not NETWORK_FILE_SYSTEMS.fullmatch(mount.fstype):
+        return None
+    return (
+        f"Network file system: the run folder {path} lies on {mount.mountpoint} ({mount.fstype}). Checkpoints and metrics "
+        "will be slow, and file locks may not hold. Set run.dir to a local disk and copy the run afterwards."
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: those that it is bound to, and the share that its control group has."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return bound
+    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
+
+
+def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
+    """A sentence where less than ``need`` bytes are free on the disk of ``path``."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= need:
+        return None
+    return (
+        f"Disk: {free / GIB:.1f} GiB are free under the run folder {path}; {need / GIB:.0f} GiB or more are expected. "
+        "Free some ('engine prune' deletes old checkpoints), lower checkpoint.keep_last, or set run.dir to another disk."
+    )
+
+
+def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
+    """What the run depends on besides its config: the content of ``env.json``."""
+    named = [*files_of(config.data.train), *files_of(config.data.validation)]
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": list(sys.argv),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "plugins": dict(plugins.versions()) if plugins else {},
+        "git": _git_state(),
+        "seeds": {"run": config.run.seed, "model": config.model.seed},
+        "data": {str(file): _fingerprint(file) for name in named for file in stored_files(Path(name))},
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the project around the working directory and whether files differ from it; None without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
+        ).stdout
+
+    try:
+        sha, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit, too slow a disk
+        return None
+    return {"sha": sha.strip(), "changed_files": len(changed.splitlines())}
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {"sha256": None}
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory of this process and of its accelerator now, in GiB.
+
+    Returns:
+        ``memory/rss_gib``; with an accelerator also ``memory/allocated_gib``, ``memory/reserved_gib``
+        and ``memory/peak_gib`` (allocated, since the process began). torch is not imported for it.
+    """
+    metrics = {"memory/rss_gib": psutil.Process().memory_info().rss / GIB}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
+        # An accelerator whose allocator keeps no statistics (MPS) has no more to say.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            metrics["memory/allocated_gib"] = torch.accelerator.memory_allocated() / GIB
+            metrics["memory/reserved_gib"] = torch.accelerator.memory_reserved() / GIB
+            metrics["memory/peak_gib"] = torch.accelerator.max_memory_allocated() / GIB
+    return metrics

@@ -1,0 +1,270 @@
+"""Rollouts on disk: one Parquet file a step, one row a rollout.
+
+Columns: ``step``, ``request_id``, ``prompt_id``, ``group_id``, ``index``, ``prompt``, ``response`` (texts),
+``prompt_ids``, ``token_ids``, ``loss_mask``, ``rollout_log_probs``, ``policy_versions`` (lists),
+``finish_reason``, ``reward``, ``rewards`` (map of name to value, null where it did not apply),
+``answers`` (map of reward to the answer that it read), ``greedy_reward``, ``valid``, ``failure`` (of an
+episode), ``messages`` (of an episode: what came after the prompt, JSON), ``columns`` (the row of the data,
+JSON) and ``extras`` (tensors by name, as a safetensors file). Any Parquet reader shows them;
+``read_rollouts`` rebuilds what ``write_rollouts`` was given.
+
+The key ``engine.rollouts`` of the file's metadata holds JSON: ``format`` (``FORMAT``) and what all rows have
+in common, such as ``tokenizer`` (hash) and ``temperature``. Format 1 had neither the key nor
+``greedy_reward``, format 2 neither ``failure`` nor ``messages`` nor ``answers``; both are still read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core import faults
+from engine_core.errors import DataError
+from engine_core.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from engine_core.runs.tracking import RunFolder
+
+FORMAT = 3
+ABOUT = b"engine.rollouts"
+"""Key of the file's metadata."""
+ROWS_AT_ONCE = 128
+"""Rollouts of one row group: what must be decoded to read one of them."""
+PLAIN = {
+    "request_id": "string",
+    "group_id": "int64",
+    "index": "int64",
+    "finish_reason": "string",
+    "reward": "float64",
+    "greedy_reward": "float64",
+    "valid": "bool",
+    "failure": "string",
+}
+"""Columns that are fields of a rollout, with their Arrow types."""
+TENSORS = {
+    "token_ids": "int64",
+    "loss_mask": "bool",
+    "rollout_log_probs": "float32",
+    "policy_versions": "int32",
+}
+"""Fields with a value a token, with the name of the type in Arrow and in torch."""
+SINCE = {"greedy_reward": 2, "failure": 3, "messages": 3, "answers": 3}
+"""Columns that formats before this one lack; they are read as null."""
+
+
+def rollout_path(folder: Path, step: int) -> Path:
+    """The file of one step in a folder of rollouts."""
+    return folder / f"step_{step:06d}.parquet"
+
+
+def write_rollouts(
+    run: RunFolder | Path, step: int, rollouts: Sequence[Rollout], about: Mapping[str, Any] | None = None
+) -> Path:
+    """Write rollouts whole or not at all; a file of the same name is replaced.
+
+    Args:
+        run: a run, a folder of rollouts, or the file itself (``.parquet``).
+        step: the step they belong to.
+        rollouts: any number of them, none included.
+        about: what all of them have in common, plain values: ``tokenizer`` (its hash), ``temperature``,
+            ``top_p``, ``top_k``.
+
+    Returns:
+        The file.
+    """
+    import pyarrow.parquet as pq
+
+    path = run if isinstance(run, Path) else run.rollouts_dir
+    target = path if path.suffix == ".parquet" else rollout_path(path, step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp")
+    table = _table(step, rollouts).replace_schema_metadata(
+        {ABOUT: json.dumps({**(about or {}), "format": FORMAT})}
+    )
+    try:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_AT_ONCE)
+        faults.point("rollouts.half_written")
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """Read a file that ``write_rollouts`` wrote.
+
+    Raises:
+        DataError: the file is absent, is no Parquet, lacks a column or is of a later version.
+    """
+    return RolloutFile(path).rollouts()
+
+
+class RolloutFile:
+    """A file of rollouts, of which any rows can be read.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        DataError: the file is absent, is no Parquet, lacks a column or is of a later version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        if not path.is_file():
+            near = sorted(file.name for file in path.parent.glob("*.parquet"))
+            listed = f"{near[0]} to {near[-1]}" if near else "no rollout file"
+            raise DataError(
+                f"No rollouts at {path}. That folder holds {listed}; see tracking.rollouts_every_steps."
+            )
+        try:
+            self._file = pq.ParquetFile(path)
+            metadata = self._file.schema_arrow.metadata or {}
+            self.about: dict[str, Any] = json.loads(metadata.get(ABOUT, b'{"format": 1}'))
+            version = int(self.about["format"])
+        except (pa.ArrowInvalid, ValueError, TypeError, KeyError) as error:
+            raise self._unreadable(error) from error
+        if version > FORMAT:
+            raise DataError(
+                f"{path} is of format {version}; this version reads up to {FORMAT}. Update the engine."
+            )
+        names = self._file.schema_arrow.names
+        self._absent = [name for name, since in SINCE.items() if since > version and name not in names]
+        if missing := [name for name in _schema().names if name not in {*names, *self._absent}]:
+            raise self._unreadable(f"it has no column {', '.join(missing)}")
+        counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
+        self._starts = [0, *itertools.accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def table(self, columns: Sequence[str]) -> pa.Table:
+        """Some columns of all rows."""
+        return self._read(range(self._file.num_row_groups), columns)
+
+    def rollouts(self, rows: Sequence[int] | None = None) -> list[Rollout]:
+        """The rollouts of these rows, in that order; default: all.
+
+        Raises:
+            DataError: a value is not what ``write_rollouts`` writes.
+        """
+        import pyarrow as pa
+        from safetensors import SafetensorError
+
+        wanted = range(len(self)) if rows is None else rows
+        chosen = set(wanted)
+        groups = [
+            i
+            for i, (start, end) in enumerate(itertools.pairwise(self._starts))
+            if not chosen.isdisjoint(range(start, end))
+        ]
+        held = [row for i in groups for row in range(self._starts[i], self._starts[i + 1])]
+        place = {row: number for number, row in enumerate(held)}
+        order = pa.array([place[row] for row in wanted], pa.int64())
+        table = self._read(groups, _schema().names).take(order)
+        try:
+            return _rollouts(table)
+        except (ValueError, TypeError, AttributeError, SafetensorError) as error:
+            raise self._unreadable(error) from error
+
+    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            present = [name for name in columns if name not in self._absent]
+            table = self._file.read_row_groups(list(groups), columns=present)
+            for name in (name for name in columns if name in self._absent):
+                table = table.append_column(name, pa.nulls(len(table)))
+            wanted = pa.schema([_schema().field(name) for name in columns])
+            return table.select(list(columns)).cast(wanted)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, why: object) -> DataError:
+        return DataError(
+            f"{self.path} is not a file of rollouts ({why}). Expected what 'engine generate' or a run writes."
+        )
+
+
+@functools.cache
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    tokens = {name: pa.large_list(pa.type_for_alias(kind)) for name, kind in TENSORS.items()}
+    columns = {
+        "step": pa.int64(),
+        **{name: pa.type_for_alias(kind) for name, kind in PLAIN.items()},
+        **tokens,
+        "prompt_id": pa.string(),
+        "prompt": pa.string(),
+        "prompt_ids": pa.large_list(pa.int64()),
+        "columns": pa.string(),
+        "response": pa.string(),
+        "messages": pa.string(),
+        "rewards": pa.map_(pa.string(), pa.float64()),
+        "answers": pa.map_(pa.string(), pa.string()),
+        "extras": pa.binary(),
+    }
+    return pa.schema(list(columns.items()))
+
+
+def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
+    import pyarrow as pa
+    from safetensors.torch import save
+
+    prompts = [r.prompt for r in rollouts]
+    extras = [{name: tensor.contiguous().clone() for name, tensor in r.extras.items()} for r in rollouts]
+    columns: dict[str, list[Any]] = {
+        "step": [step] * len(rollouts),
+        **{name: [getattr(r, name) for r in rollouts] for name in PLAIN},
+        **{name: [getattr(r, name).numpy(force=True) for r in rollouts] for name in TENSORS},
+        "prompt_id": [prompt.id for prompt in prompts],
+        "prompt": [prompt.text for prompt in prompts],
+        "prompt_ids": [prompt.token_ids for prompt in prompts],
+        "columns": [json.dumps(prompt.columns, default=str) for prompt in prompts],
+        "response": [r.text for r in rollouts],
+        "messages": [json.dumps(r.messages) for r in rollouts],
+        "rewards": [list(r.rewards.items()) for r in rollouts],
+        "answers": [list(r.answers.items()) for r in rollouts],
+        "extras": [save(tensors) for tensors in extras],
+    }
+    return pa.table(columns, schema=_schema())
+
+
+def _rollouts(table: pa.Table) -> list[Rollout]:
+    """The rows of a table of our columns; tokens do not become Python numbers on the way."""
+    import torch
+    from safetensors.torch import load
+
+    plain = [name for name in table.column_names if name not in TENSORS]
+    made = []
+    for number, row in enumerate(table.select(plain).to_pylist()):
+        tensors: dict[str, Any] = {
+            name: torch.tensor(
+                table.column(name)[number].values.to_numpy(zero_copy_only=False), dtype=getattr(torch, kind)
+            )
+            for name, kind in TENSORS.items()
+        }
+        rollout = Rollout(
+            **{name: row[name] for name in PLAIN if name != "failure"},
+            **tensors,
+            prompt=Prompt(row["prompt_id"], row["prompt_ids"], row["prompt"], json.loads(row["columns"])),
+            text=row["response"],
+            rewards=dict(row["rewards"]),
+            failure=row["failure"] or "",
+            messages=json.loads(row["messages"] or "[]"),
+            answers=dict(row["answers"] or ()),
+            extras=load(row["extras"]),
+        )
+        made.append(rollout)
+    return made

@@ -1,0 +1,128 @@
+"""What a run asks of its engines beyond sampling and training: the support of cut distributions, responses stopped early."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.schedule import boundaries, config_at
+from engine_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.train.sampled_run import SampledRun
+
+log = logging.getLogger("engine")
+
+
+def replays_support(run: SampledRun) -> bool:
+    """What `algorithm.correction.support` comes to in this run; said where it is not what one would expect.
+
+    Raises:
+        ConfigError: ``replay`` is asked for, and an engine of the run cannot do it.
+    """
+    config, wanted = run.config, run.config.algorithm.correction.support
+    if wanted == "off":
+        return False
+    lacking = _lacking(run)
+    if not lacking:
+        return True
+    why = f"{lacking} has no capability 'support'"
+    if wanted == "replay":
+        raise ConfigError(
+            f"algorithm.correction.support: got 'replay', but {why}. Use another backend, or 'off': log-probs are then "
+            "over the whole vocabulary."
+        )
+    if keys := cutting_keys(config):
+        log.warning(
+            "%s cut the distribution, and %s: log-probs of sampler and trainer are compared over the whole "
+            "vocabulary, and the importance weights are those of another policy than the one that sampled. Set "
+            'rollout.top_p = 1 and rollout.top_k = 0, or algorithm.correction.support = "off" to say that this is meant.',
+            keys, why,
+        )  # fmt: skip
+    return False
+
+
+def cutting_keys(config: EngineConfig) -> str:
+    """The keys that cut the distribution in some step; empty where none does."""
+    steps = [config_at(config, step).rollout for step in boundaries(config)]
+    cut = {"rollout.top_p": any(each.top_p < 1 for each in steps)}
+    cut["rollout.top_k"] = any(each.top_k > 0 for each in steps)
+    return " and ".join(key for key, cuts in cut.items() if cuts)
+
+
+def _lacking(run: SampledRun) -> str:
+    """The first engine of the run that cannot; empty where all can. Stored rollouts have a support or have none."""
+    config, roles = run.config, run.roles(training=True)
+    engines = [("rollout", "rollout_engines", config.rollout.backend)] if run.samples else []
+    engines += [
+        (name, "train_engines", config.role(name).backend)
+        for name, role in roles.items()
+        if role.kind == "train" and name != "critic"
+    ]
+    for role, kind, backend in engines:
+        spec: Any = run.plugins.spec(kind, backend)
+        if "support" not in spec.capabilities:
+            return f"{role}.backend = '{backend}'"
+    return ""
+
+
+def check_other_policy(run: SampledRun) -> None:
+    """Refuse to learn, unweighed, from a sampler that is by its options another policy than its weights.
+
+    Raises:
+        ConfigError: `algorithm.correction.level` is ``off`` and nothing else takes the gap into account.
+    """
+    config, correction = run.config, run.config.algorithm.correction
+    keys = getattr(config.rollout.options, "other_policy", "")
+    if run.samples and keys and correction.level == "off" and not correction.bypass:
+        raise ConfigError(
+            f"algorithm.correction.level: got 'off', but with {keys} the sampler is another policy than the one that learns: "
+            "its tokens must be weighed. Leave the key out ('auto' is then 'token'), or remove the other."
+        )
+
+
+def check_adapter(run: SampledRun) -> None:
+    """Refuse an adapter alone for the sampler where there is none, or one that its base would not carry.
+
+    Raises:
+        ConfigError: no [actor.lora], or one that trains more than products; another base.
+    """
+    config, lora = run.config, run.config.actor.lora
+    if not (run.samples and getattr(config.rollout.options, "adapter", False)):
+        return
+    key = f"rollout.{config.rollout.backend}.adapter"
+    if lora is None:
+        raise ConfigError(
+            f"{key}: got true, but the run trains no adapter. Remove the key, or add a table [actor.lora]."
+        )
+    if lora.dora or lora.modules_to_save:
+        what = "actor.lora.dora" if lora.dora else "actor.lora.modules_to_save"
+        raise ConfigError(
+            f"{key}: got true, but {what} trains more than the products that a sampler can add to its base. Remove one of "
+            "the two: without the former merged weights are handed over."
+        )
+    if config.actor.path and config.actor.path != config.model.path:
+        raise ConfigError(
+            f"{key}: got true, but the adapter is of actor.path = '{config.actor.path}' and the sampler's base is model.path = "
+            f"'{config.model.path}'. Name one model, or remove the key."
+        )
+
+
+def check_partial(run: SampledRun) -> None:
+    """Refuse keys that stop responses, where the sampler cannot do it.
+
+    Raises:
+        ConfigError: its backend has no capability ``partial``.
+    """
+    config = run.config.rollout
+    if not (run.samples and config.stops_responses):
+        return
+    spec: Any = run.plugins.spec("rollout_engines", config.backend)
+    if "partial" not in spec.capabilities:
+        key = "request_timeout_seconds" if config.request_timeout_seconds else "over_sampling"
+        value = config.request_timeout_seconds or config.over_sampling
+        raise ConfigError(
+            f"rollout.{key}: got {value:g}, but rollout.backend = '{config.backend}' has no capability 'partial': it "
+            "cannot stop a response in its midst. Remove the key, or use another backend."
+        )

@@ -1,0 +1,206 @@
+"""Evaluations of a policy: every held-out set sampled as ``[eval]`` says, scored, and told with its uncertainty."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine_core.algorithms.evaluation import (
+    Estimate,
+    bootstrap_interval,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+)
+from engine_core.config.evaluation import UNNAMED, HeldOut
+from engine_core.data import PromptSource
+from engine_core.rewards.preflight import ROWS
+from engine_core.runs.rollout_files import write_rollouts
+from engine_core.train.lengths import held_tokens
+from engine_core.train.source_rows import evaluated, rows_of
+from engine_core.types import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from engine_core.train.rollouts import RolloutSource
+    from engine_core.train.sampled_run import SampledRun
+    from engine_core.types import Prompt, Rollout
+
+
+SAMPLED = ("temperature", "top_p", "top_k", "max_response_tokens")
+"""Keys of a set that a request has too."""
+
+
+class Evaluation:
+    """The held-out sets of a run.
+
+    Args:
+        run: the trainer that it serves; its worker groups exist when it is called.
+        sampling: samples and scores.
+
+    Raises:
+        DataError: a reward needs a column that a set lacks. Sets are read here where the run evaluates,
+            else when it is called.
+    """
+
+    def __init__(self, run: SampledRun, sampling: RolloutSource) -> None:
+        self.run, self.sampling = run, sampling
+        self._prompts: dict[str, list[Prompt]] = {}
+        for held_out in evaluated(run) if run.config.eval.during_training else ():
+            self.prompts(held_out)
+
+    def prompts(self, held_out: HeldOut) -> list[Prompt]:
+        """The prompts of a set, read once."""
+        if held_out.name not in self._prompts:
+            data = held_out.data(self.run.config)
+            split = f"validation/{held_out.name}".rstrip("/")
+            seed, held = self.run.config.run.seed, held_tokens(self.run)
+            source = PromptSource(data, self.run.tokenizer, seed, split, rows_of(self.run, held_out), held)
+            try:
+                columns = source.columns()
+                if self.sampling.environment:
+                    self.sampling.environment.check_columns(columns)
+                self.sampling.rewards.check_columns(columns)
+                self.sampling.check_rows(source.spread(ROWS), data.max_bad_rows)
+                self._prompts[held_out.name] = source.all(held_out.max_prompts)
+            finally:
+                source.close()
+        return self._prompts[held_out.name]
+
+    def measure(self, out: Path | None = None) -> dict[str, float]:
+        """Sample and score every set.
+
+        Args:
+            out: folder for the rollouts, one file a set; default: that of the run, in training.
+
+        Returns:
+            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``, see
+            ``set_metrics``.
+        """
+        metrics: dict[str, float] = {}
+        for held_out in evaluated(self.run):
+            sampling = Sampling(**{name: getattr(held_out, name) for name in SAMPLED})
+            rollouts, about = self._rollouts(held_out, sampling), self.sampling.about(sampling)
+            metrics |= {
+                held_out.prefix + name: value for name, value in set_metrics(rollouts, held_out).items()
+            }
+            told = self.run.measured(rollouts)
+            metrics |= {held_out.prefix + name: value for name, value in told.items()}
+            if environment := self.sampling.environment:
+                metrics |= {held_out.prefix + name: value for name, value in environment.metrics().items()}
+            if out is not None:
+                write_rollouts(
+                    out / f"{held_out.name or UNNAMED}.parquet", self.run.step_done, rollouts, about
+                )
+            elif self.run.folder and self.run.running:
+                folder = self.run.folder.rollouts_dir / "eval" / held_out.name
+                write = partial(write_rollouts, folder, self.run.step_done, rollouts, about)
+                self.run.folder.pending.do(f"the evaluation of step {self.run.step_done}", write)
+        return metrics
+
+    def _rollouts(self, held_out: HeldOut, sampling: Sampling) -> list[Rollout]:
+        prompts = self.prompts(held_out)
+        with self.run.runtime.phase("generate"):
+            rollouts = self.sampling.sample_as(prompts, 0, held_out.samples_per_prompt, sampling)
+        self.sampling.score(rollouts, 0, training=False)
+        return rollouts
+
+
+def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, float]:
+    """What is told of one set; intervals as ``NAME_low`` and ``NAME_high`` where there is one.
+
+    A response without a score (its reward does not apply, or failed and `on_error` drops it) is left out
+    and counted in ``unscored``; a prompt with fewer than k others is not in pass@k and maj@k.
+
+    Args:
+        rollouts: scored, in groups of a prompt.
+        held_out: how they were sampled and what is asked for.
+
+    Returns:
+        ``reward_mean``, ``accuracy`` (mean score), ``mean@N`` (the same, of N > 1 responses a prompt),
+        ``pass@K``, ``maj@K``, ``NAME`` of each reward, ``response_length``, ``prompts``, ``unscored``.
+    """
+    names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
+    score = held_out.score or (names[0] if names else None)
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    scored = {
+        group: kept
+        for group, members in groups.items()
+        if (kept := [r for r in members if score is not None and r.rewards.get(score) is not None])
+    }
+    found: dict[str, Estimate] = {
+        "reward_mean": mean_interval([_mean([r.reward for r in members]) for members in groups.values()])
+    }
+    if score is not None and scored:
+        found |= _of_score(scored, score, held_out)
+    metrics = {name: _mean([r.rewards.get(name) for r in rollouts]) for name in names}
+    metrics |= {"accuracy": 0.0} | flat(found)
+    return metrics | {
+        "response_length": _mean([float(r.response_length) for r in rollouts]),
+        "prompts": float(len(groups)),
+        "unscored": float(len(rollouts) - sum(map(len, scored.values()))),
+    }
+
+
+def _of_score(scored: Mapping[int, Sequence[Rollout]], score: str, held_out: HeldOut) -> dict[str, Estimate]:
+    """Means of the score, pass@k and maj@k over the prompts."""
+    prompts = [_Prompt.of(members, score, held_out) for members in scored.values()]
+    binary = {value for prompt in prompts for value in prompt.scores} <= {0.0, 1.0}
+    interval = bootstrap_interval if binary else mean_interval
+    found = {"accuracy": interval([_mean(prompt.scores) for prompt in prompts])}
+    if held_out.samples_per_prompt > 1:
+        found[f"mean@{held_out.samples_per_prompt}"] = found["accuracy"]
+    for k in held_out.k:
+        if enough := [prompt for prompt in prompts if len(prompt.scores) >= k]:
+            passes = [pass_at_k(sum(prompt.passed), len(prompt.passed), k) for prompt in enough]
+            found[f"pass@{k}"] = bootstrap_interval(passes)
+            if held_out.majority != "off":
+                votes = [majority_at_k(prompt.answers, prompt.passed, k) for prompt in enough]
+                found[f"maj@{k}"] = bootstrap_interval(votes)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The scored responses to one prompt."""
+
+    scores: list[float]
+    passed: list[bool]
+    answers: list[str | None]  # what each votes for
+
+    @classmethod
+    def of(cls, members: Sequence[Rollout], score: str, held_out: HeldOut) -> _Prompt:
+        scores = [r.rewards[score] or 0.0 for r in members]
+        return cls(
+            scores,
+            [value >= held_out.pass_threshold for value in scores],
+            _answers(members, held_out.majority),
+        )
+
+
+def _answers(members: Sequence[Rollout], majority: str) -> list[str | None]:
+    """What each response votes for; a text with its white space collapsed."""
+    if majority == "text":
+        return [" ".join(r.text.split()) or None for r in members]
+    return [r.answers.get(majority) for r in members]
+
+
+def flat(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Estimates as metrics: ``NAME``, and ``NAME_low`` and ``NAME_high`` where there is an interval."""
+    metrics = {}
+    for name, estimate in estimates.items():
+        metrics[name] = estimate.mean
+        if not math.isnan(estimate.low):
+            metrics |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return metrics
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -1,0 +1,413 @@
+"""The rollout side of a trainer: sample, score, describe, keep, and bring new weights in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.config.requirements import GREEDY
+from engine_core.contracts.runtime import REWARD_PHASE
+from engine_core.data import tokenizer_hash
+from engine_core.errors import TrainingFailed
+from engine_core.rewards import RewardRunner
+from engine_core.rewards.preflight import check_rewards, check_rows
+from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.sampling.deadlines import TIMEOUT
+from engine_core.train.lengths import model_length
+from engine_core.train.rounds import Rounds
+from engine_core.train.stages import Stages
+from engine_core.types import CUT, Batch, Request, Sampling, sampled_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels
+    from engine_core.rewards.models import Known, ModelReward
+    from engine_core.train.sampled_run import SampledRun
+    from engine_core.types import Prompt, Rollout
+
+
+Seen = Callable[[Sequence["Rollout"]], None]
+"""Is told of rollouts as they finish."""
+
+
+class RolloutSource:
+    """Scored rollouts for one run.
+
+    Args:
+        run: the trainer that it serves; its worker groups exist when a method is called.
+        scores: False where nothing is scored: no reward is made.
+    """
+
+    def __init__(self, run: SampledRun, scores: bool = True) -> None:
+        self.run = run
+        self.stages = Stages(run.config.stage, run.plugins)  # one that cannot be called is refused here
+        columns = run.reward_columns() if scores else set()
+        self.environment = environment_of(run, columns) if scores else None
+        self.rewards = self._make_rewards(columns) if scores else RewardRunner([], run.plugins)
+        self.recorded: Path | None = None  # a folder: steps take their rollouts from it, and none is sampled
+        self._tokenizer = ""  # its hash, worked out once
+        self.version = 0  # weight updates that the sampler has seen
+        self.early_stop = self.make_early_stop() if run.config.rollout.over_sampling > 1 else None
+        self._traded = 0.0  # of the runtime's seconds, those before the last update
+        self.timeouts = 0  # responses of the step that were stopped at their time limit
+        self.tells_log_probs = True  # the step asks the sampler for log-probs
+
+    def sync(self, updated: bool = True) -> dict[str, float]:
+        """Bring the sampler to the actor's weights, a version on where they were updated."""
+        runtime = self.run.runtime
+        if self.run.folder is not None:
+            runtime.look_for_requests(self.run.folder.path)
+        result = runtime.push_weights("actor", "rollout", self.version + updated)
+        traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
+        self.version = result.version
+        self.run.emit("weights_synced", {"version": result.version, "bytes": result.bytes})
+        return {
+            "sync/bytes": float(result.bytes),
+            "sync/seconds": result.seconds,
+            "policy_version": float(result.version),
+            "time/switch": traded + result.seconds,
+            **runtime.loss_metrics(),
+        }
+
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """The rollouts of a step after the stages, kept; metrics of sampling, rewards and stages."""
+        if self.recorded is not None:
+            return read_rollouts(rollout_path(self.recorded, step)), {}
+        rounds = Rounds(self, step, self.run.samples_greedy)  # more than one where a stage refills
+        while wanted := rounds.missing:
+            prompts = self._take(self.early_stop.to_take(wanted) if self.early_stop else wanted)
+            with self.run.phase("generate"):
+                rounds.sample(prompts)  # G rollouts for each prompt
+            with self.run.phase("reward"):
+                rounds.score()  # failures are handled by policy
+        rollouts, metrics = rounds.finish()
+        self.keep(rollouts, step)
+        return rollouts, metrics
+
+    def make_early_stop(self) -> EarlyStop:
+        """Return what ends a step as soon as enough groups are complete."""
+        part: Callable[[RolloutSource], EarlyStop] = self.run.plugins.require("parts", "early_stop")
+        return part(self)
+
+    def _take(self, count: int) -> list[Prompt]:
+        """The next prompts of the data."""
+        return self.run.source.take(count)
+
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, first_group: int = 0, seen: Seen | None = None
+    ) -> list[Rollout]:
+        """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ...; see ``sample_as``."""
+        size, sampling = self.run.config_now.rollout.group_size, self._as_told(step)
+        return self._sample(self._requests(prompts, step, size, sampling, first_group), seen)
+
+    def _sample(self, requests: list[Request], seen: Seen | None) -> list[Rollout]:
+        """See ``sample``."""
+
+        def settled(rollouts: Sequence[Rollout]) -> None:
+            self._settle_late(rollouts)
+            if seen is not None:
+                seen(rollouts)
+
+        timed = self.run.config_now.rollout.request_timeout_seconds
+        return self._generate(requests, settled if seen is not None or timed else None)
+
+    def _settle_late(self, rollouts: Sequence[Rollout]) -> None:
+        """What `rollout.on_timeout` says of responses that ran out of time.
+
+        Raises:
+            TrainingFailed: it says that the run ends.
+        """
+        if self.environment:
+            return  # its episodes have a limit of their own
+        policy = self.run.config_now.rollout.on_timeout
+        for rollout in rollouts:
+            if rollout.failure != TIMEOUT:
+                continue
+            self.timeouts += 1
+            if policy == "fail":
+                raise TrainingFailed(
+                    f"Response {rollout.request_id} (prompt {rollout.prompt.id}) had {rollout.response_length} tokens after "
+                    f"{self.run.config_now.rollout.request_timeout_seconds:g} s (rollout.request_timeout_seconds). The run ends "
+                    'because rollout.on_timeout = "fail". The weights were left alone.'
+                )
+            rollout.valid = policy != "drop"
+            if policy == "keep":
+                rollout.failure = ""
+
+    def _as_told(self, step: int) -> Sampling:
+        """How the step samples."""
+        config = self.run.config_now.rollout
+        self.tells_log_probs = (step - 1) % config.log_probs_every_steps == 0
+        return Sampling(
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            config.max_response_tokens,
+            log_probs=self.tells_log_probs,
+            max_support=config.max_support if self.run.replays_support else 0,
+        )
+
+    def sample_and_score(
+        self, prompts: Sequence[Prompt], step: int, first_group: int = 0
+    ) -> tuple[list[Rollout], EarlyScores | Known | None]:
+        """As ``sample``; complete groups are scored while others are sampled, where `rollout.score_early` allows it.
+
+        Returns:
+            The rollouts, and what ``score`` needs to finish their rewards.
+        """
+        config = self.run.config_now.rollout
+        if self.early_stop:
+            request_of = partial(self._request, sampling=self._as_told(step))
+            rollouts = self.early_stop.sample(prompts, step, first_group, request_of)
+            self._settle_late(rollouts)
+            return rollouts, None
+        requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
+        early = None
+        if (
+            config.score_early and config.group_size > 1
+        ):  # fewer at a time would hide a wrong number of rewards
+            early = self.rewards.early(requests, step)
+        if early is None:
+            return self._sample(requests, None), None
+        try:
+            rollouts = self._sample(requests, early.take)
+        except BaseException:
+            early.cancel()
+            raise
+        early.seal()
+        return rollouts, early
+
+    def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
+        """One rollout for each prompt, of the most likely token each time."""
+        most = self.run.config_now.rollout.max_response_tokens
+        greedy = Sampling(0.0, max_response_tokens=most, log_probs=False)
+        return self.sample_as(prompts, step, 1, greedy, first_group)
+
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScores | Known | None = None,
+    ) -> dict[str, float]:
+        """Fill in the rewards; metrics of the rewards and of their failures."""
+        with self.run.runtime.phase(
+            REWARD_PHASE
+        ):  # also in an evaluation, where no phase of the step does it
+            return self.rewards.score(rollouts, step, training=training, early=early)
+
+    def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
+        """Name, weight and clipping of each reward that is in the sum."""
+        return (term for term in self.rewards.terms() if term[1])
+
+    def batch(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Pack the rollouts, with the columns that only the run knows.
+
+        Besides ``Batch.from_rollouts``: ``reward_term/NAME`` [B], the clipped value of each reward with
+        a weight (NaN where it did not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] where
+        they are sampled (NaN where the greedy response has none). With `algorithm.mask_truncated` the
+        ``loss_mask`` of truncated rollouts is False; their rewards still count in their group. Without
+        ``rollout_log_probs`` where the step did not ask for them (`rollout.log_probs_every_steps`).
+        """
+        config = self.run.config_now
+        replay = self.run.replays_support
+        batch = Batch.from_rollouts(
+            rollouts, config.rollout.temperature, replay, self.known_columns(rollouts)
+        )
+        columns: dict[str, torch.Tensor] = {}
+        for name, weight, clipped in self.reward_terms():
+            values = [r.rewards.get(name) for r in rollouts]
+            terms = [math.nan if value is None else clipped(value) for value in values]
+            columns[f"reward_term/{name}"] = torch.tensor(terms, dtype=torch.float32)
+            columns[f"reward_weight/{name}"] = torch.full((len(rollouts),), weight)
+        if self.run.samples_greedy:
+            baselines = [math.nan if r.greedy_reward is None else r.greedy_reward for r in rollouts]
+            columns[GREEDY] = torch.tensor(baselines, dtype=torch.float32)
+        batch = batch.with_columns(tokens=self.fresh(batch), sequences=columns)
+        if config.algorithm.mask_truncated:
+            mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
+            batch = batch.with_columns(tokens={"loss_mask": mask})
+        if not self.tells_log_probs:
+            del batch.tokens["rollout_log_probs"]  # zeros, which somebody might take for log-probs
+        return batch
+
+    def known_columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, torch.Tensor] | None:
+        """Columns of these rollouts that are there already, as ``Batch.from_rollouts`` takes them."""
+        return None
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """``fresh`` [T] bool, True on tokens of the newest policy of the batch; nothing where all are."""
+        sampled = batch["policy_versions"][batch["loss_mask"]]
+        if not len(sampled) or bool((sampled == sampled.max()).all()):
+            return {}
+        return {"fresh": batch["policy_versions"] == sampled.max()}
+
+    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Counts and lengths."""
+        lengths = [r.response_length for r in rollouts] or [0]
+        of_turns = self.environment.metrics() if self.environment else {}
+        truncated = sum(r.finish_reason in CUT for r in rollouts)
+        timeouts, self.timeouts = self.timeouts, 0
+        limited = (
+            {"sampling/timeouts": float(timeouts)} if self.run.config.rollout.request_timeout_seconds else {}
+        )
+        return {
+            "rollouts": float(len(rollouts)),
+            "tokens/total": float(sum(r.token_ids.numel() for r in rollouts)),
+            "tokens/generated": float(self.sampled_tokens(rollouts)),
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "response_length/truncated_share": truncated / len(lengths),
+            **of_turns,
+            **limited,
+            **(self.early_stop.metrics() if self.early_stop else {}),
+        }
+
+    def sampled_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        """Tokens of a step's rollouts that the policy sampled."""
+        return sampled_tokens(rollouts)
+
+    def keep(self, rollouts: list[Rollout], step: int) -> None:
+        """Write them for people and for offline training, and tell observers."""
+        every = self.run.config.tracking.rollouts_every_steps
+        if self.run.folder and every and step % every == 0:
+            write = partial(write_rollouts, self.run.folder.rollouts_dir, step, rollouts, self.about())
+            self.run.folder.pending.do(f"the rollouts of step {step}", write)
+        self.run.emit("rollouts_finished", {"rollouts": rollouts})
+
+    def about(self, sampling: Sampling | None = None) -> dict[str, Any]:
+        """What rollouts have in common, for the file that they are written to; default: those of the step."""
+        config = sampling or self.run.config_now.rollout
+        if not self._tokenizer:
+            self._tokenizer = tokenizer_hash(self.run.tokenizer)
+        cut = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+        return {"tokenizer": self._tokenizer, **cut}
+
+    def _make_rewards(self, columns: set[str]) -> RewardRunner:
+        """Every reward of the run, refused where the data lacks a column that it needs."""
+        run = self.run
+        self._row_checks = check_rewards(run.config.reward, run.plugins)
+        self.check_rows(run.reward_rows(), run.config.data.max_bad_rows)
+        models: Mapping[str, ModelReward] = {}
+        if any(reward.has_model for reward in run.config.reward):
+            part: RewardModels = run.plugins.require("parts", "reward_models")
+            models = part.rewards(
+                run.config, run.plugins, lambda role: run.groups[role], run.tokenizer, columns
+            )
+        given = self.environment.reward_weights if self.environment else {}
+        live = run.live.get("rewards") or ()
+        rewards = RewardRunner(run.config.reward, run.plugins, run.tokenizer, live, models, given)
+        try:
+            rewards.check_columns(columns)
+        except BaseException:
+            rewards.close()
+            raise
+        return rewards
+
+    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int) -> None:
+        """Refuse data of which a reward can make nothing; see ``preflight.check_rows``."""
+        others = any(
+            reward.weight for reward in self.run.config.reward if reward.name not in self._row_checks
+        )
+        others = others or bool(self.run.live.get("rewards")) or self.environment is not None
+        check_rows(self._row_checks, rows, most_bad, alone=not others and len(self._row_checks) == 1)
+
+    def close(self) -> None:
+        """Stop the environment and the reward workers."""
+        try:
+            if self.environment:
+                self.environment.close()
+        finally:
+            self.rewards.close()
+
+    def sample_as(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        group_size: int,
+        sampling: Sampling,
+        first_group: int = 0,
+        seen: Seen | None = None,
+    ) -> list[Rollout]:
+        """``group_size`` rollouts for each prompt, each with a seed of its own.
+
+        Args:
+            prompts: in order; their groups are numbered from ``first_group`` on.
+            step: part of the seeds.
+            group_size: G.
+            sampling: without what the run says of all rollouts (`stop`, `stop_token_ids`).
+            seen: is given rollouts as they finish, in any order; what it raises ends the sampling.
+        """
+        return self._generate(self._requests(prompts, step, group_size, sampling, first_group), seen)
+
+    def _generate(self, requests: list[Request], seen: Seen | None) -> list[Rollout]:
+        """See ``sample_as``."""
+        sampler = self.run.groups["rollout"]
+        if self.environment:
+            return self.environment.run(sampler, requests, *([seen] if seen else []))
+        if seen is None:
+            return sampler.call("generate", requests=requests).result()
+        found: dict[str, Rollout] = {}
+        with contextlib.closing(sampler.stream(requests)) as parts:
+            for part in parts:
+                found |= {rollout.request_id: rollout for rollout in part}
+                seen(part)
+        return [found[request.id] for request in requests]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int
+    ) -> list[Request]:
+        """See ``sample_as``."""
+        told = self._of_the_run(sampling)
+        return [
+            self._asked(prompt, (step, group, index), told)
+            for group, prompt in enumerate(prompts, first_group)
+            for index in range(group_size)
+        ]
+
+    def _request(self, prompt: Prompt, id: str, sampling: Sampling) -> Request:
+        """Of the response ``STEP:GROUP:INDEX``, which has a seed of its own."""
+        step, group, index = map(int, id.split(":"))
+        return self._asked(prompt, (step, group, index), self._of_the_run(sampling))
+
+    def _of_the_run(self, sampling: Sampling) -> Sampling:
+        """With what the run says of all rollouts."""
+        config = self.run.config_now.rollout
+        return dataclasses.replace(
+            sampling,
+            stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
+            timeout_s=config.request_timeout_seconds,
+        )
+
+    def _asked(self, prompt: Prompt, place: tuple[int, int, int], told: Sampling) -> Request:
+        """Of the response of a step, group and index."""
+        step, group, index = place
+        own = told.with_seed(sampling_seed(self.run.config.run.seed, step, group, index))
+        return Request(f"{step}:{group}:{index}", prompt, own, group, index)
+
+
+def environment_of(run: SampledRun, columns: Collection[str]) -> Episodes | None:
+    """What ``[environment]`` names; one that cannot be used is refused here."""
+    config = run.config.environment
+    if config is None:
+        return None
+    known = {reward.name for reward in run.config.reward}
+    make = run.plugins.require("parts", "episodes")
+    episodes: Episodes = make(config, run.plugins, run.tokenizer, model_length(run), columns, known)
+    return episodes
+
+
+def sampling_seed(seed: int, step: int, group: int, index: int) -> int:
+    """A seed of its own for every rollout, independent of how requests are batched (63 bits)."""
+    text = f"{seed}:{step}:{group}:{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,165 @@
+"""THE LOOP: prompts -> rollouts -> rewards -> stages -> advantages -> update -> weight sync.
+
+One plain program that holds rollouts as data and calls worker groups, each of which may sit
+elsewhere and be sharded differently. What every trainer shares (run folder, checkpoints, schedule,
+progress) is in ``train.run``, what every one that samples shares in ``train.sampled_run``. Left out on
+purpose: asynchrony, which is a file of its own.
+
+P prompts, G rollouts a prompt, B = P * G, T tokens of all sequences one after another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.algorithms.kl import kl_estimate
+from engine_core.contracts.runtime import Role
+from engine_core.errors import TrainingFailed
+from engine_core.train.capabilities import check_other_policy, replays_support
+from engine_core.train.critic import CriticUpdate
+from engine_core.train.policy import PolicyUpdate, check_columns, with_derived
+from engine_core.train.run import combine
+from engine_core.train.sampled_run import SampledRun
+from engine_core.train.teacher import check_teacher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.types import Batch
+
+
+class Trainer(SampledRun):
+    """Reinforcement learning from verifiable rewards: GRPO, PPO and their family.
+
+    Args:
+        config: from ``load_config``.
+        model: a live module instead of ``[model] path`` (local runtime).
+        tokenizer: a live tokenizer.
+        rewards: functions, scored in this process with weight 1, besides ``[[reward]]``.
+        data: rows (dicts) instead of ``[data] train``.
+
+    Example: ``Trainer(load_config("run.toml", {"actor.optim.lr": 1e-6})).train()``.
+    """
+
+    def prepare(self) -> None:
+        self.policy = PolicyUpdate(self)
+        if self.policy.plan.needs_teacher:
+            check_teacher(self)
+        self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
+        self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
+        check_other_policy(self)
+        super().prepare()
+        self._replays_support = replays_support(self)
+
+    def roles(self, training: bool) -> dict[str, Role]:
+        if not training:
+            return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
+        ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
+        ref = ref if self.policy.plan.needs_ref else {}
+        actor = Role("train", idle_steps=self.critic.idle_steps)
+        teacher = {"teacher": Role("train", trainable=False)} if self.policy.plan.needs_teacher else {}
+        return {"actor": actor, **ref, **teacher, **self.critic.roles(), "rollout": Role("rollout")}
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.policy.plan.updates_per_step
+
+    @property
+    def samples_greedy(self) -> bool:
+        return self.policy.plan.greedy
+
+    @property
+    def replays_support(self) -> bool:
+        return self._replays_support
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step: P prompts in, one policy update done, samplers on the new weights."""
+        rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
+        batch = self.sampling.batch(rollouts)  # rewards [B]
+        with self.phase("annotate"):
+            batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
+            batch = self.with_advantages(batch)  # [T]
+        with self.phase("train"):
+            metrics |= noted | self.update(batch, step)
+        with self.phase("sync"):
+            metrics |= self.sampling.sync(updated=not self.critic.alone(step))  # worker to worker
+            self.refresh_reference(step)
+        return metrics
+
+    def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Add the columns that the algorithm needs from a model, and the KL where it is in the reward."""
+        algorithm = self.config_now.algorithm
+        columns: dict[str, torch.Tensor] = {}
+        for role, outputs in self.policy.plan.inferred(batch["group_ids"], algorithm).items():
+            made = (
+                self.groups[role]
+                .call("infer", batch, outputs=tuple(dict.fromkeys(outputs.values())))
+                .result()
+            )
+            columns |= {column: made[output] for column, output in outputs.items()}
+        if algorithm.correction.bypass:
+            columns["old_log_probs"] = batch["rollout_log_probs"]
+        batch = batch.with_columns(tokens=columns)
+        for name in self.policy.plan.derived:
+            batch = with_derived(batch, name, self.plugins.function("columns", name)(batch))
+        if algorithm.kl_in == "loss" or not algorithm.kl_coef:
+            return batch, {}
+        per_token = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_estimator)
+        penalty = self.policy.kl_coef * per_token * batch["loss_mask"]  # [T]
+        kl = batch.sum_by_sequence(per_token * batch["loss_mask"])  # [B]
+        shaped = {"rewards": batch["rewards"] - self.policy.kl_coef * kl}
+        noted = {"reward/kl_penalty": float(kl.mean())}
+        return batch.with_columns(tokens={"kl_penalty": penalty}, sequences=shaped), noted
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        """Add ``advantages`` [T] (and ``returns``); one that is not finite is an error before any update."""
+        options = self.config_now.algorithm.advantage_options
+        made = self.advantage(batch, **(options.model_dump() if options else {}))
+        columns = {"advantages": made} if isinstance(made, torch.Tensor) else dict(made)
+        check_columns(self.config.algorithm.advantage, columns, batch.num_tokens)
+        if not all(map(_all_finite, columns.values())):
+            raise TrainingFailed(
+                f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
+                "The weights were left alone. Look at the rewards: engine inspect rollouts."
+            )
+        return batch.with_columns(tokens=columns)
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """One optimizer step for each mini-batch: of the critic, where there is one, then of the policy."""
+        minis = self.policy.mini_batches(batch, step)
+        learned = self.critic.update(batch, minis)
+        if self.critic.alone(step):
+            return learned
+        totals: dict[str, list[float]] = {}
+        for number, mini in enumerate(minis):
+            for name, value in self.update_on(mini, step, number).items():
+                totals.setdefault(name, []).append(value)
+        metrics = combine(totals)
+        return learned | metrics | self.policy.settle(metrics, len(batch))
+
+    def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
+        """Forward, backward, check, optimizer step."""
+        if not bool(mini["loss_mask"].any()):
+            return {"actor/empty_updates": 1.0}
+        mini = self.policy.with_statistics(mini, step, number)
+        return self.learn(mini, self.policy.loss_call(), check=self.policy.check)
+
+    def refresh_reference(self, step: int) -> None:
+        """Bring the reference to the actor, or part of the way, every `ref_refresh_steps` steps."""
+        algorithm = self.config_now.algorithm
+        if algorithm.ref_refresh_steps and step % algorithm.ref_refresh_steps == 0 and "ref" in self.groups:
+            self.runtime.mix_weights("actor", "ref", algorithm.ref_refresh_mix)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"policy": self.policy.state()}
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        super().load_state(state, folder)
+        self.policy.load_state(state["policy"])
+
+
+def _all_finite(column: torch.Tensor) -> bool:
+    """Whether all values are; a sum that is finite has none that is not, and takes a tenth of a look at each."""
+    return bool(column.sum().isfinite()) or bool(column.isfinite().all())

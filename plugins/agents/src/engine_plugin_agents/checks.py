@@ -1,0 +1,155 @@
+"""What an environment must be before a run starts, and what it must give back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Any, cast
+
+from engine_core.errors import ConfigError, DataError, PluginError, did_you_mean
+from engine_core.types import Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.plugins.plugin_set import PluginSet
+    from engine_core.specs import Environment
+    from engine_plugin_agents.episode import Episode
+
+Play = Callable[["Episode"], Awaitable[Any]]
+
+
+def load_environment(config: EnvironmentConfig, plugins: PluginSet) -> tuple[Play, str]:
+    """What plays an episode, its options filled in, and its name with its plugin's for messages.
+
+    Raises:
+        PluginError: it is not asynchronous, or cannot be called with an episode and its options.
+    """
+    found = plugins.resolve("environments", config.name)
+    label = f"{plugins.chosen['environments', config.name][1].label}: environment '{config.name}'"
+    options = config.options.model_dump() if config.options else {}
+    if isinstance(found, type):
+        _check_call(label, f"{found.__name__}({_named(options)})", found, (), options)
+        made = found(**options)
+        _check_async(label, getattr(found, "__call__", None), f"{found.__name__}.__call__")  # noqa: B004
+        _check_call(label, f"{found.__name__}(...)(episode)", made, ("episode",), {})
+        return made, label
+    _check_async(label, found, getattr(found, "__name__", repr(found)))
+    _check_call(
+        label, f"f(episode{', *, ' + _named(options) if options else ''})", found, ("episode",), options
+    )
+
+    def play(episode: Episode) -> Awaitable[Any]:
+        return cast("Awaitable[Any]", found(episode, **options))
+
+    return play, label
+
+
+def _named(options: Collection[str]) -> str:
+    return ", ".join(sorted(options))
+
+
+def _check_async(label: str, function: Any, shown: str) -> None:
+    if not inspect.iscoroutinefunction(inspect.unwrap(function) if callable(function) else function):
+        raise PluginError(
+            f"{label}: {shown} must be an 'async def' that takes an episode and returns its rollout. Blocking code "
+            "goes into 'await episode.call(function)'."
+        )
+
+
+def _check_call(label: str, call: str, found: Any, given: tuple[str, ...], options: dict[str, Any]) -> None:
+    try:
+        inspect.signature(found).bind(*given, **options)
+    except TypeError as error:
+        raise PluginError(f"{label} must be callable as {call}: {error}.") from error
+
+
+def check_reward_names(config: EnvironmentConfig, spec: Environment, others: Collection[str]) -> None:
+    """Refuse a weight of a reward that no episode sets, and a reward of a name that ``[[reward]]`` has.
+
+    Raises:
+        ConfigError: with the nearest known name.
+    """
+    problems = [
+        f"environment.reward_weights: environment '{config.name}' sets no reward '{name}'."
+        f"{did_you_mean(name, spec.rewards)}"
+        for name in config.reward_weights
+        if name not in spec.rewards
+    ]
+    problems += [
+        f"Reward '{name}' is set by environment '{config.name}' and stands in [[reward]] too. Each name may stand "
+        "once: take one out."
+        for name in sorted(set(spec.rewards) & set(others))
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collection[str]) -> None:
+    """Refuse data that lacks what the environment reads."""
+    for column in sorted(spec.needs - set(columns)):
+        raise DataError(
+            f"Environment '{config.name}' needs the column '{column}', which the data lacks."
+            f"{did_you_mean(column, columns)}"
+        )
+
+
+def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
+    """What an episode returned, if it keeps the tokens as they were given and sampled.
+
+    Args:
+        label: names the environment and its plugin.
+        made: what its function returned.
+        episode: whose policy knows what it sampled, and after which tokens.
+
+    Raises:
+        PluginError: it is no rollout, has another prompt, is too long, or learns from a token that the policy
+            did not sample there.
+    """
+    if not isinstance(made, Rollout):
+        shown = f"{made!r:.60} ({type(made).__name__})"
+        raise PluginError(f"{label} must return a Rollout, such as episode.rollout(); it returned {shown}.")
+    length, prompt = len(made.token_ids), episode.prompt.token_ids
+    for column in ("loss_mask", "rollout_log_probs", "policy_versions"):
+        if len(getattr(made, column)) != length:
+            raise PluginError(f"{label} gave {len(getattr(made, column))} {column} for {length} tokens.")
+    if made.token_ids[: len(prompt)].tolist() != prompt:
+        raise PluginError(f"{label} returned a rollout that does not begin with its prompt's tokens.")
+    if length > episode.policy.limits.tokens:
+        raise PluginError(
+            f"{label} returned {length} tokens; at most {episode.policy.limits.tokens} are allowed (environment.max_tokens)."
+        )
+    made.extras["turns"] = _check_sampled(label, made, episode)
+    return made
+
+
+def _check_sampled(label: str, made: Rollout, episode: Episode) -> Tensor:
+    """Every token that is learned from was sampled after the very tokens before it, with that log-prob.
+
+    Returns:
+        [T] int32: 0 in the prompt, then the number of the turn that a token belongs to or follows.
+    """
+    token_ids = made.token_ids.tolist()
+    left, turns = made.loss_mask.bool().clone(), made.policy_versions.new_zeros(len(token_ids))
+    for turn in episode.policy.turns:
+        start, end = len(turn.before), len(turn.before) + len(turn.token_ids)
+        if token_ids[:end] != turn.before + turn.token_ids:
+            continue
+        learned = made.loss_mask[start:end].bool()
+        if not bool((made.rollout_log_probs[start:end] == turn.log_probs)[learned].all()):
+            raise PluginError(
+                f"{label} gave turn {turn.number} log-probs that are not those it was sampled with."
+            )
+        if not bool((made.policy_versions[start:end] == turn.policy_versions)[learned].all()):
+            raise PluginError(f"{label} gave turn {turn.number} policy versions that are not its own.")
+        left[start:end] = False
+        turns[start:] = turn.number
+    if bool(left.any()):
+        at = int(left.nonzero()[0])
+        raise PluginError(
+            f"{label} marks token {at} ({episode.tokenizer.decode(token_ids[at : at + 1])!r}) in loss_mask, which the "
+            "policy did not sample there. Text must not be encoded again, and answers of tools are not learned; "
+            "episode.rollout() keeps to it."
+        )
+    return turns

@@ -1,0 +1,255 @@
+"""One episode: what an environment's function receives, and the rollout that comes of it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import did_you_mean
+from engine_core.types import SUPPORT, Rollout, padded_support
+from engine_plugin_agents.calls import ToolCall, json_calls, limited, told
+from engine_plugin_agents.chat import encode, following
+from engine_plugin_agents.policy import LimitReached, Policy, Turn
+
+if TYPE_CHECKING:
+    from engine_core.types import Prompt
+
+__all__ = ["Episode", "LimitReached"]
+
+
+class Episode:
+    """A prompt, the policy, and the tokens that came of both so far.
+
+    Example::
+
+        async def solve(episode):
+            while episode.goes_on:
+                turn = await episode.sample(stop=["</calc>"])
+                task = find_tag(turn.text, "calc")
+                if task is None:
+                    break
+                episode.append("=" + await episode.call(calculate, task))
+            return episode.rollout({"correct": float(turn.text.endswith(episode.prompt.columns["answer"]))})
+
+    Args:
+        policy: samples for this episode alone.
+        names: rewards that the environment sets.
+    """
+
+    def __init__(self, policy: Policy, names: frozenset[str] = frozenset()) -> None:
+        self.policy = policy
+        self.prompt: Prompt = policy.request.prompt  # with the row's columns
+        self.tokenizer: Any = policy.tokenizer
+        self.token_ids: list[int] = list(self.prompt.token_ids)  # the sequence so far
+        self.messages: list[dict[str, str]] = []  # the same after the prompt, readable
+        self.counts: Counter[str] = Counter()  # tool_calls, tool_errors, tool_timeouts
+        self.threads: set[threading.Thread] = set()  # of tools that run, or never came back
+        self._names = names
+        self._turns: list[tuple[int, Turn]] = []  # where it begins, and the turn
+
+    @property
+    def seed(self) -> int:
+        """A seed of this episode, the same in a run that is repeated or resumed: ``random.Random(episode.seed)``."""
+        return self.policy.request.sampling.seed or 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``sample`` can be called again: a turn and a token are left."""
+        return self.policy.turns_left > 0 and self.tokens_left > 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that fit into the sequence."""
+        return self.policy.limits.tokens - len(self.token_ids)
+
+    async def sample(
+        self,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> Turn:
+        """Have the policy speak, and append what it said.
+
+        Args:
+            max_tokens, stop, stop_token_ids: as of ``Policy.sample``.
+
+        Raises:
+            LimitReached: no turn or no token is left; see ``goes_on``.
+        """
+        start = len(self.token_ids)
+        turn = await self.policy.sample(
+            self.token_ids, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids
+        )
+        if self.token_ids != turn.before:
+            raise RuntimeError(
+                "The sequence was changed while the policy was asked to go on from it. Await episode.sample() first; "
+                "for several continuations of one sequence use episode.policy.sample."
+            )
+        self.token_ids += turn.token_ids
+        self._turns.append((start, turn))
+        self.messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+    def append(self, text: str, role: str = "tool") -> None:
+        """Append a text that the policy did not say, encoded as it stands.
+
+        Args:
+            text: without a chat template; whatever marks the model expects are part of it.
+            role: for people and rewards.
+
+        Raises:
+            LimitReached: it does not fit; nothing was appended.
+        """
+        self._extend(encode(self.tokenizer, text), [{"role": role, "content": text}])
+
+    def append_messages(self, *messages: dict[str, str]) -> None:
+        """Append messages as the chat template writes them, up to where the policy speaks again.
+
+        Args:
+            messages: ``{"role": "tool", "content": "84"}``, in any roles that the template knows.
+
+        Raises:
+            LimitReached: they do not fit; nothing was appended.
+            DataError: the tokenizer has no chat template that allows it.
+        """
+        ended = self.token_ids[-1:] == [self.tokenizer.eos_token_id]
+        self._extend(following(self.tokenizer, messages, ended), [dict(message) for message in messages])
+
+    def _extend(self, token_ids: Sequence[int], messages: Sequence[dict[str, str]]) -> None:
+        if len(token_ids) > self.tokens_left:
+            raise LimitReached(f"{len(token_ids)} tokens do not fit: {self.tokens_left} are left")
+        self.token_ids += token_ids
+        self.messages += messages
+
+    async def call(
+        self, tool: Callable[..., Any], /, *arguments: Any, seconds: float | None = None, **named: Any
+    ) -> str:
+        """Run a tool and give its answer as text; an error or a missing answer is a text too.
+
+        Args:
+            tool: a coroutine function, or a blocking one, which gets a thread of its own.
+            arguments, named: its arguments.
+            seconds: after them the tool is left to itself; default: `environment.tool_timeout_seconds`.
+        """
+        self.counts["tool_calls"] += 1
+        limit = self.policy.limits.tool_seconds if seconds is None else seconds
+        try:
+            return str(await limited(partial(tool, *arguments, **named), limit, self.threads))
+        except TimeoutError as error:
+            self.counts["tool_timeouts"] += 1
+            return f"error: {error}"
+        except Exception as error:
+            self.counts["tool_errors"] += 1
+            return told(error)
+
+    async def answer_calls(self, turn: Turn, tools: Mapping[str, Callable[..., Any]]) -> int:
+        """Run the JSON tool calls of a turn one after another and append the answers as ``tool`` messages.
+
+        Args:
+            turn: as ``sample`` gave it.
+            tools: by the name that the policy uses.
+
+        Returns:
+            How many calls the turn had; 0: nothing was appended.
+        """
+        answers = [await self._answer(call, tools) for call in json_calls(turn.text)]
+        if answers:
+            self.append_messages(*({"role": "tool", "content": answer} for answer in answers))
+        return len(answers)
+
+    async def _answer(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> str:
+        problem, tool = call.problem, tools.get(call.name)
+        if not problem and tool is None:
+            problem = f"unknown tool '{call.name}'.{did_you_mean(call.name, tools)}"
+        elif not problem:
+            problem = _misfit(call, tool)
+        if problem:
+            self.counts["tool_calls"] += 1
+            self.counts["tool_errors"] += 1
+            return f"error: {problem}"
+        assert tool is not None
+        bound = partial(tool, **call.arguments)  # here: names such as "seconds" are the tool's
+        return await self.call(bound)
+
+    def rollout(self, rewards: Mapping[str, float | None] | None = None) -> Rollout:
+        """The episode as it is now.
+
+        Args:
+            rewards: by the names that the environment declares; None or absent: does not apply.
+
+        Returns:
+            A rollout whose ``loss_mask`` is True on what the policy said and nothing else.
+            ``extras["turns"]`` [T] int32 is 0 in the prompt, then the number of the turn that a token
+            belongs to or follows. It counts as truncated (``length``) where the policy's last turn was cut or it
+            had no last word.
+        """
+        import torch
+
+        length, start = len(self.token_ids), len(self.prompt.token_ids)
+        mask = torch.zeros(length, dtype=torch.bool)
+        log_probs, versions = torch.zeros(length), torch.zeros(length, dtype=torch.int32)
+        turns, extras = torch.zeros(length, dtype=torch.int32), _blank(self._turns, length)
+        for at, turn in self._turns:
+            part = slice(at, at + len(turn.token_ids))
+            mask[part], log_probs[part], versions[part] = True, turn.log_probs, turn.policy_versions
+            turns[at:] = turn.number
+            for name, values in turn.extras.items():
+                wide = padded_support(values, extras[name].shape[1]) if name == SUPPORT else values
+                extras[name][part] = wide
+        last = self._turns[-1] if self._turns else None
+        spoke_last = last is not None and last[0] + len(last[1].token_ids) == length
+        request = self.policy.request
+        return Rollout(
+            request_id=request.id,
+            prompt=self.prompt,
+            token_ids=torch.tensor(self.token_ids),
+            loss_mask=mask,
+            rollout_log_probs=log_probs,
+            policy_versions=versions,
+            finish_reason=last[1].finish_reason if last and spoke_last else "length",
+            group_id=request.group_id,
+            index=request.index,
+            text=self.tokenizer.decode(self.token_ids[start:], skip_special_tokens=True),
+            rewards={name: _number(name, value, self._names) for name, value in (rewards or {}).items()},
+            messages=[dict(message) for message in self.messages],
+            extras={**extras, "turns": turns},
+        )
+
+
+def _misfit(call: ToolCall, tool: Any) -> str:
+    """Why the arguments are not the tool's; empty where they are, or where a tool in C does not say what it takes."""
+    try:
+        signature = inspect.signature(tool)
+    except ValueError:
+        return ""
+    try:
+        signature.bind(**call.arguments)
+    except TypeError as error:
+        return f"{call.name}: {error}"
+    return ""
+
+
+def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:
+    """Zeros for every extra that a turn has, with as many entries as the sequence; of the support, none."""
+    found = {name: values for _, turn in turns for name, values in turn.extras.items()}
+    blank = {name: values.new_zeros((length, *values.shape[1:])) for name, values in found.items()}
+    if widths := [turn.extras[SUPPORT].shape[1] for _, turn in turns if SUPPORT in turn.extras]:
+        blank[SUPPORT] = found[SUPPORT].new_full((length, max(widths)), -1)
+    return blank
+
+
+def _number(name: str, value: Any, names: frozenset[str]) -> float | None:
+    if name not in names:
+        raise ValueError(
+            f"reward '{name}' is not declared by the environment: Environment(..., rewards=frozenset({{'{name}'}}))."
+            f"{did_you_mean(name, names)}"
+        )
+    if value is not None and not math.isfinite(float(value)):
+        raise ValueError(f"reward '{name}' must be a finite number or None, got {value!r}")
+    return None if value is None else float(value)

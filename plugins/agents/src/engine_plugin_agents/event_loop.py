@@ -1,0 +1,236 @@
+"""Where episodes run: one asyncio loop in a thread of its own, and what the controller hears from it.
+
+The controller's main thread samples (``runner``); it takes signals, and a worker group is called from one
+thread only. The loop therefore lives elsewhere, and goes on while a batch is being sampled, so that
+time limits of tools are theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import EngineError
+from engine_plugin_agents import calls
+from engine_plugin_agents.checks import Play, check_rollout
+from engine_plugin_agents.policy import LimitReached
+
+if TYPE_CHECKING:
+    from engine_core.types import Request, Rollout
+    from engine_plugin_agents.episode import Episode
+
+TRACE_CHARACTERS = 3000
+CLOSE_SECONDS = 1.0
+NOTHING_SAMPLED = (
+    "the episode is over and the policy was never asked, so there is nothing to learn from. Call "
+    "'await episode.sample(...)' at least once"
+)
+
+
+class LoopThread:
+    """An asyncio loop in a daemon thread: it ends with the process, whatever runs on it.
+
+    consumes: functions that are posted, episodes; waits for: sampled turns, tools, timers; unblocked by: ``post``, tools
+    that answer, the clock; produces: requests for turns, finished episodes, for the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine-episodes")
+        self._thread.start()
+        self._asked: float | None = None  # when it was asked for a sign of life that did not come yet
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Have the loop call a function."""
+        self.loop.call_soon_threadsafe(function, *arguments)
+
+    def silent_seconds(self) -> float:
+        """How long it has not come round, since it was first asked; ask again and again."""
+        asked = self._asked
+        if asked is None:
+            asked = self._asked = time.monotonic()
+            self.post(self._came_round)
+        return time.monotonic() - asked
+
+    def _came_round(self) -> None:
+        self._asked = None
+
+    def where(self) -> str:
+        """The line that its thread is at."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "its end"
+        at = traceback.extract_stack(frame)[-1]
+        return f"{at.filename}:{at.lineno} in {at.name}: {at.line}"
+
+    def close(self) -> None:
+        """Cancel what runs on it and stop it; what does not let itself be cancelled is left where it is."""
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+        self._thread.join(timeout=CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS / 2)
+        self.loop.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How one episode ended."""
+
+    number: int
+    rollout: Rollout  # what there is of it
+    failure: str = ""  # "", "error", "timeout"
+    message: str = ""
+    trace: str = ""
+    limited: bool = False  # no turn or token was left
+
+
+@dataclass(slots=True)
+class News:
+    """What the loop had to say since it was last asked."""
+
+    requests: list[Request] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # requests that nobody waits for any more
+    finished: list[Finished] = field(default_factory=list)
+    broken: list[Exception] = field(default_factory=list)  # what ends the run
+
+
+class Session:
+    """The episodes of one call, on the loop.
+
+    Args:
+        play: the environment.
+        label: names it and its plugin.
+        rewards: names that it declares.
+        max_concurrent: episodes at once; 0: all.
+    """
+
+    def __init__(self, play: Play, label: str, rewards: frozenset[str], max_concurrent: int) -> None:
+        self.play, self.label, self.rewards, self.max_concurrent = play, label, rewards, max_concurrent
+        self.started = 0
+        self.counts: Counter[str] = Counter()
+        self._news: SimpleQueue[Callable[[News], None]] = SimpleQueue()
+        self._fresh: list[Request] = []
+        self._futures: dict[str, asyncio.Future[Rollout]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # in the main thread
+
+    def news(self, seconds: float) -> News:
+        """What there is to hear; waits for the first so long."""
+        news = News()
+        with contextlib.suppress(Empty):
+            self._news.get(timeout=seconds)(news) if seconds else self._news.get_nowait()(news)
+            while True:
+                self._news.get_nowait()(news)
+        return news
+
+    # in the loop's thread
+
+    def begin(self, episodes: Sequence[Episode]) -> None:
+        """Start them."""
+        slots = asyncio.Semaphore(self.max_concurrent or len(episodes))
+        self._tasks = [
+            asyncio.ensure_future(self._run(number, episode, slots))
+            for number, episode in enumerate(episodes)
+        ]
+
+    def answer(self, rollouts: Sequence[Rollout]) -> None:
+        """What was sampled, to those who wait for it."""
+        for rollout in rollouts:
+            future = self._futures.get(rollout.request_id)
+            if future is not None and not future.done():
+                future.set_result(rollout)
+
+    def cancel(self) -> None:
+        """Leave all of them; nobody waits for their ends."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def ask(self, request: Request) -> Rollout:
+        """Have a request sampled; those of one turn of the loop go together."""
+        future = self._futures[request.id] = asyncio.get_running_loop().create_future()
+        if not self._fresh:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._fresh.append(request)
+        try:
+            return await future
+        finally:
+            del self._futures[request.id]
+            if future.cancelled():
+                self._news.put(lambda news: news.dropped.append(request.id))
+
+    def _flush(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        self._news.put(lambda news: news.requests.extend(fresh))
+
+    async def _run(self, number: int, episode: Episode, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            self.started += 1
+            seconds = episode.policy.limits.episode_seconds
+            task = asyncio.ensure_future(calls.contained(partial(self.play, episode)))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # not "never retrieved"
+            try:
+                await asyncio.wait({task}, timeout=seconds)
+            finally:
+                in_time = task.done()
+                task.cancel()  # one that does not let itself be cancelled is left behind
+                episode.policy.close()
+            try:
+                finished = self._ending(number, episode, task, in_time)
+            except Exception as error:  # of the engine: the environment's own are in its task
+                broken = error
+                self._news.put(lambda news: news.broken.append(broken))
+                return
+            self.counts.update(episode.counts)
+            self.counts["abandoned_threads"] += len(episode.threads)
+            self._news.put(lambda news: news.finished.append(finished))
+
+    def _ending(self, number: int, episode: Episode, task: asyncio.Task[Any], in_time: bool) -> Finished:
+        if not in_time:
+            seconds = episode.policy.limits.episode_seconds
+            return Finished(number, episode.rollout(), "timeout", f"not over after {seconds:g} s")
+        if task.cancelled():
+            return Finished(number, episode.rollout(), "error", "the episode cancelled itself")
+        error = task.exception()
+        if error is None:
+            made = check_rollout(self.label, task.result(), episode)
+            if episode.policy.turns:
+                return Finished(number, made)
+            if len(episode.prompt.token_ids) < episode.policy.limits.tokens:
+                return Finished(number, made, "error", NOTHING_SAMPLED)
+        if error is None or isinstance(error, LimitReached):
+            return Finished(number, self._truncated(episode), limited=True)
+        if isinstance(error, EngineError):
+            raise error
+        frame = error.__traceback__
+        while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == calls.__file__:
+            frame = frame.tb_next  # to the environment's own
+        trace = "".join(traceback.format_exception(type(error), error, frame))[-TRACE_CHARACTERS:]
+        message = f"{type(error).__name__}: {error}"[:500].rstrip(".")
+        return Finished(number, episode.rollout(), "error", message, trace)
+
+    def _truncated(self, episode: Episode) -> Rollout:
+        made = episode.rollout(dict.fromkeys(self.rewards, 0.0))
+        made.finish_reason = "length"
+        return made

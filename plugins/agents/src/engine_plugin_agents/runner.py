@@ -1,0 +1,241 @@
+"""Episodes of a step, all at once: their samples through the rollout engine, their failures by policy."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import TrainingFailed
+from engine_plugin_agents.checks import check_columns, check_reward_names, load_environment
+from engine_plugin_agents.episode import Episode
+from engine_plugin_agents.event_loop import Finished, LoopThread, News, Session
+from engine_plugin_agents.policy import Limits, Policy
+
+if TYPE_CHECKING:
+    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.contracts.runtime import WorkerGroup
+    from engine_core.plugins.plugin_set import PluginSet
+    from engine_core.specs import Environment
+    from engine_core.types import Request, Rollout
+
+LINGER_SECONDS = 0.005
+"""With an idle sampler: requests of fast tools that come so soon after others are sampled with them."""
+ALIVE_SECONDS = 1.0  # between looks at a loop that says nothing
+TRACES_LOGGED = 20
+COUNTS = (
+    "environment/errors",
+    "environment/timeouts",
+    "environment/limited",
+    "environment/tool_calls",
+    "environment/tool_errors",
+    "environment/tool_timeouts",
+    "environment/abandoned_threads",
+)
+
+log = logging.getLogger("engine")
+
+
+class EnvironmentRunner:
+    """The environment of one run.
+
+    Args:
+        config: the ``[environment]`` table.
+        plugins: offers it.
+        tokenizer: the run's.
+        max_tokens: what the model can hold.
+        columns: of the data.
+        rewards: names in ``[[reward]]``.
+
+    Raises:
+        EngineError: it cannot be used; told before anything is sampled.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        plugins: PluginSet,
+        tokenizer: Any,
+        max_tokens: int,
+        columns: Collection[str],
+        rewards: Collection[str] = (),
+    ) -> None:
+        self.config = config
+        self.tokenizer = copy.deepcopy(tokenizer)  # the sampler uses the other one at the same time
+        self.spec: Environment = plugins.spec("environments", config.name)  # type: ignore[assignment]
+        check_reward_names(config, self.spec, rewards)
+        self.check_columns(columns)
+        self.play, self.label = load_environment(config, plugins)
+        self.limits = Limits(
+            config.max_turns,
+            min(config.max_tokens or max_tokens, max_tokens),
+            config.timeout_seconds,
+            config.tool_timeout_seconds,
+        )
+        self._loop: LoopThread | None = None
+        self._counts: Counter[str] = Counter()
+        self._logged: set[str] = set()
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Of the rewards that its episodes set."""
+        return {name: self.config.reward_weights.get(name, 1.0) for name in sorted(self.spec.rewards)}
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse data that lacks what the environment reads."""
+        check_columns(self.config, self.spec, columns)
+
+    def run(
+        self,
+        group: WorkerGroup,
+        requests: Sequence[Request],
+        seen: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
+    ) -> list[Rollout]:
+        """Play one episode for each request.
+
+        Args:
+            group: the rollout engine.
+            requests: an episode each; their seeds and sampling are those of its first turn.
+            seen: is given the rollouts of episodes as they end.
+
+        Returns:
+            One rollout a request, in order. One whose episode failed is what there was of it, with ``failure``
+            set, and not ``valid`` where its policy is to drop it.
+
+        Raises:
+            TrainingFailed: a policy says so, or the environment blocks the loop.
+            PluginError: what the environment returned is no rollout of its episode.
+        """
+        self._loop = self._loop or LoopThread()
+        session = Session(self.play, self.label, self.spec.rewards, self.config.max_concurrent)
+        episodes = [
+            Episode(Policy(request, self.limits, session.ask, self.tokenizer), self.spec.rewards)
+            for request in requests
+        ]
+        self._loop.post(session.begin, episodes)
+        running: set[str] = set()  # requests that the sampler has
+        try:
+            finished = self._serve(group, session, requests, running, seen)
+        except BaseException:  # Stop included: whoever goes on after it finds nothing of ours queued
+            self._loop.post(session.cancel)
+            group.call("advance", dropped=sorted(running)).result()
+            raise
+        if running:  # of episodes that were left before they were answered
+            group.call("advance", dropped=sorted(running)).result()
+        self._counts += session.counts
+        return [finished[number].rollout for number in range(len(requests))]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the episodes since it was last asked."""
+        counts, self._counts = self._counts, Counter()
+        counted = {name: float(counts[name.partition("/")[2]]) for name in COUNTS}
+        return {"environment/turns": counts["turns"] / max(counts["episodes"], 1), **counted}
+
+    def close(self) -> None:
+        """Stop the loop; an environment that is an object with ``close`` is closed, on the loop where that is asynchronous."""
+        close = getattr(self.play, "close", None)
+        self.play = None  # type: ignore[assignment]
+        try:
+            made = close() if close is not None else None
+            if inspect.isawaitable(made):
+                self._finish(made)
+        except Exception as error:  # the run is over and keeps what it has
+            log.warning("%s failed to close: %s: %s", self.label, type(error).__name__, error)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+                self._loop = None
+
+    def _finish(self, awaitable: Any) -> None:
+        async def wait() -> None:
+            await awaitable
+
+        self._loop = self._loop or LoopThread()
+        asyncio.run_coroutine_threadsafe(wait(), self._loop.loop).result(self.config.tool_timeout_seconds)
+
+    def _serve(
+        self,
+        group: WorkerGroup,
+        session: Session,
+        requests: Sequence[Request],
+        running: set[str],
+        seen: Callable[[Sequence[Rollout]], None],
+    ) -> dict[int, Finished]:
+        """Sample what episodes ask for until all are over."""
+        assert self._loop is not None
+        finished: dict[int, Finished] = {}
+        while len(finished) < len(requests):
+            news = session.news(0.0 if running else ALIVE_SECONDS)
+            self._settle(news, requests, finished, seen)
+            while news.requests and not running:
+                if session.started - len(finished) <= len(news.requests):
+                    break  # nobody else is about to ask
+                more = session.news(LINGER_SECONDS)
+                self._settle(more, requests, finished, seen)
+                news.requests += more.requests
+                news.dropped += more.dropped
+                if not more.requests and not more.finished:
+                    break
+            dropped = set(news.dropped)
+            fresh = [request for request in news.requests if request.id not in dropped]
+            running |= {request.id for request in fresh}
+            if running:
+                done = group.call("advance", requests=fresh, dropped=sorted(dropped)).result()
+                running -= {rollout.request_id for rollout in done} | dropped
+                self._loop.post(session.answer, done)
+            elif self._loop.silent_seconds() > self.config.timeout_seconds:
+                raise TrainingFailed(
+                    f"{self.label} has blocked the event loop for {self.config.timeout_seconds:g} s "
+                    f"(environment.timeout_seconds): no episode can go on. It is at {self._loop.where()}. Blocking code "
+                    "goes into 'await episode.call(function)'. The weights were left alone."
+                )
+        return finished
+
+    def _settle(
+        self,
+        news: News,
+        requests: Sequence[Request],
+        finished: dict[int, Finished],
+        seen: Callable[[Sequence[Rollout]], None],
+    ) -> None:
+        """Enter episodes that are over; raise what ends the run."""
+        if news.broken:
+            raise news.broken[0]
+        for end in news.finished:
+            finished[end.number] = end
+            self._counts["episodes"] += 1
+            self._counts["turns"] += int(end.rollout.extras["turns"].max())
+            self._counts["limited"] += end.limited
+            request = requests[end.number]
+            end.rollout.request_id, end.rollout.prompt = request.id, request.prompt
+            end.rollout.group_id, end.rollout.index = request.group_id, request.index
+            if end.failure:
+                failures = sum(bool(each.failure) for each in finished.values())
+                self._failed(end, request, failures, len(requests))
+        if news.finished:
+            seen([end.rollout for end in news.finished])
+
+    def _failed(self, end: Finished, request: Request, failures: int, count: int) -> None:
+        """Count a failure and do with it as its policy says."""
+        policy = self.config.on_timeout if end.failure == "timeout" else self.config.on_error
+        end.rollout.failure, end.rollout.valid = end.failure, policy != "drop"
+        self._counts[f"{end.failure}s"] += 1
+        where = f"episode {request.id} (prompt {request.prompt.id})"
+        if end.message not in self._logged and len(self._logged) < TRACES_LOGGED:
+            self._logged.add(end.message)
+            log.warning("%s failed in %s: %s", self.label, where, f"{end.message}\n{end.trace}".strip())
+        if policy == "fail":
+            raise TrainingFailed(
+                f"{self.label} failed in {where}: {end.message}. The run ends because "
+                f'environment.on_{end.failure} = "fail". The weights were left alone.'
+            )
+        if failures > self.config.max_failure_share * count:
+            raise TrainingFailed(
+                f"{self.label} failed in at least {failures} of {count} episodes, more than "
+                f"environment.max_failure_share = {self.config.max_failure_share:g} allows. Last: {where}: {end.message}. "
+                "The weights were left alone."
+            )

@@ -1,0 +1,342 @@
+"""A stream of messages over one socket: a header and raw bytes each, see ``codec``.
+
+Sockets between processes of one machine are inherited pairs, which nobody else can open. One that is listened on
+takes only a peer that knows the run's token: each side proves it without sending it (HMAC of both sides' nonces).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import math
+import os
+import queue
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from engine_core.inherited_descriptors import close_in_children
+from engine_plugin_processes.codec import DecodeError, Encoded, decode, encode
+
+LENGTHS = struct.Struct(">QQ")  # of header and payload
+MAX_HEADER_BYTES = 1 << 31
+MAX_PAYLOAD_BYTES = 1 << 42
+MAX_VECTOR = 512  # buffers of one system call
+HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
+MAGIC = b"engine-1"
+PROOF_BYTES, NONCE_BYTES = 32, 16
+HANDSHAKE_SECONDS = 10.0
+MAX_PENDING_CONNECTIONS = 256  # that a listener hears at a time; one more, and the oldest is sent away
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 10}  # 25 s; see ``silence``
+
+
+class Closed(ConnectionError):
+    """The other side has ended."""
+
+
+class Channel:
+    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = close_in_children(connection)
+        self._lock = threading.Lock()
+
+    @property
+    def peer(self) -> str:
+        """The address of the other side."""
+        return str(self.socket.getpeername()[0])
+
+    def send(self, message: Any) -> None:
+        """Send a value, or one that is ``Encoded`` already.
+
+        Raises:
+            Closed: nobody reads any more.
+            TypeError: it does not cross; nothing was sent.
+        """
+        encoded = message if isinstance(message, Encoded) else encode(message)
+        start = LENGTHS.pack(len(encoded.header), encoded.payload_bytes)
+        buffers = [memoryview(start + encoded.header), *encoded.buffers]
+        try:
+            with self._lock:
+                self._write(buffers)
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            Closed: the other side has ended, also in the middle of a message.
+            DecodeError: something else than a message came.
+        """
+        header_bytes, payload_bytes = LENGTHS.unpack(self._read(LENGTHS.size))
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+            raise DecodeError(f"A message of {header_bytes} and {payload_bytes} bytes is none of ours.")
+        header = self._read(header_bytes)
+        return decode(bytes(header), self._read(payload_bytes))
+
+    def close(self) -> None:
+        """End it for both sides; a ``receive`` that waits is told."""
+        with contextlib.suppress(OSError):  # the other side was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _write(self, buffers: list[memoryview]) -> None:
+        while buffers:
+            sent = self.socket.sendmsg(buffers[:MAX_VECTOR])
+            done = 0
+            while done < len(buffers) and sent >= len(buffers[done]):
+                sent -= len(buffers[done])
+                done += 1
+            buffers = buffers[done:]
+            if sent:
+                buffers[0] = buffers[0][sent:]
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            try:
+                got = self.socket.recv_into(view[at:])
+            except OSError as error:
+                raise Closed(str(error)) from error
+            if not got:
+                raise Closed("the connection was closed")
+            at += got
+        return data
+
+
+class Outbox:
+    """Sends in a thread of its own: an exception that a signal raises where messages are made cuts none in two.
+
+    consumes: messages; waits for: messages, and room in the socket; unblocked by: ``put``, ``close``, the other side, also
+    by its end; produces: bytes.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Encoded | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any, prompts: bool = True) -> None:
+        """Send it after those before it; what it refers to must not change any more.
+
+        Args:
+            message: of values that cross.
+            prompts: False: of a prompt its id alone, to whoever has it.
+
+        Raises:
+            TypeError: it does not cross; nothing is sent.
+        """
+        self._messages.put(encode(message, prompts))
+
+    def close(self) -> None:
+        """Until all is sent."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        with contextlib.suppress(Closed):  # whoever receives here is told
+            while (message := self._messages.get()) is not None:
+                self._channel.send(message)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that no other process can reach."""
+    return socket.socketpair()
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that waits on a free port of ``host``."""
+    return socket.create_server((host, 0), backlog=1024)
+
+
+def connect(address: tuple[str, int], token: str, rank: int, seconds: float) -> Channel:
+    """Reach a listener whose ``callers`` are heard.
+
+    Raises:
+        Closed: it does not answer, or does not know the token.
+    """
+    try:
+        connection = socket.create_connection(address, timeout=seconds)
+    except OSError as error:
+        raise Closed(f"{address[0]}:{address[1]}: {error}") from error
+    channel = Channel(connection)
+    connection.settimeout(HANDSHAKE_SECONDS)
+    mine = os.urandom(NONCE_BYTES)
+    connection.sendall(HELLO.pack(MAGIC, rank, mine))
+    theirs, proof = bytes(channel._read(NONCE_BYTES)), channel._read(PROOF_BYTES)
+    if not hmac.compare_digest(bytes(proof), _proof(token, b"listener", rank, mine, theirs)):
+        channel.close()
+        raise Closed(f"{address[0]}:{address[1]} does not know the run's token")
+    connection.sendall(_proof(token, b"caller", rank, mine, theirs))
+    _settle(connection)
+    return channel
+
+
+def callers(
+    listener: socket.socket, token: str, deadline: float, look_seconds: float = math.inf
+) -> Generator[tuple[int, Channel] | None, None, None]:
+    """Peers that reach a listener and know the token, with their ranks, as they come.
+
+    Strangers are sent away. They hold up nobody, whether they are silent or call again and again: many peers are heard
+    at a time, and each for ``HANDSHAKE_SECONDS`` in all.
+
+    Args:
+        listener: from ``listen``.
+        token: of the run.
+        deadline: of ``time.monotonic``; the last that is given comes before it.
+        look_seconds: None is given as often as this, so that whoever waits can look whether there is still reason to.
+    """
+    look = time.monotonic() + look_seconds
+    with _Handshakes(listener, token) as hall:
+        while (now := time.monotonic()) < deadline:
+            if now >= look:
+                yield None
+                look = time.monotonic() + look_seconds
+            yield from hall.known(min(deadline, look))
+
+
+def new_token() -> str:
+    """A secret for one run."""
+    return secrets.token_hex(32)
+
+
+class _Handshakes:
+    """Those who have called a listener and have not proved yet that they know the token."""
+
+    def __init__(self, listener: socket.socket, token: str) -> None:
+        self._listener, self._token = listener, token
+        self._selector = selectors.DefaultSelector()
+        self._waiting: dict[socket.socket, tuple[float, Generator[None, None, int]]] = {}  # the oldest first
+
+    def __enter__(self) -> _Handshakes:
+        self._listener.setblocking(False)  # who called may have gone before it is taken in
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for connection in list(self._waiting):
+            self._send_away(connection)
+        self._selector.close()
+
+    def known(self, until: float) -> Iterator[tuple[int, Channel]]:
+        """Wait once, at most until then, for anybody to call or to say more; those who have proved it by that."""
+        oldest = min((end for end, _ in self._waiting.values()), default=math.inf)
+        seconds = min(until, oldest) - time.monotonic()
+        for key, _ in self._selector.select(max(seconds, 0.0)):
+            if key.fileobj is self._listener:
+                self._take_in()
+            elif (found := self._hear(key.fileobj)) is not None:  # type: ignore[arg-type]
+                yield found
+        now = time.monotonic()
+        for connection in [each for each, (end, _) in self._waiting.items() if end <= now]:
+            self._send_away(connection)
+
+    def _take_in(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # who called has gone, or the network has a problem with it
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        if len(self._waiting) >= MAX_PENDING_CONNECTIONS:
+            self._make_room()
+        connection.setblocking(False)
+        self._waiting[connection] = time.monotonic() + HANDSHAKE_SECONDS, _heard(connection, self._token)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self) -> None:
+        """The oldest is sent away.
+
+        Raises:
+            OSError: there is none, so others than strangers have all descriptors.
+        """
+        if not self._waiting:
+            raise OSError(
+                errno.EMFILE, "too many open files: no other process can be heard. Raise `ulimit -n`"
+            )
+        self._send_away(next(iter(self._waiting)))
+
+    def _hear(self, connection: socket.socket) -> tuple[int, Channel] | None:
+        """What more it says; its rank and a channel to it, where it has proved that it knows the token."""
+        if connection not in self._waiting:  # made room for another
+            return None
+        try:
+            next(self._waiting[connection][1])
+        except OSError:
+            self._send_away(connection)
+        except StopIteration as end:
+            return self._known(connection, end.value)
+        return None
+
+    def _known(self, connection: socket.socket, rank: int) -> tuple[int, Channel] | None:
+        self._forget(connection)
+        channel = Channel(connection)
+        try:
+            _settle(connection)
+        except OSError:  # gone already
+            channel.close()
+            return None
+        return rank, channel
+
+    def _send_away(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        Channel(connection).close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+
+
+def _heard(connection: socket.socket, token: str) -> Generator[None, None, int]:
+    """The listener's side of a handshake: gives way until more has come, and returns the rank of the caller.
+
+    Raises:
+        OSError: it is gone, or does not know the token.
+    """
+    magic, rank, theirs = HELLO.unpack((yield from _exactly(connection, HELLO.size)))
+    mine = os.urandom(NONCE_BYTES)
+    connection.sendall(mine + _proof(token, b"listener", rank, theirs, mine))
+    proof = yield from _exactly(connection, PROOF_BYTES)
+    if magic != MAGIC or not hmac.compare_digest(proof, _proof(token, b"caller", rank, theirs, mine)):
+        raise Closed("a stranger")
+    return int(rank)
+
+
+def _exactly(connection: socket.socket, count: int) -> Generator[None, None, bytes]:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            got = connection.recv(count - len(data))
+        except BlockingIOError:
+            yield
+            continue
+        if not got:
+            raise Closed("the connection was closed")
+        data += got
+    return bytes(data)
+
+
+def _proof(token: str, side: bytes, rank: int, caller: bytes, listener: bytes) -> bytes:
+    text = b"|".join(
+        [MAGIC, side, str(rank).encode(), bytes(caller).hex().encode(), bytes(listener).hex().encode()]
+    )
+    return hmac.new(token.encode(), text, hashlib.sha256).digest()
+
+
+def _settle(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():  # a host that is gone says nothing
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,268 @@
+"""A rollout plugin in another environment, asked for what the run file must know of it.
+
+With ``[rollout.process] python`` the plugin need not be importable here. Its interpreter is run once, for a second or
+so: it loads the plugin, tells what the plugin offers, and judges its option table. What it says of the table is told
+like any other problem of the run file, with file and line.
+
+    here: ``foreign_plugin`` makes a ``RolloutBackend`` whose option model asks there; ``ask`` runs the interpreter
+    there: ``python -m engine_plugin_processes.foreign_interpreter``, one JSON object in, one line of JSON out
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, create_model, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+import engine_core
+import engine_plugin_processes
+from engine_core.errors import EngineError, PluginError
+from engine_core.plugins.plugin_set import Plugin, PluginProblems, PluginSet
+from engine_core.specs import Options, RolloutBackend
+
+ASK_SECONDS = 300.0  # imports of a plugin that loads its library
+ENGINE = "engine_plugin_processes.sampler_process.engine:SamplerEngine"
+PACKAGES = {"engine_core": "engine-core-rl", "engine_plugin_processes": "engine-plugin-processes"}
+"""What the other environment imports before the rollout plugin, and the distributions of ``versions`` that bring it."""
+OUT_OF_REACH = frozenset({"share_module"})
+"""Capabilities that need one process with the trainer."""
+OF_AN_INTERPRETER = ("PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
+"""Variables by which an interpreter would find the libraries of another."""
+
+
+def load_backend(name: str, modules: Sequence[str], root: Path, allow_code: bool, other: bool) -> PluginSet:
+    """The plugin of a rollout engine, and of the run's own plugins what loads in this environment.
+
+    Args:
+        name: of the engine.
+        modules: the run file's ``plugins = [...]``.
+        root: its folder.
+        allow_code: files outside of it may be run.
+        other: this is another environment than the trainer's: a plugin of the run that the engine does without
+            may be absent.
+
+    Raises:
+        PluginProblems: the engine cannot be had, or a plugin of the run cannot where it should.
+    """
+    try:
+        return PluginSet.load({"rollout_engines": {name}}, modules, root, allow_code)
+    except PluginProblems as error:
+        if not other or error.loaded.find("rollout_engines", name) is None:
+            raise
+        return error.loaded
+
+
+# -- here ---------------------------------------------------------------
+
+
+def foreign_plugin(
+    python: str, name: str, modules: Sequence[str], root: Path, allow_code: bool
+) -> tuple[RolloutBackend, Plugin]:
+    """A rollout engine as another environment offers it.
+
+    Args:
+        python: its interpreter.
+        name: of the engine.
+        modules, root, allow_code: as for ``PluginSet.load``.
+
+    Raises:
+        PluginError: it cannot be had there; the message names the interpreter.
+    """
+    question = {"name": name, "modules": list(modules), "root": str(root), "allow_code": allow_code}
+    told = ask(python, json.dumps({**question, "table": None}))
+    model = _option_model(python, json.dumps(question), json.dumps(told["fields"]))
+    capabilities = frozenset(told["capabilities"]) - OUT_OF_REACH
+    spec = RolloutBackend(load=ENGINE, config=model, capabilities=capabilities)
+    label = f"{told['label']} of {python}"
+    plugin = Plugin(
+        ModuleType(f"engine_foreign_{name.replace(':', '_')}"), label, told["source"], told["version"]
+    )
+    return spec, plugin
+
+
+@functools.lru_cache(maxsize=16)  # one class for one table, so that equal options are equal
+def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
+    """A model with the keys of the plugin's; values are judged by the plugin's own, over there."""
+    about_it = json.loads(question)
+
+    class Foreign(Options):
+        _other_policy: str = PrivateAttr("")
+
+        @property
+        def other_policy(self) -> str:
+            """See ``RolloutBackend``."""
+            return self._other_policy
+
+        @model_validator(mode="wrap")
+        @classmethod
+        def _judged_there(cls, data: Any, handler: Any) -> Any:
+            told = ask(python, json.dumps({**about_it, "table": data}, default=str))
+            if told["errors"]:
+                raise ValidationError.from_exception_data(
+                    cls.__name__, [_detail(error) for error in told["errors"]]
+                )
+            made = cls.model_construct(**told["options"])
+            made._other_policy = told["other_policy"]
+            return made
+
+    made: dict[str, Any] = {
+        key: (Any, Field(default=about["default"], description=about["description"]))
+        for key, about in json.loads(fields).items()
+    }
+    model: type[BaseModel] = create_model("ForeignOptions", __base__=Foreign, **made)
+    return model
+
+
+def _detail(error: Mapping[str, Any]) -> InitErrorDetails:
+    """What the other pydantic found: where, and in its words."""
+    kind, message = error["type"], error["msg"]
+    context: dict[str, Any] = {}
+    if kind in ("value_error", "assertion_error"):  # the author of the model worded it
+        context["error"] = message.partition(", ")[2]
+    elif kind not in ("extra_forbidden", "missing"):
+        kind = "elsewhere"
+    text = message.replace("{", "{{").replace("}", "}}")
+    custom = PydanticCustomError(kind, text, context)
+    return InitErrorDetails(type=custom, loc=tuple(error["loc"]), input=error["input"])
+
+
+@functools.lru_cache(maxsize=64)
+def ask(python: str, question: str) -> dict[str, Any]:
+    """Put a question (JSON) to another environment, and see that it has this core and this distribution.
+
+    Raises:
+        PluginError: it does not start, lacks one of ``versions`` or has another, or cannot have the plugin.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in OF_AN_INTERPRETER}
+    where = f"rollout.process.python: {python}"
+    try:
+        answered = subprocess.run(
+            [python, "-P", "-m", "engine_plugin_processes.foreign_interpreter"],
+            input=question, capture_output=True, text=True, env=environment, timeout=ASK_SECONDS,
+        )  # fmt: skip
+    except OSError as error:
+        raise PluginError(
+            f"{where} does not start: {error.strerror}. Name the interpreter of an environment, such as "
+            "serve/bin/python; python -m venv serve makes one."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise PluginError(
+            f"{where} has not told of its plugins within {ASK_SECONDS:g} s. What does the plugin do while it is imported?"
+        ) from None
+    if answered.returncode != 0:
+        if distribution := missing_distribution(answered.stderr):
+            raise PluginError(without(python, distribution))
+        last = "\n".join(answered.stderr.strip().splitlines()[-5:]) or "no message"
+        raise PluginError(f"{where} cannot tell of its plugins (exit code {answered.returncode}): {last}")
+    told: dict[str, Any] = json.loads(answered.stdout.splitlines()[-1])
+    compare(python, told, versions())
+    if "refused" in told:
+        raise PluginError(f"{where}: {told['refused']}")
+    return told
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same on both sides: distributions and their versions."""
+    return {
+        "engine-core-rl": engine_core.__version__,
+        "engine-plugin-processes": engine_plugin_processes.__version__,
+    }
+
+
+def compare(python: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Refuse an interpreter whose ``versions`` are not those of the trainer.
+
+    Raises:
+        PluginError: which distribution differs, and how to replace it there.
+    """
+    for name in versions():
+        if theirs.get(name) != mine[name]:
+            raise PluginError(
+                f"rollout.process.python: {python} has {name} {theirs.get(name) or 'of another version'}, and the trainer "
+                f"has {mine[name]}. Both must be the same: {_installation(python)}"
+            )
+
+
+def missing_distribution(printed: str) -> str | None:
+    """Return which distribution of ``versions`` an interpreter lacks that ended in an import, by what it printed."""
+    found = re.search(rf"No module named '?({'|'.join(PACKAGES)})\b", printed)
+    return PACKAGES[found[1]] if found else None
+
+
+def without(python: str, distribution: str) -> str:
+    """Return what to say of an interpreter without a distribution of ``versions``."""
+    return (
+        f"rollout.process.python: {python} has no {distribution} {versions()[distribution]}. Install it there, and the "
+        f"rollout plugin: {_installation(python)}"
+    )
+
+
+def _installation(python: str) -> str:
+    """Return the command that brings an environment what the trainer has of ``versions``."""
+    return " ".join(
+        [python, "-m pip install", *(f"{name}=={version}" for name, version in versions().items())]
+    )
+
+
+# -- there --------------------------------------------------------------
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """What this environment has to say; see ``ask``."""
+    told: dict[str, Any] = versions()
+    root, allow_code = Path(question["root"]), question["allow_code"]
+    try:
+        plugins = load_backend(question["name"], question["modules"], root, allow_code, other=True)
+    except EngineError as error:
+        return told | {"refused": str(error)}
+    spec, plugin = plugins.chosen["rollout_engines", question["name"]]
+    assert isinstance(spec, RolloutBackend)
+    told |= {
+        "label": plugin.label,
+        "source": plugin.source,
+        "version": plugin.version,
+        "capabilities": sorted(spec.capabilities),
+        "fields": {
+            key: {"default": _plain_default(field), "description": field.description}
+            for key, field in spec.config.model_fields.items()
+        },
+        "errors": [],
+    }
+    if question["table"] is not None:
+        given = {"folder": root, "allow_code": allow_code}
+        try:
+            made = spec.config.model_validate_json(json.dumps(question["table"]), strict=True, context=given)
+            told["options"] = made.model_dump(mode="json")
+            told["other_policy"] = getattr(made, "other_policy", "")
+        except ValidationError as error:
+            told["errors"] = [
+                {"type": one["type"], "loc": one["loc"], "msg": one["msg"], "input": one["input"]}
+                for one in error.errors(include_url=False, include_context=False)
+            ]
+    return told
+
+
+def _plain_default(field: Any) -> Any:
+    value = field.get_default(call_default_factory=True) if not field.is_required() else None
+    return json.loads(
+        json.dumps(value, default=lambda other: getattr(other, "model_dump", lambda: str(other))())
+    )
+
+
+def main() -> None:
+    """Answer the question on stdin, as the last line on stdout."""
+    print("\n" + json.dumps(answer(json.load(sys.stdin)), default=str))
+
+
+if __name__ == "__main__":
+    main()

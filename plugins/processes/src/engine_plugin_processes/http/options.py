@@ -1,0 +1,89 @@
+"""The keys of a table that names a server by its address."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from engine_core.redaction import names_secret
+from engine_core.specs import Options
+from engine_plugin_processes.http.addresses import AddressRefused, check_address, literal
+
+
+class ServerOptions(Options):
+    """What is asked of every server; a subclass adds what it is for."""
+
+    url: str
+    """Address of the server: ``http://`` or ``https://``, a host, a path."""
+    token_env: str | None = None
+    """Environment variable with the server's token, sent as ``Authorization: Bearer``. Its name must say that it is one: a word of it TOKEN, KEY or SECRET."""
+    allow_addresses: list[str] = []
+    """Addresses and networks, such as ``"10.1.0.0/16"``, that the server may have besides public ones, and loopback if ``url`` says so. A cloud's metadata service must be named alone."""
+    connections: Annotated[int, Field(ge=1, le=256)] = 4
+    """Requests at the same time."""
+    try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """Time for one try."""
+    retries: Annotated[int, Field(ge=0)] = 4
+    """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""
+    backoff_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.25
+    """Pause before the second try, doubled before each further one, give or take a half; a server's ``Retry-After`` wins."""
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected http://HOST:PORT/PATH or https://HOST/PATH.")
+        secret = any(names_secret(name) for name, _ in parse_qsl(parts.query))
+        if secret or parts.username is not None or parts.password is not None:
+            raise ValueError("a name, password or token in the address would be written down; set token_env.")
+        if not (url.isascii() and url.isprintable()) or set(url) & set(" \\@"):
+            raise ValueError(
+                "spaces, backslashes, @ and what is not ASCII are read differently by different programs."
+            )
+        _ = parts.port  # refuses one that is no number
+        return url
+
+    @field_validator("token_env")
+    @classmethod
+    def _kept_secret(cls, variable: str | None) -> str | None:
+        if variable is not None:
+            says_it_is_secret(variable)
+        return variable
+
+    @field_validator("allow_addresses")
+    @classmethod
+    def _networks(cls, networks: list[str]) -> list[str]:
+        for network in networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as exc:
+                raise ValueError(f'{exc}. Expected such as "10.1.2.3" or "10.1.0.0/16".') from exc
+        return networks
+
+    @model_validator(mode="after")
+    def _may_go_there(self) -> Self:
+        if not self.url:  # of a subclass that can do without
+            return self
+        host = urlsplit(self.url).hostname or ""
+        if literal(host) is not None:  # a name is looked up when the run starts
+            try:
+                check_address(host, host, [ipaddress.ip_network(each) for each in self.allow_addresses])
+            except AddressRefused as refused:
+                raise ValueError(str(refused)) from None
+        return self
+
+
+def says_it_is_secret(variable: str) -> None:
+    """Refuse a variable whose value no log would hide.
+
+    Raises:
+        ValueError: its name does not say that it holds a secret.
+    """
+    if not names_secret(variable):
+        raise ValueError(
+            f"the value of ${variable} would not be kept out of logs. Name it so that it says what it is: SCORER_TOKEN."
+        )

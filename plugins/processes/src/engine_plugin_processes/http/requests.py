@@ -1,0 +1,186 @@
+"""Questions to one server: with secrets that no message shows, at a pace, tried again where it may help."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import urllib3
+from urllib3.util.retry import Retry
+
+from engine_core.errors import ConfigError
+from engine_plugin_processes.http.addresses import AddressRefused
+from engine_plugin_processes.http.connections import Connections, Passing
+
+LONGEST_BACKOFF = 8.0
+SHOWN = 160  # characters of a response in a message
+PASSING = {429, *range(500, 600)}  # statuses that another try may change
+
+
+class NoAnswer(Exception):
+    """A request that has no answer, for good.
+
+    Args:
+        reason: fit for a log.
+        status: of the response, where there was one; 0 else.
+    """
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def secret_parts(
+    token_env: str | None, secret_headers: Mapping[str, str], table: str
+) -> tuple[dict[str, str], list[str]]:
+    """The headers whose values come from the environment, and the values.
+
+    Args:
+        token_env: variable of the token.
+        secret_headers: variable of each further header.
+        table: of the run file, for messages.
+
+    Raises:
+        ConfigError: a variable is not set, or holds what is no token.
+    """
+    headers, secrets = {}, []
+    if token_env is not None:
+        secrets.append(_secret(table, "token_env", token_env))
+        headers["Authorization"] = f"Bearer {secrets[-1]}"
+    for name, variable in secret_headers.items():
+        secrets.append(_secret(table, f"secret_headers.{name}", variable))
+        headers[name] = secrets[-1]
+    return headers, secrets
+
+
+def _secret(table: str, key: str, variable: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(f"[{table}] {key}: ${variable} is not set. Put the server's token there.")
+    if not (value.isascii() and value.isprintable() and " " not in value):
+        raise ConfigError(f"[{table}] {key}: ${variable} holds spaces or characters that no token has.")
+    return value
+
+
+class Pace:
+    """At most so many requests a second, evenly; used by several threads.
+
+    Args:
+        rate: requests a second; None: as they come.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        self.gap = 0.0 if rate is None else 1.0 / rate
+        self.next, self.lock = 0.0, threading.Lock()
+
+    def wait(self, deadline: float) -> bool:
+        """Wait for a place; False, at once and without taking one, where it lies after the deadline."""
+        with self.lock:
+            place = max(self.next, time.monotonic())
+            if place >= deadline:
+                return False
+            self.next = place + self.gap
+        time.sleep(max(0.0, place - time.monotonic()))
+        return True
+
+
+class Asker:
+    """Asks one server; used by several threads.
+
+    Args:
+        connections: to the server.
+        headers: sent with every request, with ``secrets`` in them, which are never written down.
+        secrets: what no message shows.
+        try_seconds: for one try.
+        retries: further tries.
+        backoff_seconds: before the second try.
+        max_bytes: longest response.
+        pace: of all requests.
+        longest_key: the option that allows a longer response, for the message.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        headers: Mapping[str, str],
+        secrets: Sequence[str],
+        try_seconds: float,
+        retries: int,
+        backoff_seconds: float,
+        max_bytes: int,
+        pace: Pace | None = None,
+        longest_key: str = "max_response_kb",
+    ) -> None:
+        self.connections, self.secrets, self.try_seconds = connections, secrets, try_seconds
+        self.retries, self.backoff_seconds, self.max_bytes = retries, backoff_seconds, max_bytes
+        self.pace, self.longest_key = pace or Pace(None), longest_key
+        self.headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",  # and what is packed all the same is never unpacked
+            **headers,
+        }
+        self.random = random.Random()  # not the run's: a pause must not change what is drawn elsewhere
+
+    def shown(self, text: bytes | str, last: bool = False) -> str:
+        """The beginning or the end of a text for a message; servers quote what they were sent, so secrets go before it is cut."""
+        whole = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        for secret in self.secrets:
+            whole = whole.replace(secret, "[redacted]")
+        return whole[-SHOWN:] if last else whole[:SHOWN]
+
+    def answer(self, body: bytes | None, deadline: float, path: str | None = None) -> bytes:
+        """The body of a response with status 200.
+
+        Args:
+            body: to post; None: the address is read.
+            deadline: of ``time.monotonic``, for all tries.
+            path: instead of that of the server's address.
+
+        Raises:
+            TimeoutError: there was none before the deadline.
+            NoAnswer: there was another response, or none after all tries.
+        """
+        for number in range(self.retries + 1):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if not self.pace.wait(deadline):
+                raise TimeoutError("requests_per_second leaves no time for a try")
+            try:
+                return self._try(body, min(self.try_seconds, deadline - time.monotonic()), path)
+            except AddressRefused as error:
+                raise NoAnswer(str(error)) from None
+            except Passing as failed:
+                last = failed
+            if number == self.retries:
+                raise NoAnswer(f"{last} (try {number + 1} of {self.retries + 1})")
+            backoff = min(self.backoff_seconds * 2**number, LONGEST_BACKOFF) * self.random.uniform(0.5, 1.5)
+            pause = backoff if last.wait is None else last.wait
+            if time.monotonic() + pause >= deadline:
+                raise TimeoutError(f"{last} (try {number + 1}), and no time is left for another")
+            time.sleep(pause)
+        raise TimeoutError("no time was left for a try")
+
+    def _try(self, body: bytes | None, seconds: float, path: str | None) -> bytes:
+        response, answer = self.connections.exchange(body, self.headers, seconds, self.max_bytes, path)
+        status = response.status
+        if answer is None:
+            raise NoAnswer(f"the response is longer than {self.max_bytes // 1024} KB ({self.longest_key})")
+        if status in PASSING:
+            raise Passing(f"status {status}: {self.shown(answer)!r}", _pause_asked_for(response))
+        if status != 200:
+            raise NoAnswer(f"status {status}: {self.shown(answer)!r}", status)
+        return answer
+
+
+def _pause_asked_for(response: Any) -> float | None:
+    """Seconds of its ``Retry-After``; None where it has none, or one that is neither a number nor a date."""
+    try:
+        return Retry().get_retry_after(response)
+    except urllib3.exceptions.InvalidHeader:
+        return None

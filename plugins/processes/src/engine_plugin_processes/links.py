@@ -1,0 +1,193 @@
+"""Weights between pools, as the controller sees it: who sends, who takes, and by which transport.
+
+A link is made when it is first needed, and anew after an update that failed. It joins the first rank of the pool
+that gives with all ranks of the one that takes; the other ranks that give take part in the stream, since it is collective.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_core.contracts.weight_sync import SyncResult
+from engine_core.errors import EngineError, TrainingFailed, WorkerLost
+from engine_plugin_processes.worker_pool import WorkerPool, message_to
+
+if TYPE_CHECKING:
+    from engine_plugin_processes.placement import Pool
+
+WORD_SECONDS = 10.0  # for the other side to say why it has failed, once one has
+LOSS_SECONDS = 10.0  # until the loss of a process that may be replaced is noticed, once an update has failed
+
+log = logging.getLogger("engine")
+
+
+@dataclass
+class Link:
+    """One link, made."""
+
+    number: int  # in the run
+    ranks: tuple[int, ...]  # of the run: the one that sends, then those that take
+    updates: int = 0  # so far
+
+
+class Links:
+    """Every link of a run.
+
+    Args:
+        crew: all workers.
+        transport_of: name of the transport from one pool to another.
+        ranks_of: those of a pool that are there.
+        hosts: the address on which each rank is reached.
+        meeting: gives a place where the processes of a link meet.
+        folder: private to the run, and seen by all its processes; "" where there is none.
+        token: of the run.
+    """
+
+    def __init__(
+        self,
+        crew: WorkerPool,
+        transport_of: Callable[[Pool, Pool], str],
+        ranks_of: Callable[[Pool], Sequence[int]],
+        hosts: Mapping[int, str],
+        meeting: Callable[[str], Mapping[str, Any]],
+        folder: str,
+        token: str,
+    ) -> None:
+        self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
+        self.meeting, self.folder = meeting, folder
+        # tells runs apart where they share a folder
+        self._run = hashlib.sha256(token.encode()).hexdigest()[:12]
+        self._open: dict[tuple[str, str], Link] = {}
+        self._used: dict[tuple[str, str], list[int]] = {}  # numbers of links that have failed
+        self._made = 0
+        self.replaceable = False  # processes that take may be lost one by one
+
+    def push(
+        self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+    ) -> SyncResult:
+        """Weights of a role to one of another pool, of which every rank takes them all.
+
+        Args:
+            source: pool that gives.
+            target: pool that takes.
+            roles: that gives, that takes.
+            version: the new policy version.
+            mix: share of the new weights, where they are mixed into a model; None: they replace a sampler's.
+            merge: makes one checksum of the ranks'.
+        """
+        start = time.perf_counter()
+        while True:
+            link: Link | None = None
+            before = set(self.ranks_of(target))  # without those that are lost, or may come and are not there
+            try:
+                link = self._link(source, target)
+                moved, checksum = self._update(link, source, roles, version, mix, merge)
+            except TrainingFailed:
+                self.drop(source, target)
+                if not self._goes_on(target, set(link.ranks[1:]) if link is not None else before):
+                    raise
+                log.warning("The update to policy version %d is given anew to those that are left.", version)
+            except BaseException:
+                self.drop(source, target)
+                raise
+            else:
+                takers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
+                return SyncResult(version, moved * len(takers), time.perf_counter() - start, checksum)
+
+    def _update(
+        self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+    ) -> tuple[int, str]:
+        """One update over a link: bytes, and the takers' checksum."""
+        link.updates += 1
+        fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
+        what = roles[1], "update_weights"
+        taken = self._tell(link.ranks[1:], "receive", what, merge, **fields, role=roles[1])
+        number = self.crew.next_number()
+        messages = {}
+        for rank in source.ranks:
+            own = fields if rank == link.ranks[0] else fields | {"link": None}
+            messages[rank] = message_to(number, "send", **own, role=roles[0])
+        sent = self.crew.send(messages, (roles[0], "named_weights"), number, leaders=link.ranks[:1])
+        return self._both(sent, taken)
+
+    def _goes_on(self, target: Pool, before: set[int]) -> bool:
+        """Whether it failed because one that takes was lost, and the run goes on without that one.
+
+        Args:
+            target: pool that takes.
+            before: those that were to take.
+        """
+        deadline = time.monotonic() + LOSS_SECONDS
+        while self.crew.broken is None and time.monotonic() < deadline:
+            if not before <= set(self.ranks_of(target)):
+                return True
+            if not self.replaceable:
+                return False
+            time.sleep(0.05)
+        return False
+
+    def drop(self, source: Pool, target: Pool) -> None:
+        """The link between these is not used again: an update has failed, or who takes part has changed."""
+        key = source.name, target.name
+        if (link := self._open.pop(key, None)) is not None:
+            self._used.setdefault(key, []).append(link.number)
+
+    def _link(self, source: Pool, target: Pool) -> Link:
+        """The open link, or a new one: every end made, then joined."""
+        key = source.name, target.name
+        if key in self._open and set(self._open[key].ranks[1:]) != set(self.ranks_of(target)):
+            self.drop(source, target)  # who takes part has changed
+        if key in self._open:
+            return self._open[key]
+        self._made += 1
+        link = Link(self._made, (source.ranks[0], *self.ranks_of(target)))
+        label = f"{self._run}-{link.number}"
+        workers = [self.crew.workers[rank] for rank in link.ranks]
+        role = {rank: source.roles[0] if rank == link.ranks[0] else target.roles[0] for rank in link.ranks}
+        told = self._each(
+            link,
+            "link",
+            lambda place, rank: {
+                "link": link.number, "transport": self.transport_of(source, target), "place": place,
+                "names": [f"{role[worker.rank]}[{worker.rank}] on {worker.host}" for worker in workers],
+                "host": self.hosts[rank], "meeting": self.meeting(f"weights-{link.number}"),
+                "folder": self.folder, "label": label, "instead_of": self._used.get(key, []),
+            },
+        ).result()  # fmt: skip
+        self._each(link, "join", lambda place, rank: {"link": link.number, "told": told}).result()
+        self._open[key] = link
+        self._used.pop(key, None)
+        return link
+
+    def _each(self, link: Link, kind: str, fields: Callable[[int, int], Mapping[str, Any]]) -> Future[Any]:
+        """One command to every end, with fields of its own; their answers, by place."""
+        number = self.crew.next_number()
+        messages = {
+            rank: message_to(number, kind, **fields(place, rank)) for place, rank in enumerate(link.ranks)
+        }
+        return self.crew.send(
+            messages, ("worker", kind), number, leaders=link.ranks, merge=lambda results: list(results)
+        )
+
+    def _tell(self, ranks: Sequence[int], kind: str, what: tuple[str, str], merge: Any, **fields: Any) -> Any:
+        number = self.crew.next_number()
+        messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
+        return self.crew.send(messages, what, number, leaders=ranks, merge=merge)
+
+    def _both(self, sent: Future[Any], taken: Future[Any]) -> tuple[int, str]:
+        """What both sides say; where one has failed, the error that says the most of it."""
+        done, _ = concurrent.futures.wait([sent, taken], return_when=concurrent.futures.FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            done, _ = concurrent.futures.wait([sent, taken], WORD_SECONDS)
+            errors = [error for future in (taken, sent) if future in done and (error := future.exception())]
+            lost = [error for error in errors if isinstance(error, WorkerLost)]
+            ours = [error for error in errors if isinstance(error, EngineError)]
+            raise (lost or ours or errors)[0]
+        return sent.result(), taken.result()

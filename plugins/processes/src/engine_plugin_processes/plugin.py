@@ -1,0 +1,38 @@
+"""What this distribution offers: the runtime ``torchrun``, weight transports, samplers in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_core.hooks import hookimpl
+from engine_core.specs import Command, Part, RuntimeSpec, TransportSpec
+from engine_plugin_processes.options import TorchrunOptions
+from engine_plugin_processes.transports.options import TRANSPORTS
+
+
+@hookimpl
+def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    return {
+        "torchrun": RuntimeSpec(
+            load="engine_plugin_processes.torchrun:TorchrunRuntime", config=TorchrunOptions
+        )
+    }
+
+
+@hookimpl
+def engine_weight_transports() -> Mapping[str, TransportSpec]:
+    return TRANSPORTS
+
+
+@hookimpl
+def engine_commands() -> Mapping[str, Command]:
+    return {"scale": Command(load="engine_plugin_processes.scale_command:scale")}
+
+
+@hookimpl
+def engine_parts() -> Mapping[str, Part]:
+    return {
+        "launcher": Part(load="engine_plugin_processes.elastic_launch:ElasticLauncher"),
+        "row_workers": Part(load="engine_plugin_processes.row_workers:WorkerPool"),
+        "sampler_process": Part(load="engine_plugin_processes.sampler_process:SamplerProcesses"),
+    }

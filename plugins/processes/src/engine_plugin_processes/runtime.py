@@ -1,0 +1,469 @@
+"""Runtimes whose workers are processes: everything but how these come to be, which a subclass says.
+
+The workers of all pools are one ``WorkerPool``; a pool is a world of its own for ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.config.assemble import portable
+from engine_core.config.choices import AUTO
+from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
+from engine_core.contracts.weight_sync import SyncResult
+from engine_core.data import tokenizer_hash
+from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.local.engine_host import default_device
+from engine_plugin_processes.channel import new_token
+from engine_plugin_processes.links import Links
+from engine_plugin_processes.placement import (
+    Pool,
+    Slice,
+    check_singly,
+    plan_pools,
+    processes_to_come,
+    slices_of,
+    wanted_processes,
+)
+from engine_plugin_processes.replaceable_group import ReplaceableGroup
+from engine_plugin_processes.replacement import Replacements
+from engine_plugin_processes.scale_requests import ScaleRequests
+from engine_plugin_processes.shared_module import SharedModule
+from engine_plugin_processes.transports.choice import KIND, Endpoint, Topology, by_topology, choose, make
+from engine_plugin_processes.worker_group import RemoteWorkerGroup
+from engine_plugin_processes.worker_pool import WorkerPool, message_to
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_plugin_processes.options import ProcessOptions
+    from engine_plugin_processes.worker_process import WorkerHandle
+
+log = logging.getLogger("engine")
+
+
+class MultiProcessRuntime(Runtime):
+    """See the module and ``Runtime``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options: ProcessOptions = self.config.runtime.options
+        self.crew: WorkerPool | None = None
+        self.pools: list[Pool] = []
+        self.hosts: dict[int, str] = {}  # the address on which each rank is reached
+        self.links: Links
+        self.replacements: Replacements | None = None  # where samplers may be lost
+        self._scale_requests: ScaleRequests | None = None
+        self._transport = ""  # of weights to the sampler
+        self._weight_seats: dict[int, Endpoint] = {}  # of each rank, once it is there
+        self._loan: SharedModule | None = None  # of the actor's module, where samplers of its pool share it
+        self._token = new_token()
+
+    # -- what a subclass says -----------------------------------------------
+
+    @abc.abstractmethod
+    def _processes(self, roles: Mapping[str, Role]) -> int:
+        """Ranks of the run; called before anything is started.
+
+        Raises:
+            ConfigError: the file asks for more than there is.
+        """
+
+    @abc.abstractmethod
+    def _launch(self) -> list[WorkerHandle]:
+        """Start the ranks of ``pools``, or take in those that another has started, in their order; all or none."""
+
+    @abc.abstractmethod
+    def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
+        """What a rank is told of where it is.
+
+        Returns:
+            ``local_rank`` (number of its device), ``local_world_size``, ``path`` (``sys.path``, or None for its own) and
+            ``host`` (on which it can be reached by other ranks).
+        """
+
+    @abc.abstractmethod
+    def _meeting(self, name: str) -> dict[str, Any]:
+        """A place where processes of the run meet, one for each name: ``file`` or ``tcp``, see ``starting.store_at``."""
+
+    def _can_replace(self) -> bool:
+        """Whether ``_begin_again`` can be asked; known once ``_processes`` was asked."""
+        return False
+
+    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> WorkerHandle:
+        """A new process for a rank, whose last one was lost, has left, or was not there yet; called in a thread.
+
+        Args:
+            rank: of the run.
+            wanted: whether it still is; what is waited for where it is not is given up (``replacing.Withdrawn``).
+        """
+        raise NotImplementedError(f"{type(self).__name__} replaces no worker.")
+
+    def _ended(self, rank: int) -> None:
+        """A rank has no process any more, and gets no other one now; called in a thread."""
+
+    def _one_machine(self) -> bool:
+        """Whether all processes are on this machine; known once ``_processes`` was asked."""
+        return False
+
+    def _private_folder(self) -> str:
+        """On one machine a folder of the run that all its processes see, else ""; known once they are started."""
+        return ""
+
+    # -- the contract -------------------------------------------------------
+
+    def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        if self.live.get("model") is not None:
+            raise ConfigError(
+                f"runtime.backend = '{self.config.runtime.backend}': a model given from Python does not reach other "
+                'processes. Save it and name the folder in [model] path, or use backend = "local".'
+            )
+        torch.manual_seed(self.config.run.seed)  # for what draws from it here: stages of a user
+        try:
+            self.pools = plan_pools(self.config, roles, self._processes(roles))
+            self._check_transport(roles)
+            self._may_replace()
+            return self._start(roles, total_steps)
+        except BaseException:
+            self.close()
+            raise
+
+    def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        self._take_back()
+        if self.replacements is not None and self.replacements.change():
+            self.links.drop(self._pool(source), self._pool(target))
+        if self._pool(source) is not self._pool(target):
+            return self._across(source, target, version, None)
+        pool = self._pool(source)
+        return self._tell(
+            pool, "push", (target, "update_weights"), list(pool.ranks), functools.partial(_one_sync, target),
+            source=source, target=target, version=version,
+        ).result()  # fmt: skip
+
+    def mix_weights(self, source: str, target: str, mix: float) -> None:
+        self._take_back()
+        if self._pool(source) is not self._pool(target):
+            self._across(source, target, 0, mix)
+            return
+        what = target, "load_named_weights"
+        self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
+
+    def look_for_requests(self, folder: Path) -> None:
+        if self.replacements is None or not self.replacements.changeable:
+            return
+        if self._scale_requests is None:
+            self._scale_requests = ScaleRequests(folder, len(self._pool("rollout").ranks))
+        if (count := self._scale_requests.new()) is not None:
+            self.replacements.want(count)
+
+    def loss_metrics(self) -> dict[str, float]:
+        return {} if self.replacements is None else self.replacements.metrics()
+
+    def memory_metrics(self) -> dict[str, float]:
+        told = [
+            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), None, _most)) for pool in self.pools
+        ]
+        found: dict[str, float] = {}
+        for pool, future in told:
+            for name, value in future.result().items():
+                found |= {name.replace("/", f"/{role}/", 1): value for role in pool.roles}
+        return found
+
+    def give_up(self) -> None:
+        if self.crew is not None:
+            self.crew.give_up()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name != "generate":
+            self._take_back()
+        self._trade(name)
+        yield
+
+    def close(self) -> None:
+        replacements, self.replacements = self.replacements, None
+        if replacements is not None:
+            replacements.close()
+        try:
+            if self.crew is not None:
+                self.crew.close()
+                self.crew = None
+        finally:
+            if replacements is not None:
+                replacements.settle()
+
+    # -- start --------------------------------------------------------------
+
+    def _start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        workers = self._launch()
+        name = self.config.runtime.backend
+        self.crew = WorkerPool(workers, self.options.stall_minutes * 60, f"runtime.{name}.stall_minutes")
+        common = self._order(total_steps)
+        number, orders = self.crew.next_number(), {}
+        for pool in self.pools:
+            served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
+            for rank in pool.started:
+                self.crew.workers[rank].roles = pool.roles
+                orders[rank] = {**common, **self._place(pool, rank), "roles": served, "id": number}
+        if self._may_replace():
+            self.replacements = self._replacing(common, roles["rollout"])
+            self.crew.may_lose = self.replacements.lost
+        ready = self.crew.send(
+            orders,
+            ("worker", "start"),
+            number,
+            leaders=list(orders),
+            merge=lambda results: dict(zip(orders, results, strict=True)),
+            deadline=self.options.start_minutes * 60,
+        ).result()
+        self._see_seats(ready)
+        places = self._meeting, self._private_folder()
+        self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, *places, self._token)
+        self.links.replaceable = self.replacements is not None
+        self.shared = any(found["shared"] for found in ready.values())
+        if self.shared:
+            lent = self._pool("rollout")
+            self._loan = SharedModule(lambda kind: self._tell(lent, kind, ("rollout", kind)))
+        log.info("Workers: %s.", ", ".join(map(str, self.pools)))
+        groups: dict[str, WorkerGroup] = {}
+        for pool in self.pools:
+            made = {name: self._group(name, roles[name], pool, ready) for name in pool.roles}
+            for group in made.values():
+                group.repeatable = self._repeatable(pool)
+            groups |= made
+        self._trade("start")  # a reward's model sleeps until it is asked
+        return groups
+
+    def _check_transport(self, roles: Mapping[str, Role]) -> None:
+        """See that weights can come to samplers as the file says, before anything is started.
+
+        Raises:
+            ConfigError: the transport that the file names cannot be.
+        """
+        if {"actor", "rollout"} <= roles.keys() and self.config.rollout.transport != AUTO[KIND]:
+            topology = self._topology(self._pool("actor"), self._pool("rollout"))
+            self._transport = choose(self.config, self.plugins, topology)
+            if topology.apart:
+                kind, options = make(self.config, self.plugins, self._transport)
+                kind.check(options, self._one_machine())
+
+    def _see_seats(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
+        """What ``auto`` means is known when every rank has told what it is on."""
+        self._weight_seats = {rank: Endpoint(**found["seat"]) for rank, found in ready.items()}
+        served = {role for pool in self.pools for role in pool.roles}
+        if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
+            topology = self._topology(self._pool("actor"), self._pool("rollout"))
+            self._transport = choose(self.config, self.plugins, topology)
+
+    def _repeatable(self, pool: Pool) -> bool:
+        """Accelerators promise no bits but where the file asks for them."""
+        return self.config.run.deterministic or all(
+            self._weight_seats[rank].device == "cpu" for rank in pool.started
+        )
+
+    def _topology(self, source: Pool, target: Pool) -> Topology:
+        like = self._weight_seats.get(target.ranks[0], Endpoint())  # one that comes later is on the same
+        seats = tuple(self._weight_seats.get(rank, like) for rank in (source.ranks[0], *target.ranks))
+        may_leave = self.replacements is not None and "rollout" in target.roles
+        return Topology(source is not target, seats, self._one_machine(), may_leave)
+
+    def _transport_to(self, source: Pool, target: Pool) -> str:
+        """That of the sampler; to a reference in another pool, where that cannot be it, the one that ``auto`` means."""
+        found = self._transport
+        return found if found and found != "same_process" else by_topology(self._topology(source, target))[0]
+
+    def _place(self, pool: Pool, rank: int, again: int = 0) -> dict[str, Any]:
+        """Of the first command of a rank: where it is, and the world that it is in.
+
+        Args:
+            pool: the rank's.
+            rank: of the run.
+            again: how many have been replaced before it; 0: it is of the first.
+        """
+        seat = self._seat(pool, rank)
+        self.hosts[rank] = seat.pop("host")
+        if self._may_replace() and "rollout" in pool.roles:
+            world = {"rank": 0, "world_size": 1, "store": self._meeting(f"{pool.name}-{rank}-{again}")}
+        else:
+            place = pool.ranks.index(rank)
+            world = {"rank": place, "world_size": len(pool.ranks), "store": self._meeting(pool.name)}
+        return {**seat, **world, "kind": "start"}
+
+    def _may_replace(self) -> bool:
+        """Whether samplers are lost and replaced, or come and leave, one by one.
+
+        Raises:
+            ConfigError: they are to be, and cannot.
+        """
+        if not (self.options.max_replacements or self.config.placement.most):
+            return False
+        check_singly(self.config, self.options.max_replacements, self.pools, self._can_replace())
+        return True
+
+    def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
+        assert self.crew is not None
+        pool = self._pool("rollout")
+        served = {"rollout": dataclasses.asdict(role)}
+
+        def begin(
+            rank: int, again: int, wanted: Callable[[], bool]
+        ) -> tuple[WorkerHandle, Mapping[str, Any]]:
+            worker = self._begin_again(rank, wanted)
+            try:
+                return worker, {**common, **self._place(pool, rank, again), "roles": served}
+            except BaseException:  # the run may have ended meanwhile
+                worker.kill()
+                raise
+
+        return Replacements(
+            self.crew,
+            pool.ranks,
+            self.options.max_replacements,
+            f"runtime.{self.config.runtime.backend}.max_replacements",
+            begin,
+            self.options.start_minutes * 60,
+            pool.started,
+            self._ended,
+            changeable=bool(self.config.placement.most),
+        )
+
+    def _ranks(self, pool: Pool) -> list[int]:
+        """Those of a pool that are there."""
+        away = self.replacements.away if self.replacements is not None else ()
+        return [rank for rank in pool.ranks if rank not in away]
+
+    def _here(self) -> int:
+        """Processes on this machine.
+
+        Raises:
+            ConfigError: more than it has accelerators.
+        """
+        wanted, to_come = wanted_processes(self.config), processes_to_come(self.config)
+        if self.options.device == "cpu" or default_device().type == "cpu":
+            return wanted or 1
+        there = torch.accelerator.device_count()
+        if (need := (wanted or 0) + to_come) > there:
+            name = self.config.runtime.backend
+            key = "placement.pools" if self.config.placement.pools else f"runtime.{name}.processes"
+            key, least = ("placement.most", " at the most") if (wanted or 0) <= there else (key, "")
+            raise ConfigError(
+                f"{key}: {need if least else wanted} processes{least} need an accelerator each, and this machine shows "
+                f'{there}. Lower it, look at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
+            )
+        return wanted or there
+
+    def _order(self, total_steps: int) -> dict[str, Any]:
+        """What every worker is told."""
+        return {
+            "config": portable(self.config),
+            "total_steps": total_steps,
+            "tokenizer": tokenizer_hash(self.live["tokenizer"]) if "tokenizer" in self.live else None,
+            "device": self.options.device,
+            "log_level": log.getEffectiveLevel(),
+            "stall_seconds": self.options.stall_minutes * 60,
+            "start_seconds": self.options.start_minutes * 60,
+            "token": self._token,
+        }
+
+    def _group(
+        self, name: str, role: Role, pool: Pool, ready: Mapping[int, Mapping[str, Any]]
+    ) -> RemoteWorkerGroup:
+        assert self.crew is not None
+        found = [ready[rank]["roles"][name] for rank in pool.started]
+        if self.replacements is not None and name == "rollout":
+            own = [Slice((rank,), rank) for rank in pool.ranks]
+            group = RemoteWorkerGroup(self.crew, name, own, 0.0, True, found[0]["capacity"])
+            return ReplaceableGroup(group, self.replacements)
+        slices = slices_of(name, [each["layout"] for each in found], list(pool.ranks))
+        alone = len(pool.ranks) == 1
+        independent = alone or (role.kind == "rollout" and len(slices) == len(pool.ranks))
+        capacity = found[0]["capacity"]
+        if self._loan is None or pool is not self._pool("rollout"):
+            return RemoteWorkerGroup(self.crew, name, slices, found[0]["attention"], independent, capacity)
+        return RemoteWorkerGroup(
+            self.crew, name, slices, found[0]["attention"], independent, capacity, self._loan.before
+        )
+
+    def _take_back(self) -> None:
+        if self._loan is not None:
+            self._loan.end()
+
+    # -- commands -----------------------------------------------------------
+
+    def _pool(self, role: str) -> Pool:
+        return next(pool for pool in self.pools if role in pool.roles)
+
+    def _tell(
+        self,
+        pool: Pool,
+        kind: str,
+        what: tuple[str, str],
+        leaders: Sequence[int] | None = (),
+        merge: Any = None,
+        **fields: Any,
+    ) -> Future[Any]:
+        """One command to all ranks of a pool; ``leaders`` None: the result of each of them counts."""
+        assert self.crew is not None
+        number, ranks = self.crew.next_number(), self._ranks(pool)
+        messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
+        counted = ranks if leaders is None else leaders
+        return self.crew.send(
+            messages, what, number, leaders=counted, merge=merge or (lambda results: results[0])
+        )
+
+    def _trade(self, phase: str) -> None:
+        """Each process for itself; all pools at the same time."""
+        if self.options.trade_memory:
+            start = time.perf_counter()
+            told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
+            for future in told:
+                future.result()
+            self.traded_seconds += time.perf_counter() - start
+
+    def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
+        """Weights from one pool to another: its first rank sends, all ranks of the other take."""
+        givers, takers = self._pool(source), self._pool(target)
+        one = functools.partial(_one_checksum, target)
+        return self.links.push(givers, takers, (source, target), version, mix, one)
+
+
+def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest of each metric over ranks."""
+    return {name: max(result[name] for result in results) for name in results[0]}
+
+
+def _one_sync(target: str, results: Sequence[SyncResult]) -> SyncResult:
+    """The ranks' updates as one; every rank must have received the same."""
+    first = results[0]
+    checksum = _one_checksum(target, [result.checksum for result in results])
+    moved, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
+    return SyncResult(first.version, moved, seconds, checksum)
+
+
+def _one_checksum(target: str, checksums: Sequence[str]) -> str:
+    if len(set(checksums)) > 1:
+        listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(checksums))
+        raise TrainingFailed(
+            f"The ranks of '{target}' have received different weights ({listed}). The train engine must stream the "
+            "same tensors on every rank."
+        )
+    return checksums[0]
+
+
+def even_threads(processes: int) -> int | None:
+    """Cores of each process; None where the environment says, or one process has them all."""
+    if "OMP_NUM_THREADS" in os.environ or processes == 1:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // processes, 1)

@@ -1,0 +1,261 @@
+"""A batch or requests over data-parallel slices, and the results back in order. Done here, once for all backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_core.errors import PluginError
+from engine_core.packing import partition, sequence_cost
+from engine_core.types import Batch, Request, Rollout
+from engine_plugin_processes.codec import Pieces, bytes_of
+
+Merge = Callable[[Sequence[Any]], Any]
+"""Makes one result of the slices' results, which come in the order of the slices."""
+
+
+def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch], Merge]:
+    """Each slice's sequences, balanced by cost, and what puts the results back.
+
+    Sequences with one ``keep_together`` id stay together. One slice gets the batch as it is. The shares of several are
+    there to be sent: their columns are ``Pieces`` of the batch's, which are not copied.
+
+    Args:
+        batch: of B sequences.
+        slices: how many.
+        attention: of ``packing.sequence_cost``.
+    """
+    if slices == 1:
+        return [batch], lambda results: results[0]
+    costs = [sequence_cost(length, attention) for length in batch.lengths.tolist()]
+    together = None if batch.keep_together is None else batch.keep_together.tolist()
+    parts = partition(costs, slices, together)
+    shares = _shares(batch, parts)
+
+    def merge(results: Sequence[Any]) -> Any:
+        if not isinstance(results[0], Mapping):
+            return results[0]  # of the whole batch already, the same on every slice
+        return {name: _put_back(name, [r[name] for r in results], parts, batch) for name in results[0]}
+
+    return shares, merge
+
+
+def _shares(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
+    """The sequences of each part, with ``Pieces`` in place of tensors."""
+    offsets, order = batch.offsets.tolist(), [index for part in parts for index in part]
+    chosen = torch.tensor(order, dtype=torch.int64)
+    ends = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    spans = [[(offsets[index], offsets[index + 1]) for index in part] for part in parts]
+    rows = list(itertools.pairwise(ends))
+
+    def of_tokens(column: Tensor) -> list[Any]:
+        return _pieces(column, spans)
+
+    def of_sequences(column: Tensor) -> list[Any]:
+        return _pieces(column[chosen], [[span] for span in rows])
+
+    tokens = {name: of_tokens(column) for name, column in batch.tokens.items()}
+    sequences = {name: of_sequences(column) for name, column in batch.sequences.items()}
+    ids, counts = of_tokens(batch.token_ids), of_sequences(batch.lengths)
+    together = None if batch.keep_together is None else of_sequences(batch.keep_together)
+    return [
+        dataclasses.replace(
+            batch,
+            token_ids=ids[number],
+            lengths=counts[number],
+            tokens={name: column[number] for name, column in tokens.items()},
+            sequences={name: column[number] for name, column in sequences.items()},
+            keep_together=None if together is None else together[number],
+        )
+        for number in range(len(parts))
+    ]
+
+
+def _pieces(column: Tensor, parts: Sequence[Sequence[tuple[int, int]]]) -> list[Pieces]:
+    """The rows of each part, given as (first, end)."""
+    data, shape = bytes_of(column), tuple(column.shape[1:])
+    size = column.dtype.itemsize * math.prod(shape)  # bytes of a row
+    made = []
+    for spans in parts:
+        rows = sum(end - start for start, end in spans)
+        buffers = [data[start * size : end * size] for start, end in spans if end > start]
+        made.append(Pieces(column.dtype, (rows, *shape), buffers))
+    return made
+
+
+def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[Request]], Merge]:
+    """Each slice's requests, balanced by the tokens that they may take; rollouts come back in the order of requests.
+
+    The rollouts of a group may be sampled in several places: each request brings its own seed.
+    """
+    parts = partition([_tokens(request) for request in requests], slices)
+    return [[requests[i] for i in part] for part in parts], in_order(requests)
+
+
+def in_order(requests: Sequence[Request]) -> Merge:
+    """Puts lists of rollouts into the order of their requests."""
+    prompts = {request.id: request.prompt for request in requests}
+    places = {request.id: number for number, request in enumerate(requests)}
+
+    def merge(results: Sequence[Any]) -> Any:
+        rollouts: list[Rollout] = [rollout for result in results for rollout in result]
+        for rollout in rollouts:
+            rollout.prompt = prompts[rollout.request_id]  # the controller's own, not a copy of it
+        return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
+
+    return merge
+
+
+class Running:
+    """Requests that come and go one by one: each goes to the slice that has the least left to sample.
+
+    Args:
+        slices: how many.
+    """
+
+    def __init__(self, slices: int) -> None:
+        self.left = [0] * slices  # tokens that each slice may still sample
+        self.under_way = [0] * slices  # requests
+        self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
+        self._lock = threading.Lock()  # some ask while answers come
+
+    def share(
+        self, requests: Sequence[Request], among: Sequence[int] | None = None, whole_groups: bool = False
+    ) -> list[list[Request]]:
+        """New requests by slice.
+
+        Args:
+            requests: in the order in which they are given out.
+            among: slices that may have them; default: all.
+            whole_groups: those of one prompt that follow each other go to one slice, where there are so many groups that
+                no slice has nothing to do for that.
+        """
+        shares: list[list[Request]] = [[] for _ in self.left]
+        if not requests:  # of a sampler that goes on
+            return shares
+        with self._lock:
+            slices = range(len(self.left)) if among is None else among
+            least = [(self.left[at], place, at) for place, at in enumerate(slices)]
+            heapq.heapify(least)
+            units = _by_prompt(requests) if whole_groups else []
+            if sum(self.under_way[at] for at in slices) + len(requests) < len(slices) * max(
+                map(len, units), default=1
+            ):
+                units = []
+            for unit in units or ([request] for request in requests):
+                left, place, chosen = least[0]
+                left += sum(map(_tokens, unit))
+                heapq.heapreplace(least, (left, place, chosen))
+                shares[chosen] += unit
+                self.left[chosen] = left
+                self.under_way[chosen] += len(unit)
+                self._asked |= {request.id: (request, chosen) for request in unit}
+        return shares
+
+    def forget(self, ids: Iterable[str]) -> dict[int, list[str]]:
+        """Nobody waits for them any more; slice -> those that it has."""
+        found: dict[int, list[str]] = {}
+        with self._lock:
+            for id in ids:
+                if (entry := self._settle(id)) is not None:
+                    found.setdefault(entry[1], []).append(id)
+        return found
+
+    def lose(self, slice: int) -> list[Request]:
+        """What a slice has not finished, in the order in which it was asked; it is asked nothing of this any more."""
+        with self._lock:
+            lost = [request for request, chosen in self._asked.values() if chosen == slice]
+        self.forget(request.id for request in lost)
+        return lost
+
+    def merge(self, results: Sequence[Any]) -> Any:
+        """The slices' rollouts one after another, with the controller's own prompts; other results as ``merge_plain``."""
+        found = merge_plain(results)
+        if isinstance(found, list):
+            self.settle(found)
+        return found
+
+    def settle(self, rollouts: Sequence[Rollout]) -> None:
+        """These have finished: they get the controller's own prompts."""
+        with self._lock:
+            for rollout in rollouts:
+                if (entry := self._settle(rollout.request_id)) is not None:
+                    rollout.prompt = entry[0].prompt
+
+    def _settle(self, id: str) -> tuple[Request, int] | None:
+        """Within the lock: it is under way no more; request and slice, where it was."""
+        found = self._asked.pop(id, None)
+        if found is not None:
+            request, chosen = found
+            self.left[chosen] -= _tokens(request)
+            self.under_way[chosen] -= 1
+        return found
+
+
+def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
+    """Those that follow each other with one prompt together."""
+    return [list(unit) for _, unit in itertools.groupby(requests, key=lambda request: id(request.prompt))]
+
+
+def _tokens(request: Request) -> int:
+    """That a request may take."""
+    return len(request.prompt.token_ids) + request.sampling.max_response_tokens
+
+
+def merge_plain(results: Sequence[Any]) -> Any:
+    """Of a call without sequences: lists of rollouts one after another, else what the first slice says."""
+    first = results[0]
+    if isinstance(first, list) and all(isinstance(entry, Rollout) for result in results for entry in result):
+        return [rollout for result in results for rollout in result]
+    return first
+
+
+def merge_futures(futures: Sequence[Future[Any]]) -> Future[Any]:
+    """One that is done when all are; their first error is its error."""
+    done: Future[Any] = Future()
+    if not futures:
+        done.set_result(None)
+    left = [len(futures)]
+
+    def settle(_: Future[Any]) -> None:
+        left[0] -= 1
+        if left[0]:
+            return
+        errors = [error for future in futures if (error := future.exception())]
+        if errors:
+            done.set_exception(errors[0])
+        else:
+            done.set_result(futures[0].result())
+
+    for future in futures:
+        future.add_done_callback(settle)
+    return done
+
+
+def _put_back(name: str, found: Sequence[Tensor], parts: Sequence[Sequence[int]], batch: Batch) -> Tensor:
+    """Slices' values per token or per sequence as those of the whole batch."""
+    lengths, offsets = batch.lengths.tolist(), batch.offsets.tolist()
+    rows = [len(values) for values in found]
+    if rows == [sum(lengths[i] for i in part) for part in parts]:
+        places = [torch.arange(offsets[i], offsets[i + 1]) for part in parts for i in part]
+        size = batch.num_tokens
+    elif rows == [len(part) for part in parts]:
+        places = [torch.tensor(part, dtype=torch.int64) for part in parts]
+        size = len(batch)
+    else:
+        raise PluginError(
+            f"The engine gave {rows} values of '{name}' on its slices; expected one a token or one a sequence. "
+            "This is a bug of the plugin."
+        )
+    whole = found[0].new_empty((size, *found[0].shape[1:]))
+    whole[torch.cat(places)] = torch.cat(list(found))
+    return whole

@@ -1,0 +1,133 @@
+"""What a worker does first: its path, its process group, its plugins, its engines."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from engine_core.config.assemble import rebuild
+from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
+from engine_core.contracts.runtime import Role
+from engine_core.data import load_tokenizer, tokenizer_hash
+from engine_core.errors import ConfigError
+from engine_core.local.engine_host import Engine, RankPlacement, default_device
+from engine_core.packing import attention_share
+from engine_plugin_processes.shared_module import SharingHost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine_core.config import ModelConfig
+
+GROUP_MARGIN = 1.5  # of the stall deadline: the controller tells of a rank that hangs before torch does
+
+
+def join_pool(order: Mapping[str, Any]) -> torch.device:
+    """Meet the other ranks of the pool; returns the device of this one.
+
+    ``torch.distributed`` is initialised for the pool alone: what an engine does with "all ranks" stays in it.
+    """
+    if order["path"] is not None:
+        sys.path[:] = order["path"]
+    rank, size = order["rank"], order["world_size"]
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(order["local_rank"]),
+        "LOCAL_WORLD_SIZE": str(order["local_world_size"]),
+    }
+    device = torch.device("cpu") if order["device"] == "cpu" else default_device(order["local_rank"])
+    backend = "gloo"
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+        backend = f"{device.type}:{dist.get_default_backend_for_device(device)},cpu:gloo"
+    timeout = datetime.timedelta(seconds=max(order["stall_seconds"], order["start_seconds"]) * GROUP_MARGIN)
+    store = store_at(order["store"], size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return device
+
+
+def store_at(place: Mapping[str, Any], size: int, timeout: datetime.timedelta) -> Any:
+    """Where some processes meet.
+
+    Args:
+        place: ``file``, a path that they share; or ``tcp``, host, port and prefix of a store that somebody serves.
+        size: how many they are.
+        timeout: to wait for the others.
+    """
+    if place["file"] is not None:
+        store = dist.FileStore(place["file"], size)
+        store.set_timeout(timeout)
+        return store
+    host, port, prefix = place["tcp"]
+    return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+
+def leave_pool() -> None:
+    """The end of ``join_pool``."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_host(order: Mapping[str, Any], device: torch.device) -> SharingHost:
+    """Load the run's plugins and build the engines of this rank.
+
+    Raises:
+        ConfigError: the controller's tokenizer is not the one that the config names.
+    """
+    config, plugins = rebuild(order["config"])
+    live = (
+        {} if order["tokenizer"] is None else {"tokenizer": _same_tokenizer(config.model, order["tokenizer"])}
+    )
+    place = RankPlacement(device, order["rank"], order["world_size"])
+    host = SharingHost(config, plugins, live, place)
+    roles = {name: Role(**fields) for name, fields in order["roles"].items()}
+    host.build(roles, order["total_steps"])
+    return host
+
+
+def _same_tokenizer(model: ModelConfig, expected: str) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(model)
+    if tokenizer_hash(tokenizer) != expected:
+        raise ConfigError(
+            "model.tokenizer: the controller's tokenizer is another one than the file names; an object given from "
+            "Python does not reach workers. Save it with save_pretrained and name the folder."
+        )
+    return tokenizer
+
+
+def describe(engine: Engine, place: RankPlacement) -> dict[str, Any]:
+    """Where the engine stands among those of its role, and what a sequence costs it."""
+    layout = engine.layout
+    if isinstance(engine, RolloutEngine):
+        if type(engine).layout is RolloutEngine.layout:  # it knows nothing of ranks: each samples for itself
+            layout = Layout(place.rank, place.world_size)
+        return {"layout": layout, "attention": 0.0, "capacity": engine.capacity}
+    return {"layout": layout, "attention": _attention(engine), "capacity": 0}
+
+
+def _attention(engine: TrainEngine) -> float:
+    """From the shape of the engine's model; 0 where it has no config that tells, or its library keeps the model to itself."""
+    config: Any = getattr(
+        getattr(engine, "module", None), "config", None
+    )  # an engine of frozen models may have none
+    if not hasattr(config, "get_text_config"):
+        return 0.0
+    text: Any = config.get_text_config()
+    layers, heads = getattr(text, "num_hidden_layers", 0), getattr(text, "num_attention_heads", 0)
+    if not (layers and heads):
+        return 0.0
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return attention_share(layers, heads * size, sum(p.numel() for p in engine.module.parameters()))
+
+
+def portable_path() -> list[str]:
+    """``sys.path`` for a process of the same machine."""
+    return [str(Path(entry or ".").absolute()) for entry in sys.path]

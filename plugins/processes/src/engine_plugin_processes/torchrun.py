@@ -1,0 +1,123 @@
+"""The torchrun runtime: workers are processes, on this machine or on many; the controller is one more, beside rank 0.
+
+``engine train`` starts the workers of one machine itself, over socket pairs and a rendezvous in a private folder,
+so that no port is taken and two runs never meet. Started by an external ``torchrun``, on one or many nodes, the
+process of rank 0 is the controller and the others become workers (``elastic``).
+
+Why not torch's own ``elastic_launch`` as a library: it blocks its caller, takes the signals that save a run, and has
+no channel to what it started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import ConfigError
+from engine_core.temporary_folder import TemporaryFolder
+from engine_plugin_processes import elastic_launch as elastic
+from engine_plugin_processes.placement import Pool, wanted_processes
+from engine_plugin_processes.runtime import MultiProcessRuntime, even_threads
+from engine_plugin_processes.worker_process import WorkerHandle
+
+if TYPE_CHECKING:
+    from engine_core.contracts.runtime import Role
+
+
+class TorchrunRuntime(MultiProcessRuntime):
+    """See the module and ``Runtime``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._folder: TemporaryFolder | None = None
+        self._torchrun: elastic.Launch | None = None
+        self._gathered: list[WorkerHandle] = []  # of an external torchrun
+
+    def close(self) -> None:
+        super().close()
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+    def _processes(self, roles: Mapping[str, Role]) -> int:
+        self._torchrun = elastic.launched()
+        if self._torchrun is None:
+            return self._here()
+        wanted, processes = wanted_processes(self.config), self._torchrun.world_size
+        if wanted not in (None, processes):
+            raise ConfigError(
+                f"runtime.torchrun.processes: the file asks for {wanted}, and torchrun has started {processes}."
+            )
+        return processes
+
+    def _launch(self) -> list[WorkerHandle]:
+        if self._torchrun is not None:
+            self._gathered = self._torchrun.gather(self.options.start_minutes * 60)
+            return self._gathered
+        self._folder = TemporaryFolder("engine-torchrun-")
+        return self._spawn([rank for pool in self.pools for rank in pool.started])
+
+    @property
+    def _size(self) -> int:
+        return sum(len(pool.ranks) for pool in self.pools)
+
+    def _environment(self) -> dict[str, str]:
+        """Variables of each worker, beside the controller's own."""
+        threads = self.options.threads or even_threads(self._size)
+        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        loopback = elastic.loopback_interface()
+        return env | {
+            name: os.environ.get(name, loopback) for name in elastic.INTERFACE_VARIABLES if loopback
+        }
+
+    def _can_replace(self) -> bool:
+        return self._torchrun is None
+
+    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> WorkerHandle:
+        return WorkerHandle.start(rank, self._environment())
+
+    def _spawn(self, ranks: Sequence[int]) -> list[WorkerHandle]:
+        env = self._environment()
+        workers: list[WorkerHandle] = []
+        try:
+            for rank in ranks:
+                workers.append(WorkerHandle.start(rank, env))
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+        return workers
+
+    def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
+        from engine_plugin_processes.starting import portable_path
+
+        launch = self._torchrun
+        if launch is None:
+            seat = {"local_rank": rank, "local_world_size": self._size, "path": portable_path()}
+            return seat | {"host": "127.0.0.1"}
+        seat = {
+            "local_rank": launch.local_rank(rank),
+            "local_world_size": launch.local_world_size,
+            "path": None,
+        }
+        mine = self._gathered[rank]
+        # each where its connection comes from: the controller's address is that of its own node's ranks alone
+        return seat | {"host": launch.host if mine.process is not None else mine.host}
+
+    def _meeting(self, name: str) -> dict[str, Any]:
+        if self._torchrun is None:
+            return {"file": str(self._private / name), "tcp": None}
+        return {"file": None, "tcp": self._torchrun.store_of(name)}
+
+    def _one_machine(self) -> bool:
+        return self._torchrun is None
+
+    def _private_folder(self) -> str:
+        return "" if self._folder is None else self._folder.path
+
+    @property
+    def _private(self) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.path)

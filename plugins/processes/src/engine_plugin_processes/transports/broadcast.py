@@ -1,0 +1,222 @@
+"""Weights by broadcast: one process group over the sender and all takers, gloo or, where all are on CUDA, NCCL.
+
+The group is none of ``torch.distributed``'s default ones, in which every pool is a world of its own. Each bucket is
+three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.
+Words go through host memory by gloo in any case, bytes by NCCL from device to device where that can be: who waits for
+a word is told when nobody will send it, and a kernel of NCCL is begun when the bytes are there.
+Whether NCCL works between these GPUs is tried where the ends are joined; where it does not, bytes too go by gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_core.errors import TrainingFailed
+from engine_plugin_processes.buckets import unpacked
+from engine_plugin_processes.starting import store_at
+from engine_plugin_processes.transports.base import (
+    Flat,
+    Stream,
+    Transport,
+    Update,
+    check,
+    flattened,
+    gpu_of,
+    size_of,
+)
+
+MAX_HEADER_BYTES = 1 << 31
+SPIN_SECONDS = 0.05  # a bucket takes a millisecond; who waits longer waits for somebody
+NAP_SECONDS = 0.001
+
+log = logging.getLogger("engine")
+
+
+class Broadcast(Transport):
+    """See the module and ``Transport``."""
+
+    group: Any = None  # of words, and of bytes where these go through host memory
+    bytes_group: Any = None  # of NCCL
+    device = torch.device("cpu")
+
+    def open(self) -> Any:
+        """Which GPU weights are to come to; "" where it is none that NCCL reaches."""
+        return gpu_of(self.end.device) if dist.is_nccl_available() else ""
+
+    def join(self, told: Sequence[Any]) -> None:
+        seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
+        store = store_at(self.end.meeting, len(told), seconds)
+        place, size = self.end.place, len(told)
+        words = dist.PrefixStore(f"{self.end.label}/words", store)
+        self.group = dist.ProcessGroupGloo(words, place, size, seconds)
+        if not all(told):
+            return
+        if len(set(told)) < size:
+            log.warning(
+                "rollout.transport = 'broadcast': processes share a GPU, so weights go through host memory."
+            )
+            return
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 2 * seconds  # past it NCCL ends the process: this module says before what is late
+        data = dist.PrefixStore(f"{self.end.label}/bytes", store)
+        self.bytes_group, why = self._tried(lambda: dist.ProcessGroupNCCL(data, place, size, options))
+        if self.bytes_group is not None:
+            self.device = self.end.device
+        else:
+            log.warning(
+                "rollout.transport = 'broadcast': NCCL does not work between these GPUs (%s), so weights go through host memory, "
+                "which is slower.", why or "another process says so",
+            )  # fmt: skip
+
+    def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
+        """A group that has carried a first word between GPUs, or None and why not; the same answer on every end."""
+        group, why = None, ""
+        seconds = self.options.timeout_seconds / 2  # the others still wait for the answer then
+        try:
+            group = make()
+            word = torch.zeros(8, dtype=torch.uint8, device=self.end.device)
+            if not _done(group.broadcast(word, 0), seconds):
+                why = f"nothing came within {seconds:g} s"
+        except RuntimeError as error:
+            why = _first_line(error)
+        works = torch.tensor([0 if why else 1])
+        self.group.allreduce(works, dist.ReduceOp.MIN).wait()
+        if works.item():
+            return group, ""
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        return None, why
+
+    def send(self, stream: Stream, update: Update) -> int:
+        sent = 0
+        under_way: list[Any] = []
+        try:
+            for flat in flattened(stream, self.device):
+                self._wait(under_way, update)
+                under_way = self._post(flat.told(update), flat, update)
+                sent += size_of(flat.bucket)
+            self._wait(under_way, update)
+        except TrainingFailed:
+            raise
+        except BaseException as error:
+            self._wait(under_way, update)
+            self._wait(self._post({"break": f"{type(error).__name__}: {error}"}, None, update), update)
+            raise
+        self._wait(self._post({"end": True}, None, update), update)
+        return sent
+
+    def receive(self, update: Update) -> Generator[tuple[str, Tensor], None, None]:
+        over, expected = False, 0
+        try:
+            while True:
+                told = self._header(update)
+                over = "end" in told or "break" in told
+                if "break" in told:
+                    raise self.end.failed(update, f"The stream of weights broke off: {told['break']}.")
+                if over:
+                    return
+                data = self._payload(told, update)
+                check(self.end, update, told, expected, data)
+                expected += 1
+                yield from unpacked(data, told["entries"])
+        finally:
+            if not over:
+                self._drain(update)
+
+    def close(self) -> None:
+        self._leave()
+
+    # -- one broadcast ------------------------------------------------------
+
+    def _post(self, told: Mapping[str, Any], flat: Flat | None, update: Update) -> list[Any]:
+        """Send a header, and the bytes of a bucket; what is under way, with the tensors that it reads."""
+        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        lengths = torch.tensor([len(header), flat.bucket.size if flat else 0])
+        tensors = [lengths, header, *([flat.data] if flat and flat.bucket.size else [])]
+        return [(self._broadcast(tensor, update), tensor) for tensor in tensors]
+
+    def _header(self, update: Update) -> dict[str, Any]:
+        lengths = self._taken(torch.zeros(2, dtype=torch.int64), update)
+        header_bytes, size = lengths.tolist()
+        if not 0 < header_bytes < MAX_HEADER_BYTES:
+            raise self._unusable(update, f"a header of {header_bytes} bytes came, which is none of ours.")
+        header = self._taken(torch.empty(header_bytes, dtype=torch.uint8), update)
+        told: dict[str, Any] = json.loads(bytes(header.numpy()))
+        return told | {"size": size}
+
+    def _payload(self, told: Mapping[str, Any], update: Update) -> Tensor:
+        data = torch.empty(told["size"], dtype=torch.uint8, device=self.device)
+        return self._taken(data, update) if told["size"] else data
+
+    def _taken(self, tensor: Tensor, update: Update) -> Tensor:
+        self._wait([(self._broadcast(tensor, update), tensor)], update)
+        return tensor
+
+    def _broadcast(self, tensor: Tensor, update: Update) -> Any:
+        if self.group is None:
+            raise self.end.failed(update, "the group has failed before. This is a bug of the runtime.")
+        try:
+            group = self.group if tensor.device.type == "cpu" else self.bytes_group
+            return group.broadcast(tensor, 0)
+        except RuntimeError as error:
+            raise self._unusable(update, _first_line(error)) from error
+
+    def _wait(self, under_way: Sequence[Any], update: Update) -> None:
+        for work, tensor in under_way:
+            try:
+                if tensor.device.type != "cpu" and not _done(work, self.options.timeout_seconds):
+                    raise self._unusable(update, "the bytes of a bucket timed out")
+                work.wait()  # on a GPU its stream waits, not this process
+            except RuntimeError as error:
+                raise self._unusable(update, _first_line(error)) from error
+
+    def _leave(self) -> None:
+        """Free the groups. One of NCCL is ended at once: what it still waits for does not come."""
+        group, self.group, self.bytes_group = self.bytes_group, None, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def _unusable(self, update: Update, what: str) -> TrainingFailed:
+        """The group cannot be used any more; said by whoever sees it first."""
+        self._leave()
+        if "imed out" in what:
+            return self.end.late(update, f"nothing went on ({what})", self.options.timeout_seconds)
+        return self.end.failed(update, what)
+
+    def _drain(self, update: Update) -> None:
+        """Take the rest without looking at it, so that nobody waits for this end."""
+        while self.group is not None:
+            try:
+                told = self._header(update)
+                if "end" in told or "break" in told:
+                    return
+                self._payload(told, update)
+            except TrainingFailed:
+                return  # who sends is gone, too
+
+
+def _done(work: Any, seconds: float) -> bool:
+    """Whether what a GPU was given is done in that time. ``Work.wait`` with a time looks once in a millisecond."""
+    start = time.monotonic()
+    while not work.is_completed():
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        time.sleep(0.0 if waited < SPIN_SECONDS else NAP_SECONDS)
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

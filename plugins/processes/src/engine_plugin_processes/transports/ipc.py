@@ -1,0 +1,176 @@
+"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each taker.
+
+For processes of one machine, also where they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
+fills one again when every taker has said that it has its copy. On GPUs the buffers are on the sender's, and a taker copies
+from there to its own, where it sees that one too; else they are files in memory without a name.
+Between GPUs this is experimental: it has not run on one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.errors import ConfigError
+from engine_plugin_processes.channel import Closed
+from engine_plugin_processes.codec import encode
+from engine_plugin_processes.sampler_process.memory import DeviceMemory, HostMemory, shares_device
+from engine_plugin_processes.transports.base import Stream, Update, flattened, gpu_of, size_of
+from engine_plugin_processes.transports.tcp import TCP
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_plugin_processes.channel import Channel
+
+
+class Shown(HostMemory):
+    """A file in memory that processes of the same user open by this process's descriptor."""
+
+    def __init__(self) -> None:
+        super().__init__(self.new_file())
+
+    def told_to(self, taker: int) -> dict[str, Any]:
+        """How one taker finds it."""
+        return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
+
+
+class ShownDevice(DeviceMemory):
+    """A buffer of a GPU, with a handle for each taker.
+
+    Args:
+        device: of the buffer.
+        takers: how many will open it.
+    """
+
+    def __init__(self, device: torch.device, takers: int) -> None:
+        super().__init__(device)
+        self.takers = takers
+        self._handles: list[list[Any]] = []
+
+    def reserve(self, size: int) -> None:
+        if size > len(self._bytes):
+            self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._handles = [list(self._bytes.untyped_storage()._share_cuda_()) for _ in range(self.takers)]
+
+    def told_to(self, taker: int) -> dict[str, Any]:
+        """How one taker finds it."""
+        return {"handle": self._handles[taker]}
+
+
+class IPC(TCP):
+    """See the module and ``Transport``."""
+
+    buffers: tuple[Any, Any] | None = None  # of the sender
+    on_device = False
+    source = torch.device("cpu")  # the sender's GPU, by its number in this process
+
+    def __init__(self, options: Any, end: Any) -> None:
+        super().__init__(options, end)
+        self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: what was told of it, and the memory
+
+    @classmethod
+    def check(cls, options: Any, one_machine: bool) -> None:
+        if not one_machine or not Path("/proc/self/fd").is_dir():
+            raise ConfigError(
+                "rollout.transport: got 'ipc', which needs a run that has started all its processes itself, on one machine with "
+                "Linux. Use 'broadcast', 'tcp', 'folder' or 'auto'."
+            )
+
+    def open(self) -> Any:
+        device = self.end.device
+        return {
+            "listens": super().open(),
+            "gpu": gpu_of(device),
+            "sees": _seen() if device.type == "cuda" else [],
+            "shares": self.end.place > 0 or shares_device(device),
+        }
+
+    def join(self, told: Sequence[Any]) -> None:
+        super().join([each["listens"] for each in told])
+        gpu = told[0]["gpu"]
+        self.on_device = (
+            bool(gpu) and told[0]["shares"] and all(each["gpu"] and gpu in each["sees"] for each in told)
+        )
+        if self.on_device:
+            self.source = torch.device("cuda", _seen().index(gpu))
+
+    def send(self, stream: Stream, update: Update) -> int:
+        channels: list[Channel] = []
+        sent = waiting = 0
+        self.buffers = self.buffers or (self._buffer(), self._buffer())
+        try:
+            for place, address in enumerate(self.addresses, 1):
+                channels.append(self._connected(address, place, update))
+            for flat in flattened(stream, self.source, self.buffers):
+                shown = self.buffers[flat.number % 2]
+                for place, channel in enumerate(channels, 1):
+                    message = {**flat.told(update), "memory": shown.told_to(place - 1)}
+                    self._to_one(channel, place, encode(message), update)
+                sent += size_of(flat.bucket)
+                waiting += 1
+                if waiting > 1:  # the other buffer is filled next
+                    self._all_have(channels, update)
+                    waiting -= 1
+            if waiting:
+                self._all_have(channels, update)
+            self._to_all(channels, encode({"end": True}), update)
+            self._all_have(channels, update)
+        finally:
+            for channel in channels:
+                channel.close()
+        return sent
+
+    def close(self) -> None:
+        super().close()
+        opened = [memory for _, memory in self._opened.values()]
+        for memory in (*(self.buffers or ()), *opened):
+            memory.close()
+        self.buffers, self._opened = None, {}
+
+    def _buffer(self) -> Any:
+        return ShownDevice(self.source, len(self.addresses)) if self.on_device else Shown()
+
+    def _all_have(self, channels: Sequence[Channel], update: Update) -> None:
+        for place, channel in enumerate(channels, 1):
+            self._taken(channel, place, update)
+
+    def _data(self, message: Any, update: Update) -> Tensor:
+        """A copy of the bucket, on this end's device where it came over a GPU."""
+        try:
+            memory = self._memory(message["bucket"] % 2, message["memory"])
+            shown: Tensor = memory.view(0, message["size"])
+            return shown.to(self.end.device if self.on_device else "cpu", copy=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise self.end.failed(
+                update,
+                f"the memory of the sender cannot be seen here: {error}. Use rollout.transport = 'tcp'.",
+            ) from error
+
+    def _took(self, channel: Channel, number: int, update: Update) -> None:
+        try:
+            channel.send({"taken": number})
+        except Closed as error:
+            raise self._broken(error, update, "the next bucket did not come") from error
+
+    def _memory(self, number: int, told: Any) -> Any:
+        """That of one buffer, opened once."""
+        known, memory = self._opened.get(number, (None, None))
+        if known != told:
+            if memory is not None:
+                memory.close()
+            if self.on_device:
+                memory = DeviceMemory(self.source, told["handle"])
+            else:
+                memory = HostMemory(os.open(told["path"], os.O_RDWR))
+            self._opened[number] = told, memory
+        return memory
+
+
+def _seen() -> list[str]:
+    """The GPUs that this process sees, by their numbers."""
+    return [gpu_of(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]

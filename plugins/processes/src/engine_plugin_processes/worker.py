@@ -1,0 +1,337 @@
+"""A worker of the torchrun runtime: ``python -m engine_plugin_processes.worker FD``, one rank of a pool.
+
+Commands come over the socket FD and are carried out one after another, each answered under its number; see
+``crew`` for the other side. A thread reads ahead: what must not wait for the command in hand (an interrupt, the
+question where this rank is) is answered by it, and when the controller ends, so does this process, at once.
+
+consumes: commands; waits for: the next one, while its mailbox is empty, and within one for whatever the engine waits for;
+unblocked by: the thread that reads, an interrupt; produces: answers and parts of them, in an ``Outbox``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, cast
+
+from engine_core.types import decode_ended
+from engine_plugin_processes.channel import Channel, Closed, Outbox
+from engine_plugin_processes.peer_watch import end_with
+from engine_plugin_processes.remote_errors import pack
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from engine_core.contracts.engines import RolloutEngine, TrainEngine
+    from engine_core.types import Rollout
+    from engine_plugin_processes.shared_module import SharingHost
+    from engine_plugin_processes.transports.base import Transport
+
+CONTROLLER_GONE = 70
+IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
+
+
+class Interrupted(BaseException):
+    """The controller does not wait for this command any more; raised in the middle of it."""
+
+
+class Worker:
+    """Serves commands until it is closed.
+
+    Args:
+        channel: to the controller.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.outbox = channel, Outbox(channel)
+        self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.host: SharingHost
+        self.order: dict[str, Any] = {}
+        self.links: dict[int, Transport] = {}  # this process's end of each, by number
+        self.current: int | None = None  # the command in hand
+        self.dropped: set[int] = set()  # commands that nobody waits for
+        self.thread = 0  # in which commands are carried out
+        self._closing = False
+
+    def run(self) -> None:
+        """Serve."""
+        self.thread = threading.get_ident()
+        self._allow_breaks()
+        threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
+        self._watch_over_controller()
+        try:
+            while (message := self.mailbox.get())["kind"] != "close":
+                self._answer(message)
+        finally:
+            self._leave()
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        """Carry one command out; its result or its error goes back under its number."""
+        number = message["id"]
+        try:
+            if number in self.dropped:
+                raise Interrupted
+            value = self._carry_out(message)
+        except (Exception, SystemExit, Interrupted) as error:
+            self.outbox.put({"id": number, "error": pack(error)})
+            return
+        if isinstance(value, Future):
+            self.outbox.put({"id": number, "pending": True})
+            value.add_done_callback(lambda future: self._settle(number, future))
+            return
+        try:
+            self.outbox.put({"id": number, "value": value}, prompts=False)
+        except TypeError as error:
+            self.outbox.put({"id": number, "error": pack(error)})
+
+    def _carry_out(self, message: dict[str, Any]) -> Any:
+        """The command itself; the one part that may be broken off."""
+        self.current = message["id"]
+        try:
+            return getattr(self, f"_do_{message['kind']}")(message)
+        finally:
+            self.current = None
+
+    def _settle(self, number: int, future: Future[Any]) -> None:
+        error = future.exception()
+        self.outbox.put({"id": number, "settled": True, "error": pack(error) if error else None})
+
+    # -- commands -----------------------------------------------------------
+
+    def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Join the pool, load the run's plugins, build the engines; what each role is like."""
+        from engine_plugin_processes.starting import describe, join_pool, make_host
+        from engine_plugin_processes.transports.choice import Endpoint
+
+        self.order = message
+        self._forward_logs(message["log_level"])
+        device = join_pool(message)
+        self.host = make_host(message, device)
+        roles = {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
+        return {"shared": self.host.shared, "roles": roles, "seat": dataclasses.asdict(Endpoint.of(device))}
+
+    def _do_call(self, message: dict[str, Any]) -> Any:
+        """A method of an engine's contract."""
+        from engine_core.contracts.engines import RolloutEngine, TrainEngine
+
+        engine, method = self.host.engines[message["role"]], message["method"]
+        contract = TrainEngine if isinstance(engine, TrainEngine) else RolloutEngine
+        if method.startswith("_") or not callable(getattr(contract, method, None)):
+            raise RuntimeError(f"'{method}' is no method of {contract.__name__}.")
+        arguments = () if message["batch"] is None else (message["batch"],)
+        if message.get("parts") and isinstance(engine, RolloutEngine):
+            return self._in_parts(engine, message)
+        value = getattr(engine, method)(*arguments, **message["plain"])
+        return self._with_texts(message["role"], value) if isinstance(engine, RolloutEngine) else value
+
+    def _in_parts(self, engine: RolloutEngine, message: dict[str, Any]) -> Any:
+        """Of ``generate``: what finished is told at once; returns what was not told."""
+        from engine_core.contracts.engines import RolloutEngine
+        from engine_core.sampling.driver import stream
+
+        role, requests = message["role"], message["plain"]["requests"]
+        if type(engine).generate is not RolloutEngine.generate:  # an engine with a way of its own
+            return self._with_texts(role, engine.generate(requests))
+        for finished in stream(engine, requests):
+            self._tell(role, message["id"], finished)
+        return []
+
+    def _tell(self, role: str, number: int, finished: list[Rollout]) -> None:
+        """A part of a command's result."""
+        self.outbox.put({"id": number, "part": self._with_texts(role, finished)}, prompts=False)
+
+    def _with_texts(self, role: str, value: Any) -> Any:
+        """The result of a command; responses that have ended come with their text."""
+        if role == "rollout":  # others may have tokens of their own
+            decode_ended(value, self.host.live.get("tokenizer"))
+        return value
+
+    def _do_flow(self, message: dict[str, Any]) -> None:
+        """Sample until another command comes, nothing is left or the time is up; what finished is told at once."""
+        from engine_core.sampling.driver import flow
+
+        engine = cast("RolloutEngine", self.host.engines[message["role"]])
+        end = time.monotonic() + message["seconds"]
+
+        def goes_on() -> bool:
+            return self.mailbox.empty() and time.monotonic() < end
+
+        for finished in flow(engine, message["requests"], message["dropped"], goes_on):
+            self._tell(message["role"], message["id"], finished)
+
+    def _do_push(self, message: dict[str, Any]) -> Any:
+        return self.host.push_weights(message["source"], message["target"], message["version"])
+
+    def _do_mix(self, message: dict[str, Any]) -> None:
+        self.host.mix_weights(message["source"], message["target"], message["mix"])
+
+    def _do_memory(self, message: dict[str, Any]) -> dict[str, float]:
+        from engine_core.runs.machine import memory_metrics
+
+        return memory_metrics()
+
+    def _do_lend(self, message: dict[str, Any]) -> None:
+        self.host.lend()
+
+    def _do_take_back(self, message: dict[str, Any]) -> None:
+        self.host.take_back()
+
+    def _do_link(self, message: dict[str, Any]) -> Any:
+        """Make this process's end of a link; what the others are told of it. One of the same pools before it ends."""
+        from engine_plugin_processes.transports.base import End
+        from engine_plugin_processes.transports.choice import make
+
+        for number in message["instead_of"]:
+            if (old := self.links.pop(number, None)) is not None:
+                old.close()
+        fields = {name: message[name] for name in ("place", "host", "meeting", "folder", "label")}
+        end = End(
+            name=message["transport"],
+            names=tuple(message["names"]),
+            device=self.host.place.device,
+            token=self.order["token"],
+            **fields,
+        )
+        kind, options = make(self.host.config, self.host.plugins, message["transport"])
+        self.links[message["link"]] = transport = kind(options, end)
+        return transport.open()
+
+    def _do_join(self, message: dict[str, Any]) -> None:
+        self.links[message["link"]].join(message["told"])
+
+    def _do_send(self, message: dict[str, Any]) -> int:
+        """Weights to another pool; a rank without a link only takes part in the stream."""
+        from engine_core.contracts.weight_sync import sends_adapter, stream_of
+        from engine_plugin_processes.transports.base import Update
+
+        actor = cast("TrainEngine", self.host.engines[message["role"]])
+        adapter = message["mix"] is None and sends_adapter(self.host.config)
+        stream = stream_of(actor, adapter, to="leader")
+        if message["link"] is None:
+            for _ in stream:
+                pass
+            return 0
+        return self.links[message["link"]].send(stream, Update(message["update"], message["version"]))
+
+    def _do_receive(self, message: dict[str, Any]) -> str:
+        """Weights of another pool: into the sampler, or mixed into a model."""
+        from engine_plugin_processes.transports.base import Update, begun
+
+        engine: Any = self.host.engines[message["role"]]
+        stream = self.links[message["link"]].receive(Update(message["update"], message["version"]))
+        with begun(stream):
+            if message["mix"] is not None:
+                engine.load_named_weights(stream, message["mix"])
+                return ""
+            return engine.update_weights(stream, message["version"])
+
+    def _do_phase(self, message: dict[str, Any]) -> None:
+        self.host.trade(message["name"])
+
+    # -- what does not wait -------------------------------------------------
+
+    def _listen(self) -> None:
+        """Fill the mailbox; the end of the controller is the end of this process."""
+        try:
+            while True:
+                message = self.channel.receive()
+                if message["kind"] == "interrupt":
+                    self.dropped.add(message["id"])
+                    self._break_off()
+                elif message["kind"] == "stacks":
+                    self.outbox.put({"stacks": where(self.thread)})
+                else:
+                    self._closing = message["kind"] == "close"
+                    self.mailbox.put(message)
+        except Closed:
+            if not self._closing:
+                end_at_once(CONTROLLER_GONE)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            end_at_once(1)
+
+    def _watch_over_controller(self) -> None:
+        """The end of the controller's host, which says nothing, is the end of this process too."""
+        end_with(self.channel.socket, lambda: end_at_once(CONTROLLER_GONE))
+
+    def _allow_breaks(self) -> None:
+        """Called once, in the thread of the commands."""
+        signal.signal(signal.SIGUSR1, self._interrupt)
+
+    def _break_off(self) -> None:
+        """Have ``Interrupted`` raised in the command in hand, where nobody waits for it; called in another thread."""
+        signal.pthread_kill(self.thread, signal.SIGUSR1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.current in self.dropped:
+            self.current = None
+            raise Interrupted
+
+    def _forward_logs(self, level: int) -> None:
+        handler = ToOwner(self.outbox)
+        for name in ("engine", "engine_core"):
+            logging.getLogger(name).setLevel(level)
+            logging.getLogger(name).addHandler(handler)
+
+    def _leave(self) -> None:
+        from engine_plugin_processes.starting import leave_pool
+
+        if hasattr(self, "host"):
+            self.host.close()
+        for transport in self.links.values():
+            transport.close()
+        leave_pool()
+        self.outbox.close()
+
+
+class ToOwner(logging.Handler):
+    """Log records go to whoever started this process, who writes them down."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__()
+        self.outbox = outbox
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.outbox.put({"log": self.format(record), "name": record.name, "level": record.levelno})
+        except Exception:
+            self.handleError(record)
+
+
+def end_at_once(code: int) -> None:
+    """End this process, and what an engine has started in its session."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(code)
+
+
+def where(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of a thread, the innermost last."""
+    frame = sys._current_frames().get(thread)
+    summary = traceback.extract_stack(frame) if frame is not None else []
+    return [(entry.filename, entry.lineno or 0, entry.name) for entry in summary]
+
+
+def main() -> None:
+    """Serve the socket whose number is the argument."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    os.dup2(2, 1)  # what engines print goes where their messages go
+    Worker(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,494 @@
+"""The workers of a run, as the controller sees them: commands out, answers in, and who was lost.
+
+A thread a worker reads its answers, another its output; one more watches: a process that ended, a command past
+its deadline, a rank that waits for one that has failed. The first loss ends all commands in hand.
+
+consumes: answers of workers; waits for: nothing, ``send`` returns at once; unblocked by: answers, losses,
+deadlines; produces: results and errors in the futures of ``send``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine_core.errors import EngineError, WorkerLost
+from engine_core.runs.logs import FILE_ONLY
+from engine_plugin_processes.channel import Closed
+from engine_plugin_processes.codec import DecodeError, Encoded, Texts, encode
+from engine_plugin_processes.remote_errors import unpack
+from engine_plugin_processes.split import Merge, merge_futures
+from engine_plugin_processes.stalls import Stack, told
+
+if TYPE_CHECKING:
+    from engine_plugin_processes.worker_process import WorkerHandle
+
+log = logging.getLogger("engine")
+
+TICK_SECONDS = 0.1
+STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wait for it for ever
+# the same where one could not write: the others may still be writing, and the run may go on
+WRITER_SECONDS = 60.0
+STACK_SECONDS = 3.0
+CLOSE_SECONDS = 10.0
+SENDER_SECONDS = 1.0
+
+
+class Reply(Future[Any]):
+    """The future of a command. Who is interrupted while waiting for it gives the command up."""
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._give_up = give_up
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.done():
+            self._give_up()
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        except Exception:
+            raise
+        except BaseException:  # a signal
+            self.give_up()
+            raise
+
+
+class Command:
+    """One command to some ranks; done when all of them have answered.
+
+    Args:
+        number: under which they answer.
+        what: for messages: role and method.
+        ranks: of the run.
+        leaders: whose results count, in this order.
+        merge: makes one result of theirs.
+        deadline: seconds that a rank may take once it is at it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        what: tuple[str, str],
+        ranks: Sequence[int],
+        leaders: Sequence[int],
+        merge: Merge,
+        deadline: float,
+    ) -> None:
+        self.number, self.what, self.ranks, self.leaders, self.merge = number, what, ranks, leaders, merge
+        self.deadline = deadline
+        self.reply: Reply
+        self.on_part: Callable[[Any], None] = lambda part: None
+        self.values: dict[int, Any] = {}
+        self.errors: dict[int, Exception] = {}
+        self.later: dict[int, Future[Any]] = {}  # results that come after the answer: of saves
+        self.failed_at: float | None = None  # of the first error, while others have not answered
+        self.thread = threading.get_ident()  # that asks
+
+    @property
+    def waiting(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in self.ranks if rank not in self.values and rank not in self.errors]
+
+    @property
+    def answered(self) -> bool:
+        """Whether nobody is waited for; asked at each answer, so it counts instead of looking at all ranks."""
+        return len(self.values) + len(self.errors) >= len(self.ranks)
+
+    @property
+    def patience(self) -> float:
+        """Seconds for the others once a rank has failed."""
+        unwritten = any(isinstance(error, OSError) for error in self.errors.values())
+        return WRITER_SECONDS if unwritten else STRAGGLER_SECONDS
+
+    def leave_out(self, rank: int, loss: WorkerLost) -> None:
+        """Go on without a rank that was lost; where it was the last one, the command fails with its loss."""
+        self.ranks = [other for other in self.ranks if other != rank]
+        self.leaders = [other for other in self.leaders if other != rank] or self.ranks[:1]
+        for answers in (self.values, self.errors):
+            answers.pop(rank, None)
+        if not self.ranks:
+            self.fail(loss)
+
+    def finish(self) -> None:
+        """Give the result, or the error that says the most."""
+        if self.reply.done():
+            return
+        if self.errors:
+            errors = list(self.errors.values())
+            error = next((e for e in errors if isinstance(e, EngineError)), errors[0])
+            # a rank that failed at once is told when the others have written: only then may files be cleared away
+            merge_futures(list(self.later.values())).add_done_callback(lambda _: self._fail(error))
+            return
+        try:
+            found = [self.values[rank] for rank in self.leaders]
+            result = merge_futures(list(self.later.values())) if self.later else self.merge(found)
+        except Exception as problem:
+            self.reply.set_exception(problem)
+        else:
+            self.reply.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes."""
+        for future in self.later.values():
+            if not future.done():
+                future.set_exception(error)
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+
+class Leave(NamedTuple):
+    """In the queue of commands: nobody waits for those before it that this thread has given."""
+
+    thread: int
+
+
+class WorkerPool:
+    """All workers of a run.
+
+    Args:
+        workers: in the order of their ranks, started.
+        stall_seconds: how long a rank may take for one command.
+        stall_key: where the user says so.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        stall_seconds: float,
+        stall_key: str = "runtime.torchrun.stall_minutes",
+    ) -> None:
+        self.workers = {worker.rank: worker for worker in workers}
+        self.stall_seconds, self.stall_key = stall_seconds, stall_key
+        self.broken: WorkerLost | None = None
+        self.may_lose: Callable[[WorkerHandle, WorkerLost], bool] = lambda worker, loss: False
+        self.absent: dict[int, WorkerLost] = {}  # ranks that the run goes on without, and what became of them
+        self.open: dict[int, Command] = {}
+        self.stacks: dict[int, list[Stack]] = {}
+        self._numbers = itertools.count(1)
+        self._warned: dict[str, int] = {}  # warnings, and the rank that gave each first
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | Leave | None]
+        self._outgoing = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="send", daemon=True)
+        self._sender.start()
+        for worker in workers:
+            threading.Thread(
+                target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True
+            ).start()
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watcher.start()
+
+    def send(
+        self,
+        messages: Mapping[int, Mapping[str, Any]] | Mapping[int, Encoded],
+        what: tuple[str, str],
+        number: int,
+        *,
+        leaders: Sequence[int] | None = None,
+        merge: Merge = lambda results: results[0],
+        interruptible: bool = False,
+        deadline: float | None = None,
+        on_part: Callable[[Any], None] = lambda part: None,
+    ) -> Future[Any]:
+        """Put a command into the mailboxes of some ranks.
+
+        Args:
+            messages: by rank; values or what ``encode`` made of them.
+            what: role and method, for messages.
+            number: from ``next_number``, as it stands in the messages.
+            leaders: whose results count; default: the first rank's.
+            merge: makes one result of theirs.
+            interruptible: may be left at any point: no rank waits for another in it.
+            deadline: seconds; default: `stall_minutes`.
+            on_part: is given, in a thread, each part of a result that a rank tells before it answers.
+        """
+        ranks = list(messages)
+        command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or self.stall_seconds)
+        command.on_part = on_part
+        command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
+        if self._closing.is_set():
+            command.fail(self._over(command))
+            return command.reply
+        # one step, so that a signal's exception comes before or after it: half a message would lose the worker
+        self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
+        return command.reply
+
+    def give_up(self) -> None:
+        """Nobody waits for what the calling thread has asked for; what may be left of it is left.
+
+        For whoever was interrupted: a signal's exception may come between a command and the wait for its reply.
+        """
+        self._outgoing.put(Leave(threading.get_ident()))
+
+    def admit(self, worker: WorkerHandle) -> None:
+        """Take in a new process, also in the place of one that was lost."""
+        with self._lock:
+            self.workers[worker.rank] = worker
+            self.absent.pop(worker.rank, None)
+            if self._closing.is_set():
+                worker.kill()
+                return
+        threading.Thread(target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True).start()
+
+    def dismiss(self, worker: WorkerHandle, cause: str) -> None:
+        """The run goes on without this worker, whose end is the caller's business from now on: it is no loss."""
+        with self._lock:
+            if self.workers.get(worker.rank) is worker and worker.rank not in self.absent:
+                self.absent[worker.rank] = WorkerLost(worker.roles[0], worker.rank, worker.host, cause)
+                self._go_on_without(worker.rank)
+
+    def next_number(self) -> int:
+        """For a command."""
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """End every worker: those that are idle are asked to, the others are killed."""
+        if self._closing.is_set():
+            return
+        self._outgoing.put(None)
+        self._sender.join(SENDER_SECONDS)
+        idle = self.broken is None and not self.open and not self._sender.is_alive()
+        self._closing.set()
+        if idle:
+            for worker in self._all():
+                worker.ask_to_end()
+            deadline = time.monotonic() + CLOSE_SECONDS
+            for worker in self._all():
+                worker.ended(max(deadline - time.monotonic(), 0.0))
+        for worker in self._all():
+            worker.kill()
+        self._watcher.join()
+        with self._lock:
+            for command in self.open.values():
+                command.fail(self._over(command))
+            self.open.clear()
+        self._fail_unsent()
+
+    def _fail_unsent(self) -> None:
+        """Commands that were given while the end had begun. The sender may still be there and take them first."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                unsent = self._outgoing.get_nowait()
+                if unsent is not None and isinstance(unsent[0], Command):
+                    unsent[0].fail(self._over(unsent[0]))
+        self._outgoing.put(None)  # for the sender, whose end this may have taken
+
+    def _over(self, command: Command) -> WorkerLost:
+        first = self.workers[command.ranks[0]]
+        return WorkerLost(command.what[0], first.rank, first.host, "the run has ended")
+
+    def _send(self) -> None:
+        """Put commands into mailboxes, in the order in which they were given."""
+        while (item := self._outgoing.get()) is not None:
+            if isinstance(item, Leave):
+                self._leave(item.thread)
+                continue
+            command, messages = item
+            with self._lock:
+                if self.broken is not None:
+                    if command is not None:
+                        command.fail(self.broken)
+                    continue
+                messages = {rank: text for rank, text in messages.items() if rank not in self.absent}
+                if command is not None and self._without_absent(command):
+                    self.open[command.number] = command
+                    for rank in messages:
+                        self.workers[rank].begin(command.number)
+            for rank, message in messages.items():
+                with contextlib.suppress(Closed):  # its reader tells how it ended
+                    self.workers[rank].channel.send(message)
+
+    def _leave(self, thread: int) -> None:
+        with self._lock:
+            left = [command for command in self.open.values() if command.thread == thread]
+        for command in left:
+            command.reply.give_up()
+
+    def _all(self) -> list[WorkerHandle]:
+        """Every worker, also those that are lost: others may come meanwhile."""
+        with self._lock:
+            return list(self.workers.values())
+
+    # -- answers ------------------------------------------------------------
+
+    def _read(self, worker: WorkerHandle) -> None:
+        """What one worker says, until it ends."""
+        try:
+            while True:
+                self._take(worker, worker.channel.receive())
+        except Closed:
+            cause = ""
+        except DecodeError as error:
+            cause = f"it sent something else than an answer: {error}"
+        if not self._closing.is_set():
+            self._lose(worker, worker.how_it_ended(cause))
+
+    def _take(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
+        if "log" in message:
+            self._log(worker, message)
+        elif "stacks" in message:
+            self.stacks[worker.rank] = message["stacks"]
+        else:
+            with self._lock:
+                command = None if worker.rank in self.absent else self.open.get(message["id"])
+                if command is not None and "part" in message:
+                    if worker.rank in command.leaders:
+                        command.on_part(message["part"])
+                elif command is not None:
+                    self._answered(worker, command, message)
+
+    def _answered(self, worker: WorkerHandle, command: Command, message: Mapping[str, Any]) -> None:
+        rank = worker.rank
+        error = unpack(message["error"], rank) if message.get("error") else None
+        if "settled" in message:
+            if error:
+                command.later[rank].set_exception(error)
+            else:
+                command.later[rank].set_result(None)
+        else:
+            worker.finish(command.number)
+            if error:
+                command.errors[rank] = error
+                command.failed_at = command.failed_at or time.monotonic()
+            else:
+                command.values[rank] = message.get("value")
+                if message.get("pending"):
+                    command.later[rank] = Future()
+            if command.answered:
+                command.finish()
+        if command.answered and all(future.done() for future in command.later.values()):
+            self.open.pop(command.number, None)
+
+    def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
+        """The first rank speaks for all; of the others warnings of their own are shown, the rest goes to the file."""
+        logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
+        with self._lock:
+            said_by = self._warned.setdefault(text, worker.rank) if level >= logging.WARNING else 0
+        if worker.rank == 0:
+            logger.log(level, "%s", text)
+        else:
+            extra = None if said_by == worker.rank else FILE_ONLY
+            logger.log(level, "rank %d: %s", worker.rank, text, extra=extra)
+
+    def _interrupt(self, command: Command) -> None:
+        """Nobody waits for it any more."""
+        self._outgoing.put((None, dict.fromkeys(command.ranks, message_to(command.number, "interrupt"))))
+
+    # -- losses -------------------------------------------------------------
+
+    def _lose(self, worker: WorkerHandle, cause: str, role: str | None = None) -> None:
+        """The run has lost this worker; the first loss is told, by all commands in hand and later ones."""
+        with self._lock:
+            if self.broken is not None or self._closing.is_set():
+                return
+            if self.workers[worker.rank] is not worker or worker.rank in self.absent:
+                return  # it was lost before, or was to go
+            at = next((c.what[0] for c in self.open.values() if worker.rank in c.waiting), None)
+            name = role or at or worker.roles[0]
+            loss = WorkerLost(name, worker.rank, worker.host, cause)
+            if self.may_lose(worker, loss):
+                self.absent[worker.rank] = loss
+                self._go_on_without(worker.rank)
+                return
+            self.broken = loss
+            for command in self.open.values():
+                command.fail(self.broken)
+            self.open.clear()
+
+    def _go_on_without(self, rank: int) -> None:
+        """Commands in hand end without it."""
+        for command in list(self.open.values()):
+            if rank not in command.ranks:
+                continue
+            if rank not in command.waiting and not command.later:
+                continue  # it had answered
+            if not self._without_absent(command):
+                self.open.pop(command.number, None)
+            elif not command.waiting:
+                command.finish()
+                self.open.pop(command.number, None)
+
+    def _without_absent(self, command: Command) -> bool:
+        """Leave those out of a command that are not there; whether anybody is left."""
+        gone = [rank for rank in command.ranks if rank in self.absent]
+        for rank in gone:
+            command.leave_out(rank, self.absent[rank])
+        return bool(command.ranks)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(TICK_SECONDS):
+            now = time.monotonic()
+            for worker in self._all():
+                worker.notice_death()
+                if cause := worker.host_is_gone():
+                    self._lose(worker, f"{cause}.")
+                    worker.channel.close()  # whoever waits to send more is told
+            with self._lock:
+                failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
+                there = [worker for worker in self.workers.values() if worker.rank not in self.absent]
+                at = [(self.open.get(number), since) for number, since in (w.at() for w in there)]
+                late = [command for command, since in at if command and now - since > command.deadline]
+            for command in failed:
+                self._leave_stragglers(command)
+            if late and self.broken is None:
+                self._stalled(late[0])
+
+    def _leave_stragglers(self, command: Command) -> None:
+        """Some ranks failed and others wait for them: the error is told, and the others are lost."""
+        with self._lock:
+            waiting, failed = command.waiting, next(iter(command.errors))
+            if not waiting:
+                return
+            command.finish()
+            error = f"{type(command.errors[failed]).__name__}: {command.errors[failed]}"
+        role, method = command.what
+        cause = f"it still waits in '{method}', in which rank {failed} has failed: {error}"
+        self._lose(self.workers[waiting[0]], cause, role)
+
+    def _stalled(self, command: Command) -> None:
+        """Ask every rank where it is, tell it, and lose the one that the others wait for."""
+        self.stacks.clear()
+        asked = [worker for worker in self._all() if worker.rank not in self.absent]
+        for worker in asked:  # from threads: a process that is stopped reads nothing
+            threading.Thread(target=_ask_where, args=(worker,), daemon=True).start()
+        deadline = time.monotonic() + STACK_SECONDS
+        while len(self.stacks) < len(asked) and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS / 2)
+        blamed, cause, stacks = told(
+            command.what[1], command.deadline, command.waiting, command.ranks, self.stacks, self.stall_key
+        )
+        log.error("Where every rank is:\n%s", stacks)
+        self._lose(self.workers[blamed], cause, command.what[0])
+
+
+def _ask_where(worker: WorkerHandle) -> None:
+    with contextlib.suppress(Closed):
+        worker.channel.send({"kind": "stacks"})
+
+
+def _encoded(message: Any) -> Encoded:
+    return message if isinstance(message, Encoded) else encode(message)
+
+
+def message_to(number: int, kind: str, **fields: Any) -> Encoded:
+    """A command, ready to be sent to any number of ranks."""
+    return encode({"kind": kind, "id": number, **fields})
+
+
+def request_to(number: int, kind: str, texts: Texts, **fields: Any) -> Encoded:
+    """As ``message_to``; ``texts``: of prompts that other commands have, too."""
+    return encode({"kind": kind, "id": number, **fields}, texts=texts)

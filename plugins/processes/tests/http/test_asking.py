@@ -1,0 +1,19 @@
+"""The pace of requests; tries, secrets and hostile servers are tested with the reward ``http`` of plugins/rewards."""
+
+from engine_plugin_processes.http import requests as asking
+from engine_plugin_processes.http.requests import Pace
+
+
+def test_requests_go_out_at_even_distances_and_none_waits_past_its_deadline(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(asking.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(asking.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    pace, sent = Pace(4.0), []
+    for _ in range(4):
+        assert pace.wait(deadline=101.0)
+        sent.append(clock[0])
+    assert sent == [100.0, 100.25, 100.5, 100.75]
+    assert not pace.wait(deadline=101.0)
+    clock[0] = 200.0
+    assert pace.wait(deadline=201.0)  # no credit for the time in which nothing was asked, and no debt
+    assert (clock[0], pace.next) == (200.0, 200.25)

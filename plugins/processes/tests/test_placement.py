@@ -1,0 +1,133 @@
+"""Pools over ranks; what cannot be is refused with its keys."""
+
+import types
+
+import pytest
+
+from engine_core.config import EngineConfig
+from engine_core.contracts.engines import Layout
+from engine_core.errors import ConfigError, PluginError
+from engine_plugin_processes.options import TorchrunOptions
+from engine_plugin_processes.placement import (
+    Slice,
+    check_singly,
+    plan_pools,
+    processes_to_come,
+    slices_of,
+    wanted_processes,
+)
+
+RL = ("actor", "ref", "critic", "rollout")
+
+
+def config(processes="auto", **placement):
+    found = EngineConfig(placement=placement)
+    found.runtime.backend = "torchrun"
+    found.runtime.options = TorchrunOptions(processes=processes)
+    return found
+
+
+def test_without_pools_all_roles_are_in_one():
+    (pool,) = plan_pools(config(), RL, 4)
+    assert (list(pool.ranks), pool.roles) == ([0, 1, 2, 3], RL)
+
+
+def test_roles_without_a_pool_of_their_own_are_with_the_actor():
+    placed = config(pools={"serve": 1, "train": 2}, actor="train", rollout="serve")
+    assert wanted_processes(placed) == 3
+    serve, train = plan_pools(placed, RL, 3)
+    assert (list(serve.ranks), serve.roles) == ([0], ("rollout",))
+    assert (list(train.ranks), train.roles) == ([1, 2], ("actor", "ref", "critic"))
+    placed = config(pools={"a": 1, "b": 1, "c": 1}, actor="a", rollout="b", ref="c")
+    assert [pool.roles for pool in plan_pools(placed, RL, 3)] == [("actor", "critic"), ("rollout",), ("ref",)]
+
+
+def test_a_role_that_placement_does_not_know_is_with_the_actor():
+    placed = config(pools={"serve": 1, "train": 1}, actor="train", rollout="serve")
+    assert [pool.roles for pool in plan_pools(placed, ("reward_model", "rollout"), 2)] == [
+        ("rollout",),
+        ("reward_model",),
+    ]
+
+
+def test_models_of_rewards_may_have_a_pool_of_their_own():
+    roles = ("actor", "rollout", "reward.helpful", "reward.right")
+    placed = config(pools={"train": 2, "judge": 1}, actor="train", rollout="train", reward="judge")
+    assert [pool.roles for pool in plan_pools(placed, roles, 3)] == [roles[:2], roles[2:]]
+
+
+def test_the_number_of_processes_is_what_the_file_says_or_left_open():
+    assert wanted_processes(config()) is None
+    assert wanted_processes(config(processes=3)) == 3
+    assert wanted_processes(config(processes=3, pools={"a": 1, "b": 2})) == 3
+
+
+def test_two_keys_that_disagree_are_both_named():
+    with pytest.raises(
+        ConfigError, match=r"placement.pools: \{ a = 1, b = 2 \} need 3 .* runtime.torchrun.processes is 2"
+    ):
+        wanted_processes(config(processes=2, pools={"a": 1, "b": 2}))
+
+
+def test_pools_that_others_started_too_few_for_are_refused():
+    with pytest.raises(ConfigError, match=r"placement.pools: they need 3 processes, and 2 were started"):
+        plan_pools(config(pools={"a": 3}), RL, 2)
+
+
+def test_a_pool_without_a_role_is_refused():
+    placed = config(pools={"a": 1, "b": 1}, actor="a", rollout="a")
+    with pytest.raises(ConfigError, match="pool 'b' serves no role of this run"):
+        plan_pools(placed, RL, 2)
+
+
+def test_slices_are_the_ranks_of_one_data_parallel_rank():
+    layouts = [Layout(0, 2, True), Layout(0, 2, False), Layout(1, 2, False), Layout(1, 2, True)]
+    assert slices_of("actor", layouts, [4, 5, 6, 7]) == [Slice((4, 5), 4), Slice((6, 7), 7)]
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(), Layout()],  # two that think they are alone
+        [Layout(0, 2), Layout(0, 2, False)],  # nobody is slice 1
+        [Layout(0, 2), Layout(1, 2, False)],  # slice 1 has no leader
+        [Layout(0, 2), Layout(1, 1)],
+    ],
+    ids=str,
+)
+def test_layouts_that_make_no_whole_are_the_plugins_fault(layouts):
+    with pytest.raises(PluginError, match="layouts that do not fit together"):
+        slices_of("actor", layouts, [0, 1])
+
+
+GROWING = {"pools": {"serve": 1, "train": 2}, "most": {"serve": 3}, "actor": "train", "rollout": "serve"}
+
+
+def test_a_pool_has_ranks_for_those_that_may_come():
+    placed = config(**GROWING)
+    assert (wanted_processes(placed), processes_to_come(placed)) == (3, 2)
+    serve, train = plan_pools(placed, RL, 3)
+    assert (list(serve.ranks), list(serve.started)) == ([0, 1, 2], [0])
+    assert (list(train.ranks), list(train.started)) == ([3, 4], [3, 4])
+    assert (str(serve), str(train)) == ("serve: 1 (up to 3) x (rollout)", "train: 2 x (actor, ref, critic)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "roles", "starts", "message"),
+    [
+        ({}, ("actor", "rollout"), False, "placement.most: processes that another has started cannot come or leave"),
+        ({"ref": "serve"}, RL, True, "placement.most: only a sampler in a pool of its own can come or leave; here its processes serve ref, rollout"),
+    ],
+)  # fmt: skip
+def test_samplers_that_cannot_come_are_refused_by_key(changes, roles, starts, message):
+    placed = config(**GROWING, **changes)
+    with pytest.raises(ConfigError) as error:
+        check_singly(placed, 0, plan_pools(placed, roles, 3), starts)
+    assert message in str(error.value)
+
+
+def test_samplers_of_several_processes_cannot_come_or_leave():
+    placed = config(**GROWING)
+    placed.rollout.options = types.SimpleNamespace(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"placement\.most: a sampler of 2 processes \(rollout\.hf\.tensor"):
+        check_singly(placed, 1, plan_pools(placed, RL, 3), True)

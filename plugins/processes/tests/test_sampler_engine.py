@@ -1,0 +1,342 @@
+"""A rollout engine in a process of its own, with a real process: answers, losses, weights, refusals, ends."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.config.roles import ProcessConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.errors import ConfigError, DataError, EnvironmentProblem, PluginError, SamplerLost
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.types import Prompt, Request, Sampling
+from engine_plugin_processes import buckets, foreign_interpreter
+from engine_plugin_processes.sampler_process import engine as engine_module
+from engine_plugin_processes.sampler_process import serve
+from engine_plugin_processes.sampler_process.engine import SamplerEngine
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    return PluginSet.load({"rollout_engines": {"counting"}}, ["counting_plugin.py"], HERE)
+
+
+@pytest.fixture
+def make(plugins, tmp_path):
+    """``make(source=..., max_restarts=1, table={...})``: an engine, ended after the test."""
+    made = []
+
+    def build(source=None, table=(), **process):
+        table = {"starts": str(tmp_path / "starts"), **dict(table)}
+        options = plugins.spec("rollout_engines", "counting").config(**table)
+        config = RolloutConfig(backend="counting", options=options, process=ProcessConfig(**process))
+        context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
+        made.append(SamplerEngine(config, ModelConfig(), context, source))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def requests(count, start=0, **columns):
+    """Of which the second does what ``columns`` say."""
+    return [
+        Request(
+            f"r{i}", Prompt(f"train:{i}", [3, 4], "", columns if i == start + 1 else {}), Sampling(), i, 0
+        )
+        for i in range(start, start + count)
+    ]
+
+
+def weights(value):
+    return iter([("a", torch.full((2,), float(value))), ("b", torch.full((3,), float(value)))])
+
+
+def of_version(rollouts, version):
+    for rollout in rollouts:
+        assert rollout.policy_versions.tolist() == [version] * 4
+        assert rollout.rollout_log_probs.tolist() == [0.0, 0.0, -version, -version]
+
+
+def starts(tmp_path):
+    return [int(line) for line in (tmp_path / "starts").read_text().splitlines()]
+
+
+def gone(pid):
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"{pid} lives"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_process_that_is_killed_is_started_again_and_every_request_is_answered_once(
+    make, tmp_path, kept, caplog
+):
+    caplog.set_level(logging.WARNING, "engine")
+    engine = make(source=None if kept else lambda: weights(5))
+    assert engine.update_weights(weights(5), 5) == engine.update_weights(weights(5), 5)
+    asked = requests(6, do="kill", flag=str(tmp_path / "flag"))
+    counted = Counter()
+    original, engine._take = engine._take, lambda: [counted.update([r.request_id]) or r for r in original()]
+    rollouts = engine.generate(asked)
+    assert counted == Counter(r.id for r in asked)  # audit by id
+    assert [r.request_id for r in rollouts] == [r.id for r in asked]
+    assert all(rollout.prompt is request.prompt for rollout, request in zip(rollouts, asked, strict=True))
+    of_version(rollouts, 5)
+    first, second = starts(tmp_path)
+    pids = [int(rollout.extras["pid"][0]) for rollout in rollouts]
+    assert pids == [first] + [second] * 5  # what was finished is not sampled again
+    assert "killed by SIGKILL" in caplog.text
+    assert "it will kill" in caplog.text  # its last lines
+    assert "started again (1 of 3) and asked for 5 unfinished requests" in caplog.text
+
+
+def test_a_loss_while_idle_and_one_in_an_update_end_in_the_new_weights(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)  # a bucket for each tensor
+    engine = make()
+    os.kill(starts(tmp_path)[0], signal.SIGKILL)
+    engine.update_weights(weights(1), 1)
+    of_version(engine.generate(requests(2)), 1)
+
+    def dies_half_way():
+        stream = weights(2)
+        yield next(stream)
+        os.kill(starts(tmp_path)[-1], signal.SIGKILL)
+        gone(starts(tmp_path)[-1])
+        yield from stream
+
+    engine.update_weights(dies_half_way(), 2)
+    of_version(engine.generate(requests(2)), 2)
+    assert len(starts(tmp_path)) == 3
+
+
+def test_a_stream_that_breaks_leaves_no_mixture_to_sample_from(make, tmp_path):
+    engine = make()
+    engine.update_weights(weights(1), 1)
+
+    def breaks():
+        yield from list(weights(2))[:1]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        engine.update_weights(breaks(), 2)
+    assert engine.version == 1
+    with pytest.raises(DataError, match="weights of two versions"):
+        engine.generate(requests(1))
+    with pytest.raises(DataError, match=r"Unknown weight 'c'"):
+        engine.update_weights(iter([*weights(3), ("c", torch.zeros(1))]), 3)
+    engine.update_weights(weights(4), 4)
+    of_version(engine.generate(requests(2)), 4)
+    assert len(starts(tmp_path)) == 1
+
+    def dies_and_breaks():
+        yield from list(weights(5))[:1]
+        os.kill(starts(tmp_path)[-1], signal.SIGKILL)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        engine.update_weights(dies_and_breaks(), 5)
+    with pytest.raises(DataError, match="weights of two versions"):
+        engine.generate(requests(1))
+    engine.update_weights(weights(6), 6)
+    of_version(engine.generate(requests(2)), 6)
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "cause"),
+    [
+        ("sleep", {"stall_minutes": 0.03}, r"at one piece of work for .* minutes .*; it is in happens \("),
+        ("freeze", {"silent_seconds": 4}, "gave no sign of life for 4 s"),
+    ],
+)
+def test_a_process_that_hangs_is_found_and_after_the_last_restart_the_run_ends_with_its_cause(
+    make, tmp_path, what, settings, cause
+):
+    engine = make(max_restarts=0, **settings)
+    with pytest.raises(SamplerLost, match=cause) as caught:
+        engine.generate(requests(3, do=what))
+    assert f"it will {what}" in str(caught.value)  # its last lines
+    assert "which was started again 0 times (rollout.process.max_restarts)" in str(caught.value)
+    gone(starts(tmp_path)[0])
+
+
+def test_an_error_of_the_engine_is_that_error_and_the_engine_goes_on(make, tmp_path):
+    engine = make()
+    with pytest.raises(DataError, match="this request is bad"):
+        engine.generate(requests(3, do="raise"))
+    assert engine.num_unfinished == 0
+    of_version(engine.generate(requests(3)), 0)
+    assert len(starts(tmp_path)) == 1
+
+
+def test_an_abort_in_the_middle_of_a_long_step_is_answered_soon_and_the_rest_is_sampled(make, tmp_path):
+    engine = make()
+    asked = requests(3, do="sleep", flag=str(tmp_path / "flag"), seconds=600)
+    engine.add(asked)
+    done = []
+    while len(done) < 1:
+        done += engine.step()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "flag").exists():
+        assert time.monotonic() < deadline
+        done += engine.step()
+    found = engine.abort(["r2", "no such request"])
+    assert [(r.request_id, r.finish_reason) for r in found] == [("r2", "abort")]
+    while engine.num_unfinished:  # the flag is there: the second request is answered now
+        done += engine.step()
+    assert sorted(r.request_id for r in done) == ["r0", "r1"]
+    assert engine.abort(["r0"]) == []
+
+
+def test_a_pause_and_a_sleep_while_it_samples_are_no_failure_afterwards(make, tmp_path):
+    engine = make()
+    for stop, go_on in ((engine.pause, engine.resume), (engine.sleep, engine.wake)):
+        asked = requests(3, do="sleep", flag=str(tmp_path / stop.__name__), seconds=1)
+        engine.add(asked)
+        done = engine.step()
+        while not (tmp_path / stop.__name__).exists():
+            done += engine.step()
+        stop(*(["keep"] if stop == engine.pause else []))
+        time.sleep(0.5)  # for what it would do by itself
+        go_on()
+        while engine.num_unfinished:
+            done += engine.step()
+        assert sorted(r.request_id for r in done) == [r.id for r in asked]
+
+
+def test_requests_that_a_signal_cut_off_while_they_were_added_can_be_asked_again(make, monkeypatch):
+    class Stop(BaseException):
+        pass
+
+    engine = make()
+    ask = engine.process.ask
+
+    def cut(*arguments, **fields):
+        ask(*arguments, **fields)
+        raise Stop
+
+    monkeypatch.setattr(engine.process, "ask", cut)
+    with pytest.raises(Stop):
+        engine.add(requests(2))
+    monkeypatch.undo()
+    assert engine.num_unfinished == 0
+    assert [r.request_id for r in engine.generate(requests(3))] == ["r0", "r1", "r2"]
+    assert engine.step() == []
+
+
+REFUSALS = [
+    (
+        {"fail": "memory"},
+        EnvironmentProblem,
+        r"does not start in the sampler's process .*MemoryError: no room",
+    ),
+    ({"fail": "exit"}, PluginError, r"(?s)does not start: it exited with status 3\..*last words"),
+    ({"fail": "data"}, DataError, "the model is of clay"),
+]
+
+
+@pytest.mark.parametrize(("table", "kind", "message"), REFUSALS)
+def test_an_engine_that_does_not_start_is_one_message_and_leaves_no_process(
+    make, tmp_path, table, kind, message
+):
+    with pytest.raises(kind, match=message):
+        make(table=table)
+    gone(starts(tmp_path)[0])
+
+
+@pytest.mark.parametrize("name", foreign_interpreter.PACKAGES.values())
+def test_another_version_is_refused_with_both(make, monkeypatch, name):
+    monkeypatch.setattr(engine_module, "versions", lambda: {**serve.versions(), name: "9.9.9"})
+    with pytest.raises(
+        PluginError, match=rf"has {name} 0\.\d.*, and the trainer has 9\.9\.9\. .*pip install"
+    ):
+        make()
+
+
+def test_another_protocol_is_refused_with_both(make, monkeypatch):
+    monkeypatch.setattr(serve, "PROTOCOL", 9)
+    with pytest.raises(
+        PluginError,
+        match=r"has engine-plugin-processes .* \(protocol \d\), and the trainer has .* \(protocol 9\)",
+    ):
+        make()
+
+
+def test_an_interpreter_that_is_absent_or_without_the_core_is_refused_with_its_key(
+    make, tmp_path, interpreter_without
+):
+    with pytest.raises(ConfigError, match=r"rollout\.process\.python: '.*/nobody' does not start"):
+        make(python=str(tmp_path / "nobody"))
+    for package, distribution in foreign_interpreter.PACKAGES.items():
+        python = str(interpreter_without(package))
+        with pytest.raises(
+            PluginError,
+            match=rf"{package}/python has no {distribution} .* Install it there.* -m pip install engine-core-rl==.* "
+            "engine-plugin-processes==",
+        ):
+            make(python=python)
+
+
+def test_it_opens_no_port_and_its_memory_has_no_name(make, tmp_path):
+    engine = make()
+    engine.update_weights(weights(1), 1)
+    process = psutil.Process(starts(tmp_path)[0])
+    assert process.net_connections(kind="inet") == []
+    assert engine.process.channel.socket.family.name == "AF_UNIX"
+    assert engine.process.channel.socket.getsockname() == ""
+    if sys.platform == "linux":
+        files = [os.readlink(f"/proc/{process.pid}/fd/{n}") for n in os.listdir(f"/proc/{process.pid}/fd")]
+        assert any("memfd:engine-weights (deleted)" in file for file in files)
+
+
+OWNER = """
+import sys, time, torch
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.config.roles import ProcessConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_processes.sampler_process.engine import SamplerEngine
+from engine_core.types import Prompt, Request, Sampling
+plugins = PluginSet.load({{"rollout_engines": {{"counting"}}}}, ["counting_plugin.py"], Path({here!r}))
+options = plugins.spec("rollout_engines", "counting").config(starts={starts!r})
+config = RolloutConfig(backend="counting", options=options, process=ProcessConfig())
+context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
+engine = SamplerEngine(config, ModelConfig(), context)
+engine.add([Request("r", Prompt("p", [3], "", {{"do": "freeze"}}), Sampling())])
+while True:
+    engine.step()
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed_also_not_of_a_process_that_is_stopped(tmp_path):
+    script = OWNER.format(here=str(HERE), starts=str(tmp_path / "starts"))
+    owner = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "starts").exists() or not starts(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    child = psutil.Process(starts(tmp_path)[0])
+    while child.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    keeper = child.children()
+    assert len(keeper) == 1
+    owner.kill()
+    owner.wait()
+    gone(child.pid)
+    gone(keeper[0].pid)

@@ -1,0 +1,67 @@
+"""What a worker sends to a sampler of another pool, and what it gives the controller with its responses."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_core.contracts.weight_sync import ADAPTER_CONFIG
+from engine_core.types import Prompt, Rollout
+from engine_plugin_processes.worker import Worker
+
+
+class Actor:
+    def adapter_config(self):
+        return b"{}"
+
+    def named_weights(self, to="all", adapter=False):
+        assert to == "leader"
+        yield ("lora_A" if adapter else "weight"), torch.ones(2)
+
+
+class Link:
+    def send(self, stream, update):
+        self.sent = [name for name, _ in stream]
+        return len(self.sent)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "mix", "names"),
+    [(True, None, [ADAPTER_CONFIG, "lora_A"]), (True, 0.5, ["weight"]), (False, None, ["weight"])],
+)
+def test_an_adapter_alone_goes_to_a_sampler_that_asks_for_it_and_whole_weights_to_others(adapter, mix, names):
+    config = SimpleNamespace(
+        actor=SimpleNamespace(lora=object()),
+        rollout=SimpleNamespace(options=SimpleNamespace(adapter=adapter)),
+    )
+    worker = Worker.__new__(Worker)
+    worker.host = SimpleNamespace(engines={"actor": Actor()}, config=config)
+    worker.links = {1: Link()}
+    message = {"role": "actor", "link": 1, "update": 1, "version": 2, "mix": mix}
+    assert worker._do_send(message) == len(names)
+    assert worker.links[1].sent == names
+    assert worker._do_send(message | {"link": None}) == 0
+
+
+class Words:
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(f"w{id}" for id in ids)
+
+
+def rollout(reason, text=""):
+    ids = torch.tensor([5, 9, 7, 1])
+    column = torch.zeros(4)
+    return Rollout(
+        "1:0:0", Prompt("train:1", [5, 9], ""), ids, column.bool(), column, column.int(), reason, text=text
+    )
+
+
+def test_responses_that_have_ended_come_with_their_text_and_others_as_the_engine_gave_them():
+    worker = Worker.__new__(Worker)
+    worker.host = SimpleNamespace(live={"tokenizer": Words()})
+    given = [rollout("stop"), rollout("length"), rollout("abort"), rollout("stop", "its own")]
+    assert [each.text for each in worker._with_texts("rollout", given)] == ["w7 w1", "w7 w1", "", "its own"]
+    assert worker._with_texts("judge", [rollout("stop")])[0].text == ""  # its tokens are another model's
+    assert worker._with_texts("rollout", None) is None
+    assert worker._with_texts("rollout", ["1:0:0"]) == ["1:0:0"]

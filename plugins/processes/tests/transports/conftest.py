@@ -1,0 +1,77 @@
+"""Links between threads of this process: every end with its own thread."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from engine_plugin_processes import plugin as builtin
+from engine_plugin_processes.channel import new_token
+from engine_plugin_processes.transports.base import End, Update
+
+WEIGHTS = {
+    "embed.weight": torch.rand(50, 7),
+    "norm.weight": torch.rand(7).to(torch.bfloat16),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(3),
+}
+
+
+class Ends:
+    """The ends of one link, and a thread for each.
+
+    Args:
+        name: of the transport.
+        folder: that all see.
+        takers: how many.
+        options: of its table.
+    """
+
+    def __init__(self, name, folder, takers, **options):
+        spec = builtin.engine_weight_transports()[name]
+        names = ("actor[0] on here", *(f"rollout[{place}] on there" for place in range(1, takers + 1)))
+        meeting, token = {"file": str(folder / "meet"), "tcp": None}, new_token()
+        self.pool = ThreadPoolExecutor(takers + 1)
+        self.ends = [
+            spec.resolve()(
+                spec.config(**options),
+                End(name, place, names, torch.device("cpu"), "127.0.0.1", token, meeting, str(folder), "r-1"),
+            )
+            for place in range(takers + 1)
+        ]
+        told = [end.open() for end in self.ends]
+        for met in [self.pool.submit(end.join, told) for end in self.ends]:
+            met.result(30)
+
+    def update(self, stream=None, number=1, version=7, take=None):
+        """Futures of what ``send`` returns, and of what every taker has received."""
+        update = Update(number, version)
+        taken = [
+            self.pool.submit(take or (lambda at, update: list(at.receive(update))), at, update)
+            for at in self.ends[1:]
+        ]
+        sent = self.pool.submit(self.ends[0].send, WEIGHTS.items() if stream is None else stream, update)
+        return sent, taken
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def weights():
+    return WEIGHTS
+
+
+@pytest.fixture
+def link(tmp_path):
+    made = []
+
+    def make(name, takers=1, **options):
+        made.append(Ends(name, tmp_path, takers, **options))
+        return made[-1]
+
+    yield make
+    for ends in made:
+        ends.close()

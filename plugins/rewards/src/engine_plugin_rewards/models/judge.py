@@ -1,0 +1,115 @@
+"""``[reward.judge]``: a language model writes about each response, and the reward is read from its words.
+
+Several votes are sampled with seeds that follow from the question itself, so that a sample gets the same
+votes in whatever company it is asked, and again after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from engine_core.rewards.signatures import Outcome
+from engine_core.types import Prompt, Request, Rollout, Sampling
+from engine_plugin_rewards.models.asking import AskingReward
+from engine_plugin_rewards.models.classifier import failure
+
+if TYPE_CHECKING:
+    from engine_core.config.rewards import JudgeConfig
+    from engine_plugin_rewards.models.questions import Questions
+
+NUMBER = r"-?\d+(?:\.\d+)?"
+SHOWN = 80  # characters of an answer in a message
+
+Generate = Callable[[Sequence[Request]], Sequence[Rollout]]
+
+
+class JudgeReward(AskingReward):
+    """See the module.
+
+    Args:
+        questions: to the model.
+        generate: of its engine.
+        limit: longest question and answer together, in tokens.
+        config: votes, sampling, how a verdict is read.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, questions: Questions, generate: Generate, limit: int, config: JudgeConfig, seed: int
+    ) -> None:
+        super().__init__(questions, limit - config.max_response_tokens)
+        self.generate, self.config, self.seed = generate, config, seed
+        self.reader = VerdictReader(config)
+
+    def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
+        votes = self.config.votes
+        requests = [
+            Request(f"{i}:{vote}", Prompt(str(i), ids, ""), self._sampling(ids, vote), i, vote)
+            for i, ids in enumerate(asked)
+            for vote in range(votes)
+        ]
+        written = [self._text(rollout) for rollout in self.generate(requests)]
+        read = [self.reader.read(text) for text in written]
+        self.found = {"unreadable": sum(value is None for value in read) / len(read)}
+        return [
+            self._verdict(read[start : start + votes], written[start]) for start in range(0, len(read), votes)
+        ]
+
+    def _text(self, rollout: Rollout) -> str:
+        """What it wrote; not every engine makes tokens text."""
+        if rollout.text:
+            return rollout.text
+        written = rollout.token_ids[rollout.prompt_length :].tolist()
+        return str(self.questions.tokenizer.decode(written, skip_special_tokens=True))
+
+    def _verdict(self, votes: Sequence[float | None], text: str) -> Outcome:
+        known = [vote for vote in votes if vote is not None]
+        if known:
+            return Outcome(sum(known) / len(known))
+        return failure(f"no verdict in the judge's answer: {text[-SHOWN:]!r}")
+
+    def _sampling(self, ids: Sequence[int], vote: int) -> Sampling:
+        text = f"{self.seed}:{vote}:{','.join(map(str, ids))}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        config = self.config
+        return Sampling(
+            config.temperature, max_response_tokens=config.max_response_tokens, seed=seed, log_probs=False
+        )
+
+
+class VerdictReader:
+    """Finds the verdict in what a judge wrote.
+
+    Args:
+        config: ``pattern``, ``verdicts``, ``scale``.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self.values = {word.casefold(): value for word, value in config.verdicts.items()}
+        self.scale = config.scale
+        longest_first = sorted(config.verdicts, key=len, reverse=True)
+        words = rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)"
+        own = config.pattern or (words if self.values else NUMBER)
+        self.pattern = re.compile(own, re.IGNORECASE if self.values else 0)
+
+    def read(self, text: str) -> float | None:
+        """The value of the last verdict in ``text``; None where there is none, or one that is out of bounds."""
+        found = None
+        for found in self.pattern.finditer(text):  # noqa: B007
+            pass
+        if found is None:
+            return None
+        said = (found[1] if self.pattern.groups else found[0]) or ""
+        return self.values.get(said.strip().casefold()) if self.values else self._number(said)
+
+    def _number(self, said: str) -> float | None:
+        if not re.fullmatch(NUMBER, said.strip()):
+            return None
+        value = float(said)
+        if self.scale is None:
+            return value
+        low, high = self.scale
+        return (value - low) / (high - low) if low <= value <= high else None

@@ -1,0 +1,77 @@
+"""``[reward.verdict]``: what a language model would answer on average, from one forward pass.
+
+With the verdicts v of values x(v), and p their probabilities as the first token of the answer::
+
+    reward = sum_v p(v) x(v) / sum_v p(v)
+
+which is the expectation of a sampled verdict, without its noise (https://arxiv.org/abs/2303.16634).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.errors import DataError
+from engine_core.rewards.signatures import Outcome
+from engine_plugin_rewards.models.asking import AskingReward
+from engine_plugin_rewards.models.classifier import Infer, batch_of, failure
+
+if TYPE_CHECKING:
+    from engine_plugin_rewards.models.questions import Questions
+
+
+class VerdictReward(AskingReward):
+    """See the module.
+
+    Args:
+        questions: to the model.
+        infer: of its engine.
+        limit: longest question in tokens, the answer's first token included.
+        verdicts: texts and their values, each a token of its own.
+
+    Raises:
+        DataError: a verdict is not one token, or two are the same.
+    """
+
+    def __init__(self, questions: Questions, infer: Infer, limit: int, verdicts: Mapping[str, float]) -> None:
+        super().__init__(questions, limit - 1)
+        self.infer = infer
+        self.candidates = torch.tensor(one_token_each(questions, list(verdicts)))  # [K]
+        self.values = torch.tensor(list(verdicts.values()), dtype=torch.float64)  # [K]
+
+    def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
+        batch = batch_of([[*ids, int(self.candidates[0])] for ids in asked])
+        last = batch.offsets[1:] - 1
+        mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        mask[last] = True
+        columns = {"loss_mask": mask, "candidate_ids": self.candidates.expand(batch.num_tokens, -1)}
+        found = self.infer(batch.with_columns(columns), ("log_probs_at", "log_rest"))
+        rest = found["log_rest"][last].double().exp()
+        self.found = {"other_mass": float(rest.mean())}
+        expected = found["log_probs_at"][last].double().softmax(-1) @ self.values  # [N]
+        return [
+            Outcome(value) if value == value else failure("the judge gave probabilities that are no numbers")
+            for value in expected.tolist()
+        ]
+
+
+def one_token_each(questions: Questions, verdicts: Sequence[str]) -> list[int]:
+    """The token with which each verdict begins an answer, and is whole.
+
+    Raises:
+        DataError: one is several tokens, or two are the same token.
+    """
+    tokens = [questions.tokenizer(text, add_special_tokens=False)["input_ids"] for text in verdicts]
+    for text, ids in zip(verdicts, tokens, strict=True):
+        if len(ids) != 1:
+            raise DataError(
+                f"{questions.where}.verdicts: '{text}' is {len(ids)} tokens of the judge, expected one. Choose shorter "
+                "words such as Yes and No, A and B, or digits; or let it write: [reward.judge]."
+            )
+    ids = [int(one[0]) for one in tokens]
+    if len(set(ids)) < len(ids):
+        raise DataError(f"{questions.where}.verdicts: two of {', '.join(verdicts)} are the same token.")
+    return ids

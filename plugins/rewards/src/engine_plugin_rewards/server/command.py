@@ -1,0 +1,84 @@
+"""``engine serve-reward``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from engine_core.cli.options import AllowCode, Sets
+from engine_core.errors import ConfigError
+from engine_core.train.stop_signals import Terminated
+
+SHORTEST_TOKEN = 16
+
+
+def serve_reward(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="FILE|FOLDER", help="Run file with the reward, or a reward model's folder."),
+    ],
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="NAME", help="Which [[reward]], where there are several."),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option("--host", metavar="ADDRESS", help="Address to bind. Other than loopback: needs --open."),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_env: Annotated[
+        str | None,
+        typer.Option(
+            "--token-env",
+            metavar="NAME",
+            help="Environment variable with the token that requests must bring.",
+        ),
+    ] = None,
+    open_to_others: Annotated[
+        bool, typer.Option("--open", help="Let other machines ask. Needs --token-env.")
+    ] = False,
+    sets: Sets = None,
+    allow_code: AllowCode = False,
+) -> None:
+    """Serve one reward over HTTP, for the reward 'http' of other runs; SIGTERM or Ctrl-C ends it.
+
+    Prints the address when it is ready. Requests that run then are still answered.
+    """
+    from engine_plugin_rewards.server.server import RewardServer, is_loopback
+    from engine_plugin_rewards.server.service import RewardService, read_service
+
+    if not is_loopback(host) and not open_to_others:
+        raise ConfigError(
+            f"--host {host} lets other machines ask. If that is meant, add --open and --token-env."
+        )
+    token = _token(token_env)
+    if not is_loopback(host) and token is None:
+        raise ConfigError(f"--host {host} is open to other machines: it needs --token-env as well.")
+    config = read_service(target, reward, sets or (), allow_code)
+    with (
+        closing(RewardService(config, reward)) as service,
+        RewardServer(service, host, port, token) as server,
+    ):
+        # A shell starts what runs in the background with SIGINT ignored; who sends it then means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print(server.url, flush=True)
+        with contextlib.suppress(KeyboardInterrupt, Terminated):
+            server.serve_forever(poll_interval=0.1)
+        server.server_close()  # answers what was asked
+        print(f"stopped after {service.scored} samples", flush=True)
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if len(token) < SHORTEST_TOKEN or not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError(
+            f"--token-env: ${variable} must hold a token of {SHORTEST_TOKEN} characters or more, without spaces."
+        )
+    return token

@@ -1,0 +1,138 @@
+"""Rewards of groups that are complete, worked out while others are still sampled.
+
+A thread keeps the workers of the rewards busy until sampling is over; what is then left is done by
+``RewardRunner.score`` as ever. Values, their order and the metrics are those of scoring at the end: an outcome
+belongs to its sample, and sums are made once, over all samples in their order. Left to the end are rewards that
+see all samples in one call, those of a model, and those that run in this process.
+
+consumes: complete groups; waits for: groups, while there is nothing to do; unblocked by: groups, ``seal``,
+``cancel``; produces: outcomes in the pools.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.rewards.signatures import arguments
+from engine_plugin_rewards.worker_pool.process import pump
+
+if TYPE_CHECKING:
+    from engine_core.rewards.models import OnFailure
+    from engine_core.types import Request, Rollout
+    from engine_plugin_rewards.worker_pool.pool import Pool
+
+POLL_SECONDS = 0.02  # until a group that came meanwhile is looked at
+
+
+class EarlyScoring:
+    """The groups of one round of sampling.
+
+    Args:
+        pools: of rewards whose samples may be done in any parts, started.
+        on_failure: told of each failed sample, in the thread; what it raises ends the scoring, and is raised by
+            ``take`` or ``seal``.
+        rollouts: a list with a place for each sample, filled here; ``on_failure`` may look at it.
+        decode: gives a rollout its text.
+    """
+
+    def __init__(
+        self, pools: Sequence[Pool], on_failure: OnFailure, rollouts: list[Any], decode: Any
+    ) -> None:
+        self.pools, self.on_failure, self.rollouts, self.decode = pools, on_failure, rollouts, decode
+        self.busy_seconds = 0.0  # in which a worker was at something
+        self._places: dict[str, int] = {}
+        self._missing: dict[int, int] = {}  # by group
+        self._groups: dict[int, list[int]] = {}
+        self._work: queue.SimpleQueue[tuple[Sequence[int], Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        for pool in pools:
+            pool.expect(len(rollouts))
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """What is asked for, in the order of the samples."""
+        for place, request in enumerate(requests):
+            self._places[request.id] = place
+            self._missing[request.group_id] = self._missing.get(request.group_id, 0) + 1
+
+    def take(self, rollouts: Sequence[Rollout]) -> None:
+        """Some finished; a group that is complete now is scored.
+
+        Raises:
+            EngineError: a reward has failed in a way that ends the run.
+        """
+        if self._error is not None:
+            raise self._error
+        for rollout in rollouts:
+            place, group = self._places[rollout.request_id], rollout.group_id
+            self.rollouts[place] = rollout
+            self._groups.setdefault(group, []).append(place)
+            self._missing[group] -= 1
+            if self._missing[group] == 0:
+                self._submit(sorted(self._groups[group]))
+
+    def seal(self) -> None:
+        """Sampling is over: the thread ends, and what is under way stays with the workers.
+
+        Raises:
+            EngineError: as ``take``.
+        """
+        self._stop()
+        if self._error is not None:
+            self.cancel()
+            raise self._error
+
+    def cancel(self) -> None:
+        """Nobody wants the rewards."""
+        self._stop()
+        for pool in self.pools:
+            pool.abandon()
+
+    def _stop(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _submit(self, places: list[int]) -> None:
+        group = [self.rollouts[place] for place in places]
+        self.decode(group)
+        columns = {}
+        for pool in self.pools:
+            assert pool.signature is not None
+            columns[pool.name] = arguments(pool.name, pool.signature, group)
+        self._work.put((places, columns))
+
+    # -- in the thread ------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._accept():
+                if self._working():
+                    start = time.perf_counter()
+                    for pool in self.pools:
+                        pool.tend(self.on_failure)
+                    if self._working():
+                        pump([worker for pool in self.pools for worker in pool.workers], POLL_SECONDS)
+                    self.busy_seconds += time.perf_counter() - start
+        except BaseException as error:  # raised again where groups are taken
+            self._error = error
+
+    def _working(self) -> bool:
+        return any(pool.busy for pool in self.pools)
+
+    def _accept(self) -> bool:
+        """Give the pools what has come; with nothing to do, wait for it. False: it was the end."""
+        try:
+            while True:
+                item = self._work.get(block=not self._working())
+                if item is None:
+                    return False
+                places, columns = item
+                for pool in self.pools:
+                    pool.submit(places, columns[pool.name])
+        except queue.Empty:
+            return True

@@ -1,0 +1,270 @@
+"""The workers of one reward, and ``drive``, which keeps the workers of all rewards busy at once.
+
+A request holds several samples. When its worker dies or overstays, the sample it was at is failed, the
+others are sent again, and a new worker takes its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core import errors
+from engine_core.errors import DataError, PluginError
+from engine_core.rewards.signatures import Outcome, Signature
+from engine_plugin_rewards.worker_pool.process import WorkerProcess, pump
+
+if TYPE_CHECKING:
+    from engine_core.rewards.models import OnFailure
+
+STARTUP_SECONDS = 120.0  # imports of the plugin
+GRACE_SECONDS = 1.0  # after the worker's own watchdog, which tells where the function was
+WATCHDOG = "Timeout ("  # what faulthandler prints before it ends a worker
+POLL_SECONDS = 0.25  # a death that no pipe tells is seen after this time
+SAMPLES_PER_REQUEST = 32
+SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
+
+logger = logging.getLogger("engine")
+
+
+class Worker(WorkerProcess):
+    """A process and what it is at."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        super().__init__(order)
+        self.ready = False
+        self.job: Sequence[int] | None = None  # positions of the samples of its request
+        self.since = time.monotonic()  # of the last sign of life while there is something to wait for
+
+
+class Pool:
+    """The workers of one reward.
+
+    Args:
+        name: the reward.
+        order: what a worker is told first: ``reward``, ``options``, ``modules``, ``root``,
+            ``allow_code``, ``path``, ``timeout``, ``max_memory_gb``.
+        size: number of workers.
+    """
+
+    def __init__(self, name: str, order: Mapping[str, Any], size: int) -> None:
+        self.name, self.order, self.size = name, order, size
+        self.timeout: float = order["timeout"]
+        self.workers: list[Worker] = []
+        self.signature: Signature | None = None
+        self.columns: dict[str, list[Any]] = {}
+        self.queue: deque[Sequence[int]] = deque()
+        self.outcomes: list[Outcome | None] = []
+        self.restarts = 0  # since the beginning
+
+    @property
+    def starting(self) -> bool:
+        return len(self.workers) < self.size or not all(worker.ready for worker in self.workers)
+
+    @property
+    def pending(self) -> bool:
+        # Until the end of every request is told too, or the next step would take it for its own.
+        return None in self.outcomes or any(worker.job is not None for worker in self.workers)
+
+    def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
+        """Take up ``count`` samples; ``drive`` does them, ``outcomes`` then has one for each."""
+        self.expect(count)
+        self.submit(range(count), columns)
+
+    def expect(self, count: int) -> None:
+        """``count`` samples will come, in parts."""
+        if self.pending:  # of a round that nobody waited for
+            self.abandon()
+        self.columns, self.outcomes = {}, [None] * count
+
+    def submit(self, places: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Some of the samples that are expected.
+
+        Args:
+            places: theirs among all.
+            columns: the arguments, a value for each of these.
+        """
+        assert self.signature is not None
+        for name, values in columns.items():
+            whole = self.columns.setdefault(name, [None] * len(self.outcomes))
+            for place, value in zip(places, values, strict=True):
+                whole[place] = value
+        bounds = _bounds(self.signature, len(places), self.size)
+        self.queue.extend(places[start:end] for start, end in itertools.pairwise(bounds))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a worker is at something, or could be."""
+        return bool(self.queue) or any(worker.job is not None for worker in self.workers)
+
+    def tend(self, on_failure: OnFailure) -> None:
+        """Read answers, bury the dead and the late, replace them, hand out work."""
+        for worker in list(self.workers):
+            dead = worker.dead
+            if dead or self._late(worker):
+                worker.drain()  # what it said before that counts, also if this process was held up
+            for message in worker.received():
+                self._answer(worker, message, on_failure)
+            if dead or self._late(worker):
+                self._bury(worker, on_failure)
+            elif worker.ready and worker.job is None and self.queue:
+                self._give(worker, self.queue.popleft())
+        while len(self.workers) < self.size:
+            self.workers.append(Worker(self.order))
+
+    def _late(self, worker: Worker) -> bool:
+        limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
+        waiting = worker.job is not None or not worker.ready
+        return waiting and time.monotonic() - worker.since > limit
+
+    def _give(self, worker: Worker, job: Sequence[int]) -> None:
+        columns = {name: [values[i] for i in job] for name, values in self.columns.items()}
+        try:
+            worker.send({"count": len(job), "columns": columns})
+        except TypeError as exc:
+            raise DataError(
+                f"Reward '{self.name}' needs data that cannot be sent to its worker: {exc}. Keep text, numbers, "
+                "lists and tables in the rows, or set workers = 0."
+            ) from exc
+        worker.job, worker.since = job, time.monotonic()
+
+    def _answer(self, worker: Worker, message: dict[str, Any], on_failure: OnFailure) -> None:
+        worker.since = time.monotonic()
+        if "refused" in message:
+            kind = getattr(errors, message["refused"], PluginError)
+            raise kind(message["message"])
+        if "ready" in message:
+            worker.ready = True
+            first, self.signature = self.signature is None, Signature(**message["ready"])
+            for line in message["notes"] if first else ():
+                logger.info("%s", line)
+        elif "done" in message:
+            self._blame(worker, Outcome(None, "error", "its worker left it out"), on_failure)
+            worker.job = None
+        elif message["at"] is None:
+            self._blame(worker, Outcome(**message["outcome"]), on_failure)
+        elif worker.job:
+            self._settle(worker.job[message["at"]], Outcome(**message["outcome"]), on_failure)
+
+    def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
+        waited = time.monotonic() - worker.since
+        worker.kill()
+        self.workers.remove(worker)
+        if not worker.ready:
+            raise PluginError(
+                f"Reward '{self.name}' does not start: its worker {worker.ending()}.\n{worker.printed_last()}"
+            )
+        self.restarts += 1
+        late = self._was_late(worker, waited)
+        message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
+        outcome = Outcome(None, "timeout" if late else "error", message, worker.printed_last())
+        self._blame(worker, outcome, on_failure)
+
+    def _was_late(self, worker: Worker, waited: float) -> bool:
+        """Whether a worker was ended for its time: by its own watchdog (status 1), or by us."""
+        code = worker.popen.returncode
+        # An answer that was read late makes ``waited`` too short, so the watchdog's own words count.
+        if code == 1 and WATCHDOG in worker.printed_last():
+            return True
+        return waited >= self.timeout and code in (1, -signal.SIGKILL)
+
+    def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
+        """Fail the sample that a request failed at; when that is not known, ask for each alone."""
+        assert self.signature is not None
+        left = [position for position in worker.job or () if self.outcomes[position] is None]
+        worker.job = ()  # its end is still to be told
+        if not left:
+            return
+        if self.signature.streams:
+            failed, again = left[:1], [left[1:]] if left[1:] else []
+        elif self.signature.whole_batch or outcome.contract or len(left) == 1:
+            failed, again = left, []
+        else:
+            failed, again = [], [[position] for position in left]
+        self.queue.extendleft(reversed(again))
+        for position in failed:
+            self._settle(position, outcome, on_failure)
+
+    def _settle(self, position: int, outcome: Outcome, on_failure: OnFailure) -> None:
+        self.outcomes[position] = outcome
+        if outcome.failure:
+            on_failure(self.name, position, outcome)
+
+    def abandon(self) -> None:
+        """Drop what is not done; a worker that is at something is killed."""
+        self.queue.clear()
+        self.outcomes = []
+        for worker in [worker for worker in self.workers if worker.job is not None]:
+            worker.kill()
+            self.workers.remove(worker)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers = []
+
+
+def start(pools: Sequence[Pool]) -> None:
+    """Start the workers that are missing, all at once, and wait until they are ready.
+
+    Raises:
+        EngineError: a reward does not load; the workers of all pools are ended.
+    """
+    try:
+        while any(pool.starting for pool in pools):
+            for pool in pools:
+                pool.tend(_unexpected)
+            if any(pool.starting for pool in pools):
+                pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+    except BaseException:
+        for pool in pools:
+            pool.close()
+        raise
+
+
+def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
+    """Work until every sample of every pool has its outcome.
+
+    Args:
+        pools: after ``begin``.
+        on_failure: told of each failed sample as it fails; what it raises ends the work, and the
+            workers are fit for the next.
+    """
+    try:
+        while any(pool.pending for pool in pools):
+            for pool in pools:
+                pool.tend(on_failure)
+            if any(pool.pending for pool in pools):  # else nothing more comes, and pump would wait in vain
+                pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+    except BaseException:
+        for pool in pools:
+            pool.abandon()
+        raise
+
+
+def _unexpected(reward: str, position: int, outcome: Outcome) -> None:
+    raise AssertionError(f"no sample was given to '{reward}' at position {position}")
+
+
+def _bounds(signature: Signature, count: int, workers: int) -> list[int]:
+    """Where to cut ``count`` samples into requests.
+
+    In plural form a request of one sample would hide a function that returns one number for all, so
+    none is made where two samples are at hand.
+    """
+    if signature.whole_batch:
+        requests = 1
+    elif signature.streams:
+        requests = math.ceil(count / min(SAMPLES_PER_REQUEST, math.ceil(count / (2 * workers)) or 1))
+    elif signature.per_sample:
+        requests = math.ceil(count / min(SAMPLES_AT_ONCE, math.ceil(count / workers) or 1))
+    else:
+        requests = count // min(SAMPLES_PER_REQUEST, max(2, math.ceil(count / workers))) or 1
+    return [round(i * count / requests) for i in range(requests + 1)] if count else [0]

@@ -1,0 +1,56 @@
+"""What a judge is asked."""
+
+import pytest
+
+from engine_core.config.rewards import VerdictConfig
+from engine_core.errors import DataError
+from engine_plugin_rewards.models.questions import Questions
+
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+]
+
+
+@pytest.fixture
+def questions(tokenizer):
+    def of(prompt, own=tokenizer, **more):
+        return Questions(VerdictConfig(path="x", prompt=prompt, **more), own, "reward.r.verdict")
+
+    return of
+
+
+def test_a_template_names_what_it_reads(questions):
+    one = questions("{prompt} {completion} {answer} {completion}")
+    assert one.names == one.required == ("prompt", "completion", "answer")
+    assert questions("{question} {completion}").required == ("completion",)
+
+
+def test_values_are_put_in_once_and_as_they_are(questions):
+    """A response cannot fill in a placeholder, and braces of JSON are text."""
+    one = questions('{question}|{completion}|{answer}|{"score": 1}{}')
+    sample = {"completion": "{answer} {0}", "prompt": "x", "answer": "{completion}", "messages": CHAT}
+    assert one.text(sample) == '2+2?|{answer} {0}|{completion}|{"score": 1}{}'
+
+
+def test_the_question_of_plain_text_is_the_prompt_unless_the_data_has_a_column_of_that_name(questions):
+    one = questions("{question} {completion}")
+    assert one.text({"completion": "4", "prompt": "2+2="}) == "2+2= 4"
+    assert one.text({"completion": "4", "prompt": "2+2=", "question": "Two and two?"}) == "Two and two? 4"
+
+
+def test_values_that_are_no_text_are_shown_as_json_and_a_missing_one_asks_nothing(questions):
+    one = questions("{completion} {answer}")
+    assert one.text({"completion": "4", "answer": ["é", 1]}) == '4 ["é", 1]'
+    assert one.text({"completion": "4", "answer": 0}) == "4 0"
+    assert one.text({"completion": "", "answer": "x"}) == " x"
+    assert one.text({"completion": "4", "answer": None}) is None
+
+
+def test_a_question_is_a_turn_of_the_user_where_the_judge_has_a_template(questions, tokenizer, tokenizer_of):
+    ids = questions("{completion}", system="Be strict.").token_ids("ok?")
+    assert tokenizer.decode(ids) == "<|system|>Be strict.<eos>\n<|user|>ok?<eos>\n<|assistant|>"
+    assert questions("{completion}", own=tokenizer_of(None)).token_ids("ok?") == tokenizer("ok?")["input_ids"]
+    with pytest.raises(DataError, match=r"reward\.r\.verdict\.system: .* no chat template"):
+        questions("{completion}", own=tokenizer_of(None), system="Be strict.")

@@ -1,0 +1,54 @@
+"""The conformance kit: what every plugin of one kind promises, as tests that it runs in five lines.
+
+::
+
+    from engine_plugin_testing import TrainEngineSuite
+
+
+    class TestMine(TrainEngineSuite):
+        backend = "mine"
+
+``pytest -v`` then shows one line a contract. Five suites: ``TrainEngineSuite``,
+``RolloutEngineSuite``, ``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``; their attributes are documented at the classes
+(``suite``, ``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``, ``transport_suite``), their contracts in
+docs/conformance.md, which
+``python -m engine_plugin_testing`` prints.
+
+How it works: a *contract* is a function with a promise (``contracts``), in a module of cases
+(``train_outputs``, ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It is given a *bench*
+(``train_bench``, ``rollout_bench``, ``reward_bench``, ``transport_bench``) that builds the plugin as a run would, and
+compares with slow values of its own (``reference``). ``launcher`` starts the ``worker`` processes once
+for a class and has each contract run in all of them; contracts hold for any number of ranks.
+
+Left out on purpose: speed, memory, and how good a training run is. Suites of train engines need the extra ``torch``; those
+of runtimes and transports, and of engines of several ranks, ``processes``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.reward_suite import RewardSuite
+    from engine_plugin_testing.rollout_suite import RolloutEngineSuite
+    from engine_plugin_testing.runtime_suite import RuntimeSuite
+    from engine_plugin_testing.train_suite import TrainEngineSuite
+    from engine_plugin_testing.transport_suite import TransportSuite
+
+HOMES = {
+    "TrainEngineSuite": "train_suite",
+    "RolloutEngineSuite": "rollout_suite",
+    "RewardSuite": "reward_suite",
+    "RuntimeSuite": "runtime_suite",
+    "TransportSuite": "transport_suite",
+}
+
+__all__ = ["RewardSuite", "RolloutEngineSuite", "RuntimeSuite", "TrainEngineSuite", "TransportSuite"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the suite of rewards imports no torch, a worker no pytest.
+    if name in HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

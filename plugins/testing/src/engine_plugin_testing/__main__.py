@@ -1,0 +1,30 @@
+"""``python -m engine_plugin_testing``: the contracts as Markdown tables, for docs/conformance.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import engine_plugin_testing as kit
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.suite import Suite
+
+
+def table(suite: type[Suite]) -> str:
+    """One row a contract: its test, what it promises, the planted faults that it catches."""
+    rows = ["| test | what it promises | catches |", "|---|---|---|"]
+    for made in suite.contracts.values():
+        promise = made.promise.replace("``", "`")
+        if made.capability:
+            promise += f" (Capability `{made.capability}`.)"
+        rows.append(f"| `{made.name}` | {promise} | {'; '.join(made.catches)} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    for name in kit.__all__:
+        print(f"<!-- {name} -->\n{table(getattr(kit, name))}\n<!-- end of {name} -->\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What every bench has: settings, a place, plugins loaded as a run would load them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from engine_core.plugins.plugin_set import PluginSet
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_plugin_testing.worker import Place
+
+
+class Bench:
+    """Builds what a contract needs, in a worker, and puts it away after the contract.
+
+    Args:
+        settings: the suite's attributes.
+        place: this worker.
+    """
+
+    kind = ""
+
+    def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
+        self.settings, self.place = settings, place
+        self.folder = place.folder
+        self.stack = contextlib.ExitStack()
+
+    @property
+    def shared(self) -> Path:
+        """A folder for both halves of a contract that goes on on another number of ranks."""
+        return Path(self.settings["shared"])
+
+    @property
+    def name(self) -> str:
+        """The name that is tested."""
+        return str(self.settings["backend"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stack.close()
+
+    def load_plugins(self, **more: str) -> PluginSet:
+        """The plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
+        names = {self.kind: self.name, **more}
+        plugins = tuple(self.settings["plugins"])
+        return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]))
+
+    def checked_options(self, plugins: PluginSet) -> Any:
+        """The suite's options through the plugin's own model, as the loader of a run file does it."""
+        config = plugins.spec(self.kind, self.name).config
+        return config.model_validate(
+            dict(self.settings["options"]), context={"folder": self.settings["root"]}
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _load(names: Iterable[tuple[str, str]], modules: tuple[str, ...], root: Path) -> PluginSet:
+    return PluginSet.load({kind: {name} for kind, name in names}, modules, root)
+
+
+class EngineBench(Bench):
+    """A bench with models and a device."""
+
+    def __enter__(self) -> Self:
+        import torch
+
+        torch.manual_seed(1234 + self.place.rank)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        from engine_core.local.engine_host import default_device
+
+        chosen = self.settings["device"]
+        if not chosen:
+            return default_device()
+        found = torch.device(chosen)
+        own = found.type != "cpu" and found.index is None and self.place.world_size > 1
+        return torch.device(found.type, self.place.rank) if own else found
+
+    def model(self, seed: int = 0, tied: bool = True, **changes: Any) -> str:
+        """The folder of a tiny model with its tokenizer; made once by the first rank."""
+        from engine_plugin_testing import reference
+        from engine_plugin_testing.worker import resolve
+
+        own = self.settings["write_model"]
+        write = resolve(own, Path(self.settings["root"])) if own else reference.write_model
+        values = {**reference.SHAPE, "tie_word_embeddings": tied, **self.settings["model"], **changes}
+        words = "-".join(f"{key}={values[key]}" for key in changes)
+        whose = _key({**self.settings["model"], **({"by": own} if own else {})})
+        folder = self.place.cache / f"model-{seed}-{'tied' if tied else 'untied'}-{whose}{words}"
+        if self.place.rank == 0 and not folder.exists():
+            write(folder, values, seed, tied)
+        self.barrier()
+        _check_vocabulary(folder, values["vocab_size"])
+        return str(folder)
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.place.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+
+def _check_vocabulary(folder: Path, expected: int) -> None:
+    """The config that was written has the vocabulary that was asked for; one without ``vocab_size`` may pass."""
+    from engine_plugin_testing.reference import VOCABULARY
+
+    assert expected >= VOCABULARY, (
+        f"The suite's `model` has vocab_size {expected}; the kit's tokens need {VOCABULARY}. Leave it out."
+    )
+    config = folder / "config.json"
+    found = json.loads(config.read_text("utf-8")).get("vocab_size", expected) if config.exists() else expected
+    assert found == expected, (
+        f"write_model wrote a config.json with vocab_size {found}; expected {expected}, which it is given as "
+        "model['vocab_size']: the kit's tokenizer and batches have tokens up to there."
+    )
+
+
+def _key(model: Mapping[str, Any]) -> str:
+    return "".join(f"{key}{value}" for key, value in sorted(model.items())).replace("/", "_")[:80]

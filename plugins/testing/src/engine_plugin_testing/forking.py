@@ -1,0 +1,116 @@
+"""Workers as forks of one process that has imported what most of them need: they start in milliseconds, not in seconds.
+
+Asked for by ``ENGINE_TEST_FORK=1``, where a fork is (Linux); without it every worker is a fresh interpreter. It is
+``multiprocessing``'s fork server: begun with the first worker, it makes no tensor and ends with the process that asked for
+it. A worker whose suite has an environment of its own (``Suite.env``) or an accelerator is a fresh interpreter in any case:
+libraries read variables when they are imported, and a device is not shared over a fork. The others have the variables of
+the moment, but for what the libraries had read before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from unittest.mock import patch
+
+VARIABLE = "ENGINE_TEST_FORK"
+IMPORTED = (
+    "torch.distributed",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "engine_plugin_testing.reward_bench",
+    "engine_plugin_testing.rollout_bench",
+    "engine_plugin_testing.train_bench",
+    "engine_plugin_testing.transport_bench",
+    "engine_plugin_testing.worker",
+)
+
+
+def wanted() -> bool:
+    """Whether ``ENGINE_TEST_FORK`` asks for forks, and there are such."""
+    return os.environ.get(VARIABLE, "") not in ("", "0") and sys.platform == "linux"
+
+
+class Forked:
+    """A fork: as much of ``subprocess.Popen`` as a launcher needs.
+
+    Args:
+        process: that has been started.
+        requests: descriptor of a pipe to its stdin.
+        replies: of one from its stdout.
+    """
+
+    def __init__(self, process: BaseProcess, requests: int, replies: int) -> None:
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
+        self.returncode: int | None = None
+        self.stdin = os.fdopen(requests, "wb", buffering=0)
+        self.stdout = os.fdopen(replies, "rb", buffering=0)
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        if self.returncode is None and (code := self._process.exitcode) is not None:
+            self.returncode = code
+            atexit.unregister(self._process.kill)
+            self._process.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs on after so many seconds.
+        """
+        if self.returncode is None:
+            self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """As ``Popen.send_signal``: nothing where it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, number)
+
+
+def fork(env: Mapping[str, str], stderr: int) -> Forked:
+    """A worker that waits for its order.
+
+    Args:
+        env: its environment.
+        stderr: descriptor of where it writes.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    stdin, requests = multiprocessing.Pipe(duplex=False)
+    replies, stdout = multiprocessing.Pipe(duplex=False)
+    with stdin, requests, replies, stdout, Connection(os.dup(stderr), readable=False) as errors:
+        process = context.Process(target=_work, args=((stdin, stdout, errors), dict(env), os.getcwd()))
+        with patch.dict(
+            os.environ, env
+        ):  # what the libraries read of it, they read in the process that forks
+            process.start()
+        atexit.register(process.kill)  # or the end of this process would wait for it
+        return Forked(process, os.dup(requests.fileno()), os.dup(replies.fileno()))
+
+
+def _work(streams: tuple[Connection, ...], env: Mapping[str, str], folder: str) -> None:
+    """In a fork: a worker with a process group, streams, an environment and a folder of its own."""
+    os.setpgid(0, 0)
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    from engine_plugin_testing.worker import main
+
+    main()

@@ -1,0 +1,151 @@
+"""A plugin of pytest: writes down which contracts each class of the kit kept, with the day and the versions.
+
+    pytest -p engine_plugin_testing.recorder --record-contracts FILE.json tests/
+
+The file has an entry for each class, ``path/of/test_file.py::TestClass``: what the class is of, when it ran, with which versions,
+and of each contract ``passed``, ``failed``, or the reason why it was skipped. A class that ran only in part (``-k``, an
+interrupt) is left as it was: a mixture of two runs is the record of none. Also under pytest-xdist.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from packaging.requirements import Requirement
+
+from engine_core.plugins.metadata import CORE, find
+from engine_plugin_testing.suite import Suite, plain
+
+if TYPE_CHECKING:
+    import pytest
+
+TOLD = ("backend", "name", "world_size", "resumes_on", "options", "model")
+"""Attributes that tell the settings of a suite apart; a suite has those of its kind."""
+COMPUTES = ("torch", "transformers")
+PASSED, FAILED = "passed", "failed"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-contracts",
+        metavar="FILE",
+        help="JSON file in which the outcomes of the conformance kit's classes are kept",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--record-contracts"):
+        config.pluginmanager.register(Recorder(Path(file), config), "engine-contracts")
+
+
+class Recorder:
+    """Collects outcomes while tests run, writes them at the end.
+
+    Args:
+        file: the record, read and written again; need not be there.
+        config: of this run of pytest. Under xdist the workers mark tests, and the process that started them writes.
+    """
+
+    def __init__(self, file: Path, config: pytest.Config) -> None:
+        self.file, self.config = file, config
+        self.writes = not hasattr(config, "workerinput")
+        self.entries: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        self.outcomes: dict[str, dict[str, str]] = {}
+        self.partly: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        """Tell with each test of a suite what it is of: that travels with its reports."""
+        for item in items:
+            suite = getattr(item, "cls", None)
+            name = getattr(item, "originalname", item.name)
+            if isinstance(suite, type) and issubclass(suite, Suite) and name in suite.contracts:
+                key = f"{_relative(item.path, self.config)}::{suite.__name__}"
+                entry = {**settings(suite), "versions": versions(suite)}
+                item.user_properties.append(("contract", [key, name, entry, [*suite.contracts]]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Of three reports of a test (set up, run, put away) what went wrong stays."""
+        for what, told in report.user_properties:
+            if what != "contract":
+                continue
+            key, name, entry, contracts = cast(tuple[str, str, dict[str, Any], list[str]], told)
+            self.entries[key] = entry, contracts
+            kept = self.outcomes.setdefault(key, {})
+            outcome = _outcome(report)
+            if outcome is not None and kept.get(name) != FAILED:
+                kept[name] = outcome
+
+    def pytest_sessionfinish(self) -> None:
+        if not self.writes:
+            return
+        record = read(self.file)
+        for key, outcomes in self.outcomes.items():
+            entry, contracts = self.entries[key]
+            if missing := [name for name in contracts if name not in outcomes]:
+                self.partly.append(f"{key} ({len(missing)} of {len(contracts)} contracts did not run)")
+                continue
+            record[key] = {
+                **entry,
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "contracts": {name: outcomes[name] for name in contracts},
+            }
+        if self.outcomes:
+            self.file.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n", "utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.writes:
+            return
+        written = len(self.outcomes) - len(self.partly)
+        terminalreporter.write_line(f"contracts: {written} classes recorded in {self.file}")
+        for key in self.partly:
+            terminalreporter.write_line(f"contracts: left as it was: {key}")
+
+
+def read(file: Path) -> dict[str, dict[str, Any]]:
+    """A record; empty where there is no file."""
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def settings(suite: type[Suite]) -> dict[str, Any]:
+    """What tells this suite from others of its kind, as JSON has it."""
+    return {name: plain(getattr(suite, name)) for name in TOLD if hasattr(suite, name)}
+
+
+def versions(suite: type[Suite]) -> dict[str, str]:
+    """Of Python, of the plugin's distribution, and of what it requires itself; a plugin of one file has the core's."""
+    offers = list(find(suite.kind, suite.offered()))
+    names = {
+        requirement.name
+        for offer in offers
+        if offer.distribution.name != CORE  # which requires much that computes nothing
+        for requirement in map(Requirement, offer.distribution.requires)
+        if requirement.marker is None
+    }
+    found = {"python": platform.python_version()}
+    for name in [CORE, *(offer.distribution.name for offer in offers), *COMPUTES, *sorted(names)]:
+        try:
+            found.setdefault(name, version(name))
+        except PackageNotFoundError:
+            continue  # nothing of it ran
+    return found
+
+
+def _outcome(report: pytest.TestReport) -> str | None:
+    """None: this phase says nothing of the contract."""
+    if report.failed:
+        return FAILED
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        return str(reason).removeprefix("Skipped: ")
+    return PASSED if report.when == "call" else None
+
+
+def _relative(path: Path, config: pytest.Config) -> str:
+    here = config.invocation_params.dir
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()

@@ -1,0 +1,135 @@
+"""The bench of rewards: samples become rollouts, and are scored as a run scores them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_core.config.rewards import RewardConfig
+from engine_core.rewards import RewardRunner
+from engine_core.rewards.signatures import Outcome, RewardFunction, arguments, evaluate, load_reward
+from engine_core.types import Prompt, Rollout
+from engine_plugin_testing.bench import Bench
+
+OWN_KEYS = ("completion", "prompt", "completion_ids", "response_length", "finish_reason")
+
+Sample = Mapping[str, Any]
+
+
+class RewardBench(Bench):
+    """What a contract of a reward is given."""
+
+    kind = "rewards"
+
+    @property
+    def name(self) -> str:
+        return str(self.settings["name"])
+
+    @property
+    def examples(self) -> list[tuple[list[Sample], list[float | None]]]:
+        """Groups of samples and their values; a single sample is a group of one."""
+        found = []
+        for sample, value in self.settings["examples"]:
+            group = sample if isinstance(sample, list) else [sample]
+            values = value if isinstance(sample, list) else [value]
+            found.append(([{"completion": s} if isinstance(s, str) else s for s in group], values))
+        assert found, "The suite has no `examples`; give pairs of a sample and its value."
+        return found
+
+    def samples(self) -> tuple[list[Sample], list[int]]:
+        """All samples of the examples, and the group of each."""
+        groups = [group for group, _ in self.examples]
+        return [s for group in groups for s in group], [i for i, group in enumerate(groups) for _ in group]
+
+    def rollouts(self, samples: Sequence[Sample], groups: Sequence[int] | None = None) -> list[Rollout]:
+        """One rollout a sample; where no token ids are given, one token for each character."""
+        made = []
+        for i, sample in enumerate(samples):
+            text = sample.get("completion", "")
+            count = sample.get("response_length", len(text))
+            ids = [5, 6, *sample.get("completion_ids", [7] * count)]
+            columns = {key: copy.deepcopy(value) for key, value in sample.items() if key not in OWN_KEYS}
+            size = len(ids)
+            made.append(
+                Rollout(
+                    request_id=f"r{i}",
+                    prompt=Prompt(f"train:{i}", ids[:2], sample.get("prompt", "a prompt"), columns),
+                    token_ids=torch.tensor(ids),
+                    loss_mask=torch.arange(size) >= 2,
+                    rollout_log_probs=torch.zeros(size),
+                    policy_versions=torch.zeros(size, dtype=torch.int32),
+                    finish_reason=sample.get("finish_reason", "stop"),
+                    group_id=groups[i] if groups else i,
+                    text=text,
+                )
+            )
+        return made
+
+    def score(
+        self, samples: Sequence[Sample], groups: Sequence[int] | None = None, workers: int = 0
+    ) -> list[float | None]:
+        """Values by the core's ``RewardRunner``; a failed sample is an error that shows its traceback."""
+        return self.score_each([(samples, groups)], workers)[0]
+
+    def score_each(
+        self, calls: Sequence[tuple[Sequence[Sample], Sequence[int] | None]], workers: int = 0
+    ) -> list[list[float | None]]:
+        """The same for several calls of one runner."""
+        plugins = self.load_plugins()
+        config = RewardConfig(
+            name=self.name,
+            workers=workers,
+            options=self.checked_options(plugins),
+            timeout_seconds=self.settings["timeout_seconds"],
+            max_failure_share=1.0,
+        )
+        runner = RewardRunner([config], plugins)
+        try:
+            found = []
+            for samples, groups in calls:
+                rollouts = self.rollouts(samples, groups)
+                runner.score(rollouts, step=1)
+                for sample, outcome in zip(samples, runner.scorers[0].runner.outcomes, strict=True):
+                    _check(sample, outcome)
+                found.append([rollout.rewards[self.name] for rollout in rollouts])
+            return found
+        finally:
+            runner.close()
+
+    def function(self) -> RewardFunction:
+        """The reward itself, with its options."""
+        plugins = self.load_plugins()
+        options = self.checked_options(plugins).model_dump(mode="json")
+        root, timeout = Path(self.settings["root"]), float(self.settings["timeout_seconds"])
+        return load_reward(self.name, plugins, options, root, allow_code=False, timeout=timeout, modules=())
+
+    def columns(
+        self, reward: RewardFunction, samples: Sequence[Sample], groups: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        """The arguments that the function is called with."""
+        found = arguments(self.name, reward.signature, self.rollouts(samples, groups))
+        return {name: list(values) for name, values in found.items()}
+
+    def call(
+        self, reward: RewardFunction, columns: Mapping[str, list[Any]], count: int
+    ) -> list[Outcome | None]:
+        """Call the function on these very objects."""
+        outcomes: list[Outcome | None] = [None] * count
+        timeout = float(self.settings["timeout_seconds"])
+        for position, outcome in evaluate(
+            reward, columns, count, timeout, lambda _: contextlib.nullcontext()
+        ):
+            for at in range(count) if position is None else (position,):
+                outcomes[at] = outcome
+        return outcomes
+
+
+def _check(sample: Sample, outcome: Outcome | None) -> None:
+    shown = f"completion {str(sample.get('completion', ''))[:60]!r}"
+    assert outcome is not None, f"The sample with {shown} got no outcome."
+    assert not outcome.failure, f"The sample with {shown} failed: {outcome.message}\n{outcome.trace}".strip()

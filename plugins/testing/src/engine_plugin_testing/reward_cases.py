@@ -1,0 +1,130 @@
+"""Contracts of a reward: right, pure, and safe with whatever a model writes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from engine_plugin_testing.contracts import contract
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.reward_bench import RewardBench
+
+Values = Sequence[float | None]
+STRANGE = (
+    "",
+    " \n\t",
+    "\u00e9\u4f60\U0001f600\u202e\u0000\ufffd",
+    "\\boxed{",
+    "((((((",
+    "<<>>",
+    "nan",
+    "-inf",
+    "1/0",
+)
+LONG = ("so the answer is 4. " * 5000, "9" * 5000, "(" * 2000)
+
+
+def _same(found: Values, expected: Values, what: str) -> None:
+    assert len(found) == len(expected), f"{what}: {len(found)} values, expected {len(expected)}."
+    for at, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+        both = value is not None and wanted is not None
+        equal = math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9) if both else value is wanted  # type: ignore[arg-type]
+        assert equal, f"{what}: sample {at} got {value}, expected {wanted}."
+
+
+@contract(catches=("wrong length returned",))
+def values_are_right(bench: RewardBench) -> None:
+    """In a worker process, as in a run, every example gets its value: each in a call of its own, then all in one."""
+    samples, groups = bench.samples()
+    expected = [value for _, values in bench.examples for value in values]
+    calls = [(group, [0] * len(group)) for group, _ in bench.examples]
+    *each, whole = bench.score_each([*calls, (samples, groups)], workers=1)
+    for i, (found, (group, values)) in enumerate(zip(each, bench.examples, strict=True)):
+        _same(found, values, f"Example {i} ({str(group[0])[:80]})")
+    _same(whole, expected, "All examples in one call")
+
+
+@contract()
+def in_process_it_gives_the_same(bench: RewardBench) -> None:
+    """With ``workers = 0`` the values are those of a worker process."""
+    samples, groups = bench.samples()
+    _same(
+        bench.score(samples, groups), bench.score(samples, groups, workers=1), "In process, against a worker"
+    )
+
+
+@contract(catches=("a random reward",))
+def it_is_deterministic(bench: RewardBench) -> None:
+    """Called again with the same samples it gives the same values."""
+    samples, groups = bench.samples()
+    first, *more = bench.score_each([(samples, groups)] * 3)
+    for found in more:
+        _same(found, first, "Called again")
+
+
+@contract(catches=("depends on the order of the samples",))
+def order_and_company_do_not_matter(bench: RewardBench) -> None:
+    """A group gets the same values first or last in a batch, alone, or beside a copy of itself."""
+    samples, groups = bench.samples()
+    calls: list[tuple[list, list[int]]] = [(samples, groups), (samples[::-1], groups[::-1])]
+    calls += [(group * 2, [0] * len(group) + [1] * len(group)) for group, _ in bench.examples]
+    calls += [(group, [0] * len(group)) for group, _ in bench.examples]
+    first, turned, *rest = bench.score_each(calls)
+    _same(turned[::-1], first, "In the opposite order")
+    split = {i: [v for v, g in zip(first, groups, strict=True) if g == i] for i in set(groups)}
+    count = len(bench.examples)
+    for i, (doubled, alone) in enumerate(zip(rest[:count], rest[count:], strict=True)):
+        _same(alone, split[i], f"Example {i} alone")
+        _same(doubled, split[i] * 2, f"Example {i} beside a copy of itself")
+
+
+@contract(catches=("changes its inputs",))
+def inputs_are_left_alone(bench: RewardBench) -> None:
+    """The function changes none of the lists, rows and options that it is given."""
+    samples, groups = bench.samples()
+    reward = bench.function()
+    columns = bench.columns(reward, samples, groups)
+    before, options = copy.deepcopy(columns), copy.deepcopy(reward.options)
+    bench.call(reward, columns, len(samples))
+    changed = [name for name in before if columns[name] != before[name]]
+    assert not changed, f"The function changed its arguments: {', '.join(changed)}."
+    assert reward.options == options, "The function changed its options."
+
+
+@contract(catches=("fails on an empty completion",))
+def any_text_gets_a_value(bench: RewardBench) -> None:
+    """Empty text, control characters, other scripts, broken LaTeX and ``nan`` get one finite number or None, without an error."""
+    first = bench.samples()[0][0]
+    samples = [{**first, "completion": text, "completion_ids": [7] * len(text)} for text in STRANGE]
+    for text, value in zip(STRANGE, bench.score(samples, workers=1), strict=True):
+        assert value is None or math.isfinite(value), f"Completion {text!r} got {value}."
+
+
+@contract()
+def very_long_text_gets_a_value(bench: RewardBench) -> None:
+    """A hundred thousand characters, a number of 5000 digits, 2000 open brackets: a value within the time-out."""
+    first = bench.samples()[0][0]
+    samples = [{**first, "completion": text, "completion_ids": [7] * len(text)} for text in LONG]
+    for text, value in zip(LONG, bench.score(samples, workers=1), strict=True):
+        assert value is None or math.isfinite(value), f"Completion {text[:20]!r}... got {value}."
+
+
+@contract(catches=("an option without a docstring", "unknown options accepted"))
+def options_are_documented_and_checked(bench: RewardBench) -> None:
+    """Every option has a description; an unknown one is refused."""
+    config = bench.load_plugins().spec("rewards", bench.name).config
+    bare = [name for name, field in config.model_fields.items() if not field.description]
+    assert not bare, f"Options without a description: {bare}. Write a docstring below the field."
+    options = {**bench.settings["options"], "no_such_option": 1}
+    try:
+        config.model_validate(options, context={"folder": bench.settings["root"]})
+    except ValidationError as error:
+        if "no_such_option" in str(error):
+            return
+        raise AssertionError(f"An unknown option is refused, but not named: {error}") from error
+    raise AssertionError("An unknown option is accepted: derive the options from engine_core.specs.Options.")

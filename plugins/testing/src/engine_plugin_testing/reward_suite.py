@@ -1,0 +1,42 @@
+"""The suite of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from engine_plugin_testing import imports, reward_cases
+from engine_plugin_testing.suite import Suite
+
+
+class RewardSuite(Suite, modules=(imports, reward_cases)):
+    """Contracts of a reward. See ``Suite`` for the other attributes.
+
+    Attributes:
+        name: the reward, as in ``[[reward]] name``.
+        options: its table, as in ``[reward.NAME]``.
+        examples: pairs of a sample and its value: ``({"completion": "4", "answer": "4"}, 1.0)``; None
+            where it does not apply. A text stands for a sample with that completion. Known keys:
+            ``completion``, ``prompt``, ``completion_ids``, ``response_length``, ``finish_reason``; any
+            other is a column of the data. A list of samples with a list of values is one group, for
+            rewards that compare the samples of a group.
+        timeout_seconds: as in ``[[reward]]``.
+    """
+
+    kind = "rewards"
+    section = "reward"
+    bench = "engine_plugin_testing.reward_bench:RewardBench"
+    fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "examples", "timeout_seconds")
+
+    name: str = ""
+    options: Mapping[str, Any] = {}
+    examples: Sequence[tuple[Any, Any]] = ()
+    timeout_seconds: float = 60.0
+
+    @classmethod
+    def offered(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def table(cls) -> tuple[str, ...]:
+        return (cls.section, cls.name, cls.name)

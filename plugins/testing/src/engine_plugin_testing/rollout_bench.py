@@ -1,0 +1,137 @@
+"""The bench of rollout engines: builds them, makes requests, and samples by brute force to compare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engine_core.config import ModelConfig, RolloutConfig
+from engine_core.config.roles import ProcessConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.types import Prompt, Request, Rollout, Sampling
+from engine_plugin_processes.sampler_process.group import make_sampler
+from engine_plugin_testing.bench import EngineBench
+from engine_plugin_testing.reference import EOS, load_reference, logits_of, tokenizer
+from engine_plugin_testing.rollout_cuts import cuts
+from engine_plugin_testing.worker import resolve
+
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import RolloutEngine
+
+TEXTS = ("2+2=", "Once upon a time", "x", "The answer to it is", "ab", "(a*b)-(c*d) = ?")
+MARGIN = 0.02  # logits of the two best tokens: nearer ones may swap by rounding
+
+
+class RolloutBench(EngineBench):
+    """What a contract of a rollout engine is given."""
+
+    kind = "rollout_engines"
+
+    @property
+    def tolerance(self) -> float:
+        return float(self.settings["tolerance"])
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer."""
+        return tokenizer()
+
+    def engine(self, path: str | None = None, **rollout: Any) -> RolloutEngine:
+        """A sampler on the tiny model (or ``path``), closed after the contract.
+
+        Args:
+            path: of a model folder.
+            rollout: keys of ``[rollout]``.
+        """
+        plugins = self.load_plugins()
+        context = WorkerContext(
+            plugins=plugins,
+            role="rollout",
+            device=self.device,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            live={"tokenizer": self.tokenizer},
+        )
+        config = RolloutConfig(backend=self.name, options=self.checked_options(plugins), **rollout)
+        model = ModelConfig(path=path or self.model())
+        made: RolloutEngine
+        if self.settings["process"] is not None:
+            config.process = ProcessConfig.model_validate(self.settings["process"])
+            made = make_sampler(config, model, context)
+        else:
+            made = plugins.resolve(self.kind, self.name)(config, model, context)
+        self.stack.callback(made.close)
+        return made
+
+    def reference(self, path: str | None = None) -> nn.Module:
+        """The independent module, float64."""
+        load = self.settings["reference"]
+        build = resolve(load, Path(self.settings["root"])) if load else load_reference
+        module: nn.Module = build(path or self.model())
+        return module
+
+    def requests(
+        self, texts: Sequence[str] = TEXTS, group: int = 1, seed: int | None = 0, **sampling: Any
+    ) -> list[Request]:
+        """``group`` requests for each text, with seeds of their own from ``seed`` on."""
+        made: list[Request] = []
+        for i, text in enumerate(texts):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            prompt = Prompt(f"train:{i}", ids, text, {"answer": str(i)})
+            for index in range(group):
+                own = None if seed is None else seed + len(made)
+                asked = Sampling(**{"max_response_tokens": 12, "seed": own, **sampling})
+                made.append(Request(f"{i}-{index}", prompt, asked, group_id=i, index=index))
+        return made
+
+    def stream(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a folder, as ``named_weights`` of an engine gives them."""
+        for file in sorted(Path(path).glob("*.safetensors")):
+            yield from load_file(file).items()
+
+
+def response(rollout: Rollout) -> list[int]:
+    """The sampled tokens."""
+    found: list[int] = rollout.token_ids[rollout.prompt_length :].tolist()
+    return found
+
+
+@torch.no_grad()
+def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Of each sampled token: log-prob, and log of the mass that was kept; of several right cuts, those of the one nearest to what it says."""
+    logits = logits_of(module, rollout.token_ids)
+    found = []
+    for at in range(rollout.prompt_length, len(rollout.token_ids)):
+        token, told = int(rollout.token_ids[at]), rollout.rollout_log_probs[at : at + 1].double()
+        right = cuts(logits[at - 1], sampling)
+        apart = [float((told - cut.log_probs[token]).abs().nan_to_num(torch.inf).sum()) for cut in right]
+        nearest = right[apart.index(min(apart))]
+        found.append((float(nearest.log_probs[token]), nearest.log_mass))
+    columns = list(zip(*found, strict=True)) or [(), ()]
+    return torch.tensor(columns[0]), torch.tensor(columns[1])
+
+
+@torch.no_grad()
+def greedy(module: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
+    """The most likely continuation, until it ends or two tokens are too near to tell."""
+    ids = list(prompt)
+    for _ in range(count):
+        best = logits_of(module, torch.tensor(ids))[-1].topk(2)
+        if float(best.values[0] - best.values[1]) < MARGIN:
+            break
+        ids.append(int(best.indices[0]))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+def plain_text(bench: RolloutBench, tokens: Sequence[int]) -> str:
+    """Decoded as rewards see it."""
+    decoded: str = bench.tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return decoded

@@ -1,0 +1,203 @@
+"""Contracts of the capability ``partial``: a response can be stopped in its midst, and goes on from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_plugin_testing.contracts import close, contract, refused
+from engine_plugin_testing.reference import LIVELIER
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, greedy, response
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine_core.contracts.engines import RolloutEngine
+    from engine_core.types import Request, Rollout
+
+LONG = 48  # tokens of a response: more than an engine takes in a step
+MANY = 40  # requests for a text: more than end before their time is looked at
+# an engine's steps are short where its run may stop responses
+STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
+
+
+def _stopped(engine: RolloutEngine, requests: Sequence[Request], steps: int = 1) -> list[Rollout]:
+    """What there is after some steps, in the order of the requests; those that had finished too."""
+    engine.add(requests)
+    found = [rollout for _ in range(steps) for rollout in engine.step()]
+    found += engine.abort([request.id for request in requests])
+    by_id = {rollout.request_id: rollout for rollout in found}
+    assert len(found) == len(by_id) == len(requests), (
+        f"{len(requests)} requests were answered or stopped by {len(found)} rollouts ({len(by_id)} ids)."
+    )
+    assert engine.num_unfinished == 0, f"{engine.num_unfinished} requests are left after all were stopped."
+    return [by_id[request.id] for request in requests]
+
+
+def _in_the_midst(rollouts: Sequence[Rollout]) -> list[int]:
+    """Which were stopped between their first token and their last."""
+    found = [
+        at
+        for at, rollout in enumerate(rollouts)
+        if rollout.finish_reason == "abort" and 0 < rollout.response_length < LONG
+    ]
+    assert found, (
+        f"No response of {LONG} tokens was stopped in its midst: {[r.response_length for r in rollouts]} tokens after "
+        f"one step. A step must be short where config.steps_are_short. {LIVELIER}"
+    )
+    return found
+
+
+def _check_log_probs(bench: RolloutBench, module: nn.Module, rollout: Rollout, request: Request) -> None:
+    expected, _ = expected_log_probs(module, rollout, request.sampling)
+    found = rollout.rollout_log_probs[rollout.prompt_length :]
+    close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}'")
+
+
+@contract(capability="partial", catches=("a stopped response without its tokens",))
+def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> None:
+    """``abort`` between two steps gives the tokens sampled so far with their log-probs and versions; greedy ones are the beginning of the whole response."""
+    module, engine = bench.reference(), bench.engine(**STOPS)
+    for temperature in (0.0, 1.0):
+        requests = bench.requests(temperature=temperature, max_response_tokens=LONG)
+        rollouts = _stopped(engine, requests)
+        for at in _in_the_midst(rollouts):
+            request, rollout = requests[at], rollouts[at]
+            assert set(rollout.policy_versions[rollout.loss_mask].tolist()) == {0}, "Other policy versions."
+            _check_log_probs(bench, module, rollout, request)
+            if temperature == 0:
+                expected = greedy(module, request.prompt.token_ids, rollout.response_length)
+                found = response(rollout)[: len(expected)]
+                assert found == expected, f"'{request.id}' was stopped as {found}; expected {expected}."
+
+
+@contract(capability="partial", catches=("the versions of a stopped response overwritten",))
+def a_stopped_response_goes_on(bench: RolloutBench) -> None:
+    """A request with ``begun`` gives the whole response: what there was keeps tokens, log-probs and versions, the rest is of the present weights; together they keep to the limit."""
+    engine, other = bench.engine(**STOPS), bench.model(seed=1)
+    requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
+    rollouts = _stopped(engine, requests)
+    chosen = _in_the_midst(rollouts)
+    engine.update_weights(bench.stream(other), 5)
+    again = [dataclasses.replace(requests[at], begun=rollouts[at]) for at in chosen]
+    for request, whole in zip(again, engine.generate(again), strict=True):
+        begun = request.begun
+        assert begun is not None
+        count = len(begun.token_ids)
+        for name in ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions"):
+            kept, before = getattr(whole, name)[:count], getattr(begun, name)
+            assert torch.equal(kept, before), f"'{request.id}': {name} of what was begun have changed."
+        assert whole.prompt == request.prompt, f"'{request.id}' carries another prompt."
+        assert count < len(whole.token_ids), f"'{request.id}' did not go on."
+        assert whole.response_length <= LONG, (
+            f"'{request.id}' has {whole.response_length} tokens, with those of before; {LONG} were asked for."
+        )
+        if whole.finish_reason == "length":
+            assert whole.response_length == LONG, f"'{request.id}' was cut at {whole.response_length}."
+        assert bool(whole.loss_mask[whole.prompt_length :].all()), "A sampled token is not in the loss mask."
+        assert set(whole.policy_versions[count:].tolist()) == {5}, "New tokens have another version."
+        expected, _ = expected_log_probs(bench.reference(other), whole, request.sampling)
+        found = whole.rollout_log_probs[count:]
+        close(found, expected[count - whole.prompt_length :], bench.tolerance, f"'{request.id}', gone on")
+
+
+@contract(capability="partial")
+def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
+    """Stopped, and gone on with under the same weights, a greedy response is the one that was never stopped."""
+    module, engine = bench.reference(), bench.engine(**STOPS)
+    requests = bench.requests(temperature=0.0, max_response_tokens=LONG)
+    rollouts = _stopped(engine, requests)
+    chosen = _in_the_midst(rollouts)
+    again = [dataclasses.replace(requests[at], begun=rollouts[at]) for at in chosen]
+    for request, whole in zip(again, engine.generate(again), strict=True):
+        expected = greedy(module, request.prompt.token_ids, LONG)
+        found = response(whole)[: len(expected)]
+        assert found == expected, f"'{request.id}' came to {found}; expected {expected}."
+        _check_log_probs(bench, module, whole, request)
+
+
+@contract(capability="partial")
+def what_cannot_go_on_is_refused(bench: RolloutBench) -> None:
+    """A response that has all its tokens, or another prompt, is refused by ``add``, and nothing is queued."""
+    engine = bench.engine(**STOPS)
+    one, other = bench.requests(("2+2=", "ab"), temperature=1.0, max_response_tokens=4)
+    whole = engine.generate([one])[0]
+    short = dataclasses.replace(one.sampling, max_response_tokens=whole.response_length)
+    cases = {
+        "a response that has all its tokens": dataclasses.replace(one, sampling=short, begun=whole),
+        "a response to another prompt": dataclasses.replace(
+            other, sampling=dataclasses.replace(one.sampling, max_response_tokens=90), begun=whole
+        ),
+    }
+    for what, request in cases.items():
+        with refused(what):
+            engine.add([request])
+        assert engine.num_unfinished == 0, f"{what} was refused and waits all the same."
+
+
+@contract(capability="partial")
+def a_request_over_its_time_comes_back_as_far_as_it_is(bench: RolloutBench) -> None:
+    """``Sampling.timeout_s`` stops one request: it comes back with the failure ``timeout`` and log-probs that are right, and the others are whole."""
+    module, engine = bench.reference(), bench.engine(**STOPS)
+    requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
+    alone = engine.generate(requests)
+    long = max(range(len(requests)), key=lambda at: alone[at].response_length)
+    short = dataclasses.replace(requests[long].sampling, timeout_s=1e-6)  # over when it is first looked at
+    requests[long] = dataclasses.replace(requests[long], sampling=short)
+    for at, (request, rollout) in enumerate(zip(requests, engine.generate(requests), strict=True)):
+        late = at == long and rollout.response_length < LONG and rollout.finish_reason == "abort"
+        assert rollout.failure == ("timeout" if late else ""), (
+            f"'{request.id}' ({rollout.finish_reason}, {rollout.response_length} tokens) has the failure '{rollout.failure}'."
+        )
+        assert late or rollout.finish_reason != "abort", f"'{request.id}' had time and was stopped."
+        _check_log_probs(bench, module, rollout, request)
+    many = bench.requests(group=MANY, temperature=1.0, max_response_tokens=LONG, timeout_s=1e-6)
+    failures = {rollout.failure for rollout in engine.generate(many)}
+    assert "timeout" in failures, f"None of {len(many)} requests ran out of time. {LIVELIER}"
+
+
+@contract(capability="partial")
+def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
+    """``advance`` gives what was stopped together with what finished, each request exactly once, while others come and go, also in calls of several rounds."""
+    engine, requests = bench.engine(**STOPS), bench.requests(group=3, max_response_tokens=LONG)
+    first, later = requests[:12], requests[12:]
+    done = engine.advance(first)
+    ended = {rollout.request_id for rollout in done}
+    stopped = [request.id for request in first if request.id not in ended][:4]
+    done += engine.advance(later, stopped=[*stopped, "no such request"])
+    by_id = {rollout.request_id: rollout for rollout in done}
+    for id in stopped:
+        assert id in by_id, f"'{id}' was stopped and did not come back."
+    for _ in range(2000):
+        if not engine.running:
+            break
+        done += engine.advance(rounds=3)
+    assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+        "Not every request came back exactly once."
+    )
+    others = [rollout for rollout in done if rollout.request_id not in stopped]
+    assert "abort" not in {rollout.finish_reason for rollout in others}, "Others were stopped too."
+
+
+@contract(capability="partial")
+def a_pause_under_load_keeps_what_was_sampled(bench: RolloutBench) -> None:
+    """Frozen in the midst of responses and resumed, greedy responses are those of an engine that was never paused."""
+    module, engine = bench.reference(), bench.engine(**STOPS)
+    requests = bench.requests(temperature=0.0, max_response_tokens=LONG)
+    engine.add(requests)
+    done = engine.step()
+    engine.pause("keep")
+    with refused("step of a paused engine"):
+        engine.step()
+    engine.resume()
+    while engine.num_unfinished:
+        done += engine.step()
+    asked = {request.id: request for request in requests}
+    assert sorted(r.request_id for r in done) == sorted(asked), "Not every request came back exactly once."
+    for rollout in done:
+        expected = greedy(module, asked[rollout.request_id].prompt.token_ids, LONG)
+        found = response(rollout)[: len(expected)]
+        assert found == expected, f"'{rollout.request_id}': {found}; expected {expected}."

@@ -1,0 +1,249 @@
+"""Contracts of ``add``, ``step``, ``abort``, ``pause``: every request is answered once, as it was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.types import Prompt
+from engine_plugin_testing.contracts import contract, refused
+from engine_plugin_testing.reference import LIVELIER
+from engine_plugin_testing.rollout_bench import RolloutBench, greedy, plain_text, response
+
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import RolloutEngine
+    from engine_core.types import Rollout
+
+
+def _finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
+    """Step until nothing is left."""
+    done: list[Rollout] = []
+    for _ in range(calls):
+        done += engine.step()
+        if not engine.num_unfinished:
+            return done
+    raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {calls} steps.")
+
+
+@contract(catches=("sequences of a group swapped",))
+def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
+    """``generate`` returns one rollout a request, in their order, with the request's id, group, index and sampling."""
+    requests = bench.requests(group=3, temperature=1.2)
+    for i, request in enumerate(requests):  # lengths tell requests of one group apart
+        request.sampling = dataclasses.replace(request.sampling, max_response_tokens=2 + 3 * (i % 3))
+    rollouts = bench.engine().generate(requests)
+    assert len(rollouts) == len(requests), f"{len(rollouts)} rollouts for {len(requests)} requests."
+    for request, rollout in zip(requests, rollouts, strict=True):
+        asked, got = (
+            (request.id, request.group_id, request.index),
+            (rollout.request_id, rollout.group_id, rollout.index),
+        )
+        assert got == asked, f"Request (id, group, index) {asked} was answered by {got}."
+        most = request.sampling.max_response_tokens
+        assert rollout.response_length <= most, (
+            f"Request '{request.id}' asked for at most {most} tokens; its rollout has {rollout.response_length}."
+        )
+        if rollout.finish_reason == "length":
+            assert rollout.response_length == most, (
+                f"Request '{request.id}' asked for {most} tokens; its rollout was cut at {rollout.response_length}."
+            )
+
+
+@contract(catches=("the prompt's columns lost",))
+def prompts_come_back_as_they_were(bench: RolloutBench) -> None:
+    """A rollout begins with its prompt's tokens and carries its prompt: id, text and columns for the rewards."""
+    requests = bench.requests()
+    for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
+        count = len(request.prompt.token_ids)
+        assert rollout.token_ids[:count].tolist() == request.prompt.token_ids, (
+            f"'{request.id}' has another prompt."
+        )
+        assert rollout.prompt == request.prompt, f"'{request.id}' carries another prompt: {rollout.prompt}."
+
+
+@contract(catches=("log-probs in float64",))
+def columns_have_their_types(bench: RolloutBench) -> None:
+    """Per-token columns have one entry a token: int64 ids, bool mask, float32 log-probs, int32 versions, on the CPU."""
+    types = {
+        "token_ids": torch.int64,
+        "loss_mask": torch.bool,
+        "rollout_log_probs": torch.float32,
+        "policy_versions": torch.int32,
+    }
+    for rollout in bench.engine().generate(bench.requests(top_k=5)):
+        columns = {name: getattr(rollout, name) for name in types} | rollout.extras
+        for name, column in columns.items():
+            assert len(column) == len(rollout.token_ids), (
+                f"'{name}' has {len(column)} entries, the rollout other tokens."
+            )
+            assert column.device.type == "cpu", f"'{name}' lies on {column.device}; expected the CPU."
+            assert column.dtype == types.get(name, column.dtype), (
+                f"'{name}' is {column.dtype}; expected {types[name]}."
+            )
+
+
+@contract(catches=("prompt tokens in the loss mask",))
+def only_sampled_tokens_are_in_the_loss_mask(bench: RolloutBench) -> None:
+    """The loss mask is True at every sampled token and nowhere else; log-probs are 0 where it is False."""
+    for rollout in bench.engine().generate(bench.requests()):
+        expected = torch.arange(len(rollout.token_ids)) >= rollout.prompt_length
+        assert torch.equal(rollout.loss_mask, expected), (
+            f"'{rollout.request_id}' (prompt of {rollout.prompt_length}) has the mask {rollout.loss_mask.int().tolist()}."
+        )
+        outside = rollout.rollout_log_probs[~expected]
+        assert not outside.any(), f"'{rollout.request_id}' has log-probs at its prompt: {outside.tolist()}."
+
+
+@contract(catches=("a token dropped", "a token doubled"))
+def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
+    """A greedy response is, token by token, the argmax continuation that an independent loop finds."""
+    module, requests = bench.reference(), bench.requests(temperature=0.0, max_response_tokens=16)
+    compared = 0
+    for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
+        expected = greedy(module, request.prompt.token_ids, 16)
+        found = response(rollout)[: len(expected)]
+        assert found == expected, f"'{request.prompt.text}': sampled {found}, expected {expected}."
+        compared += len(expected)
+    assert compared > 40, (
+        f"Only {compared} tokens could be compared: the best two are too near, or responses end. {LIVELIER}"
+    )
+
+
+@contract(catches=("the prompt in the text",))
+def the_text_is_the_response_decoded(bench: RolloutBench) -> None:
+    """``text`` is the response alone, decoded without special tokens; or empty, and the core decodes it."""
+    for rollout in bench.engine().generate(bench.requests()):
+        expected = plain_text(bench, response(rollout))
+        assert rollout.text in (expected, ""), f"text is {rollout.text!r}; expected {expected!r}."
+
+
+@contract(catches=("an empty prompt accepted",))
+def malformed_requests_are_refused(bench: RolloutBench) -> None:
+    """An empty or too long prompt, a token outside the vocabulary, a taken id: refused by ``add``, and nothing of the call is queued."""
+    engine = bench.engine()
+    good, other = bench.requests(("2+2=", "ab"))
+    long = Prompt("train:long", [5] * 4096, "")
+    cases = {
+        "an empty prompt": dataclasses.replace(other, prompt=Prompt("train:0", [], "")),
+        "a prompt longer than the model holds": dataclasses.replace(other, prompt=long),
+        "a token outside of the vocabulary": dataclasses.replace(
+            other, prompt=Prompt("train:0", [5, 10**6], "")
+        ),
+        "an id twice in one call": dataclasses.replace(other, id=good.id),
+        "a negative temperature": dataclasses.replace(
+            other, sampling=dataclasses.replace(other.sampling, temperature=-1.0)
+        ),
+    }
+    for what, bad in cases.items():
+        with refused(what):
+            engine.add([good, bad])
+        assert engine.num_unfinished == 0, (
+            f"{what} was refused, but {engine.num_unfinished} requests of the call wait."
+        )
+    engine.add([good])
+    with refused("an id that waits already", good.id):
+        engine.add([good])
+    assert engine.num_unfinished == 1, (
+        f"num_unfinished is {engine.num_unfinished} after one good request; expected 1."
+    )
+    assert [rollout.request_id for rollout in _finish(engine)] == [good.id], (
+        "The good request is not answered once."
+    )
+
+
+@contract(catches=("requests of a later call lost",))
+def every_request_comes_back_once(bench: RolloutBench) -> None:
+    """Added in two calls and stepped to the end, each request comes back exactly once; then ``step`` gives nothing."""
+    engine, requests = bench.engine(), bench.requests(group=2)
+    assert engine.step() == [], "step with nothing queued gives rollouts."
+    engine.add(requests[:5])
+    done = engine.step()
+    engine.add(requests[5:])
+    done += _finish(engine)
+    assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+        "Not every request came back once."
+    )
+    assert engine.step() == [], "step after the last rollout gives more."
+
+
+@contract(catches=("aborted rollouts reported as cut",))
+def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
+    """``abort`` returns these requests with the finish reason ``abort`` and a whole prompt; the others are answered; unknown ids are ignored."""
+    engine, requests = bench.engine(), bench.requests()
+    engine.add(requests)
+    stopped = engine.abort([requests[1].id, "no such request"])
+    assert [r.request_id for r in stopped] == [requests[1].id], (
+        f"abort gave {[r.request_id for r in stopped]}."
+    )
+    assert stopped[0].finish_reason == "abort", (
+        f"finish_reason is '{stopped[0].finish_reason}'; expected 'abort'."
+    )
+    assert stopped[0].token_ids[: stopped[0].prompt_length].tolist() == requests[1].prompt.token_ids, (
+        "Another prompt."
+    )
+    left = {request.id for request in requests} - {requests[1].id}
+    assert engine.num_unfinished == len(left), (
+        f"num_unfinished is {engine.num_unfinished}; expected {len(left)}."
+    )
+    assert {rollout.request_id for rollout in _finish(engine)} == left, (
+        "The other requests are not all answered."
+    )
+    assert engine.abort([requests[0].id]) == [], "abort of a finished request gives a rollout."
+
+
+@contract(capability="pause", catches=("finished rollouts lost in a pause",))
+def a_pause_loses_no_request(bench: RolloutBench) -> None:
+    """In each mode of ``pause`` every request comes back exactly once after ``resume``; ``abort`` brings unfinished ones back as aborted."""
+    for mode in ("drain", "keep", "abort"):
+        engine, requests = bench.engine(), bench.requests()
+        engine.add(requests)
+        engine.pause(mode)
+        engine.resume()
+        done = _finish(engine)
+        assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+            f"pause('{mode}') lost requests."
+        )
+        if mode != "abort":
+            reasons = {rollout.finish_reason for rollout in done}
+            assert "abort" not in reasons, f"pause('{mode}') aborted requests."
+    with refused("pause('no such mode')"):
+        bench.engine().pause("no such mode")
+
+
+@contract(capability="pause")
+def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
+    """In the middle of sampling: frozen, resumed, some aborted, others added; every request is answered exactly once."""
+    engine, requests = bench.engine(), bench.requests(group=3)
+    first, later = requests[:12], requests[12:]
+    engine.add(first)
+    done = engine.step()
+    engine.pause("keep")
+    engine.resume()
+    answered = {rollout.request_id for rollout in done}
+    stopped = engine.abort([request.id for request in first[-4:]])
+    assert not answered & {rollout.request_id for rollout in stopped}, (
+        "abort gave a rollout that step had given."
+    )
+    engine.add(later)
+    done += stopped + _finish(engine)
+    assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+        "Not every request came back exactly once."
+    )
+    for rollout in done:
+        count = rollout.prompt_length
+        assert len(rollout.rollout_log_probs) == len(rollout.token_ids) >= count, (
+            f"'{rollout.request_id}' ({rollout.finish_reason}) has columns of different lengths."
+        )
+
+
+@contract()
+def an_engine_closes_with_work_left(bench: RolloutBench) -> None:
+    """``close`` with requests queued ends quietly, and another engine can be built and used after it."""
+    engine = bench.engine()
+    engine.add(bench.requests())
+    engine.close()
+    assert len(bench.engine().generate(bench.requests())) == len(bench.requests()), (
+        "The engine after it does not work."
+    )

@@ -1,0 +1,301 @@
+"""Contracts of sampling: the distribution, its log-probs, ends and seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_plugin_testing.contracts import close, contract
+from engine_plugin_testing.reference import EOS, LIVELIER, VOCABULARY, logits_of
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, greedy, plain_text, response
+from engine_plugin_testing.rollout_cuts import cuts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.types import Rollout
+    from engine_plugin_testing.rollout_cuts import Cut
+
+SIGMAS = 5.0  # chance of a false alarm below one in a million
+
+
+def _compared(bench: RolloutBench, **sampling: Any) -> None:
+    requests, module = bench.requests(group=2, **sampling), bench.reference()
+    for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
+        expected, mass = expected_log_probs(module, rollout, request.sampling)
+        found = rollout.rollout_log_probs[rollout.prompt_length :]
+        close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}' with {sampling}")
+        if "support_log_mass" in rollout.extras:
+            kept = rollout.extras["support_log_mass"][rollout.prompt_length :]
+            close(kept, mass, bench.tolerance, f"support_log_mass of '{request.id}' with {sampling}")
+
+
+@contract(catches=("rollout log-probs shifted by one token",))
+def log_probs_equal_the_reference(bench: RolloutBench) -> None:
+    """``rollout_log_probs`` are those of the policy at temperature 1, as an independent float64 forward says."""
+    _compared(bench)
+
+
+@contract(catches=("log-probs reported at temperature 1",))
+def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
+    """Log-probs are of the distribution that was sampled from: ``softmax(logits / temperature)``."""
+    _compared(bench, temperature=0.6)
+    _compared(bench, temperature=1.6)
+
+
+@contract(catches=("log-probs before top-p and top-k", "a token too many left by top-p"))
+def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
+    """With top-p and top-k, log-probs are of the truncated distribution; ``support_log_mass``, if given, is the mass it kept."""
+    _compared(bench, top_k=4)
+    _compared(bench, top_p=0.7)
+    _compared(bench, top_k=12, top_p=0.8, temperature=1.3)
+
+
+@contract(capability="support", catches=("the support of another token",))
+def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
+    """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from, unless they are more; else none."""
+    width, module = 8, bench.reference()
+    for sampling in ({"top_k": 4}, {"top_p": 0.7}, {"top_k": 12, "top_p": 0.8, "temperature": 1.3}):
+        requests = bench.requests(group=2, max_support=width, **sampling)
+        for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
+            ids = rollout.extras["support_ids"]
+            assert ids.dtype == torch.int32, f"support_ids are {ids.dtype}, expected int32."
+            assert bool((ids[: rollout.prompt_length] == -1).all()), (
+                "support_ids at prompt tokens are not -1."
+            )
+            with torch.no_grad():
+                logits = logits_of(module, rollout.token_ids)
+            for at in range(rollout.prompt_length, len(rollout.token_ids)):
+                right = [cut.keeps() for cut in cuts(logits[at - 1], request.sampling)]
+                expected = [sorted(kept) if len(kept) <= width else [] for kept in right]
+                told = sorted(token for token in ids[at].tolist() if token >= 0)
+                assert told in expected, (
+                    f"support_ids of token {at} of '{request.id}' with {sampling} are {told}; expected {expected[0]}."
+                )
+    plain = bench.engine().generate(bench.requests(top_k=4))
+    assert all("support_ids" not in rollout.extras for rollout in plain), "support_ids came unasked."
+
+
+@contract(catches=("temperature ignored in sampling", "top-k ignored in sampling"))
+def samples_follow_the_distribution(bench: RolloutBench) -> None:
+    """First tokens of 400 requests come as often as the temperature, top-k and top-p say, and never from what was cut."""
+    engine, module = bench.engine(), bench.reference()
+    cases: list[dict[str, Any]] = [{"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.6}]
+    for sampling in cases:
+        requests = bench.requests(("The answer",), group=400, max_response_tokens=1, **sampling)
+        tokens = torch.tensor([response(r)[0] for r in engine.generate(requests)])
+        with torch.no_grad():
+            logits = logits_of(module, torch.tensor(requests[0].prompt.token_ids))[-1]
+        wrong = [_unlike(cut, tokens) for cut in cuts(logits, requests[0].sampling)]
+        assert "" in wrong, f"{sampling}: {wrong[0]}"
+
+
+def _unlike(cut: Cut, tokens: Tensor) -> str:
+    """What tells that samples are not of this distribution; nothing where they may be."""
+    values = cut.log_probs[tokens]
+    if not bool(values.isfinite().all()):
+        return "tokens were sampled that it cuts away."
+    kept = cut.log_probs[cut.log_probs.isfinite()]
+    mean = float((kept.exp() * kept).sum())
+    spread = SIGMAS * math.sqrt(float((kept.exp() * (kept - mean) ** 2).sum()) / len(tokens))
+    found = float(values.mean())
+    if abs(found - mean) <= spread + 1e-6:
+        return ""
+    return f"the mean log-prob of {len(tokens)} samples is {found:.3f}; expected {mean:.3f} within {spread:.3f}. Is it applied?"
+
+
+@contract(catches=("temperature 0 sampled at 1",))
+def temperature_0_is_greedy(bench: RolloutBench) -> None:
+    """Temperature 0 and top-k 1 take the most likely token, whatever the seed."""
+    engine, module = bench.engine(), bench.reference()
+    cases: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "seed": 99},
+        {"temperature": 1.0, "top_k": 1},
+    ]
+    for sampling in cases:
+        for rollout in engine.generate(bench.requests(**sampling)):
+            expected = greedy(module, rollout.prompt.token_ids, 12)
+            found = response(rollout)[: len(expected)]
+            assert found == expected, (
+                f"{sampling}: '{rollout.prompt.text}' gives {found}, expected {expected}."
+            )
+
+
+def _greedy_story(bench: RolloutBench) -> tuple[str, list[int]]:
+    """A prompt and its greedy response with many different tokens: somewhere to stop."""
+    module = bench.reference()
+    best: tuple[str, list[int]] = ("", [])
+    for text in ("The answer", "x", "2+2=", "ab", "Once", "Hm", "(q", "Zz9"):
+        ids = bench.tokenizer.encode(text, add_special_tokens=False)
+        best = max(best, (text, greedy(module, ids, 24)), key=lambda pair: len(set(pair[1])))
+    assert len(set(best[1])) >= 5, (
+        f"The model repeats itself: its liveliest greedy response has {len(set(best[1]))} different tokens, and "
+        f"this contract needs 5. {LIVELIER}"
+    )
+    return best
+
+
+def _first_times(tokens: list[int]) -> list[int]:
+    """Positions at which a token comes for the first time."""
+    return [at for at, token in enumerate(tokens) if token not in tokens[:at]]
+
+
+@contract(catches=("stop strings ignored",))
+def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
+    """Sampling ends with the token that completes a stop string; the string stays in the response; the reason is ``stop``."""
+    engine = bench.engine()
+    text, story = _greedy_story(bench)
+    for end in [at for at in _first_times(story) if at >= 2 and min(story[at - 1 : at + 1]) > EOS][:3]:
+        for width in (1, 2):  # of one token, and of two
+            stop = plain_text(bench, story[end + 1 - width : end + 1])
+            assert len(stop) == width, (
+                f"Tokens {story[end + 1 - width : end + 1]} of the model's greedy response are not all in the kit's "
+                f"vocabulary of {VOCABULARY}: write the model with the `vocab_size` that write_model is given."
+            )
+            requests = bench.requests(
+                (text,), temperature=0.0, max_response_tokens=24, stop=("no such text", stop)
+            )
+            (rollout,) = engine.generate(requests)
+            assert response(rollout) == story[: end + 1], (
+                f"Stop string {stop!r}: the response is {plain_text(bench, response(rollout))!r}, expected "
+                f"{plain_text(bench, story[: end + 1])!r}."
+            )
+            assert rollout.finish_reason == "stop", (
+                f"finish_reason is '{rollout.finish_reason}'; expected 'stop'."
+            )
+            assert stop in (rollout.text or stop), (
+                f"The text {rollout.text!r} lacks the stop string {stop!r}."
+            )
+
+
+@contract(catches=("stop token ids ignored",))
+def a_stop_token_ends_a_response(bench: RolloutBench) -> None:
+    """Sampling ends with one of ``stop_token_ids``, which stays in the response; the reason is ``stop``."""
+    engine = bench.engine()
+    text, story = _greedy_story(bench)
+    for end in [at for at in _first_times(story) if at >= 1][:3]:
+        ids = (96, story[end]) if 96 not in story else (story[end],)
+        requests = bench.requests((text,), temperature=0.0, max_response_tokens=24, stop_token_ids=ids)
+        (rollout,) = engine.generate(requests)
+        assert response(rollout) == story[: end + 1], (
+            f"Stop token {story[end]}: the response is {response(rollout)}, expected {story[: end + 1]}."
+        )
+        assert rollout.finish_reason == "stop", (
+            f"finish_reason is '{rollout.finish_reason}'; expected 'stop'."
+        )
+
+
+def _check_end(rollout: Rollout, most: int) -> None:
+    tokens = response(rollout)
+    assert 1 <= len(tokens) <= most, f"A response of {len(tokens)} tokens; expected 1 to {most}."
+    assert EOS not in tokens[:-1], f"A response goes on after its end of sequence: {tokens}."
+    expected = "stop" if tokens[-1] == EOS else "length"
+    assert rollout.finish_reason == expected, (
+        f"A response of {len(tokens)} tokens (at most {most}) that ends with token {tokens[-1]} has the finish reason "
+        f"'{rollout.finish_reason}'; expected '{expected}'."
+    )
+    assert expected == "stop" or len(tokens) == most, (
+        f"A response is cut after {len(tokens)} of {most} tokens."
+    )
+
+
+@contract(catches=("wrong finish reason",))
+def the_finish_reason_is_true(bench: RolloutBench) -> None:
+    """``stop`` where the end of sequence was sampled, which stays and is the last token; ``length`` after ``max_response_tokens``."""
+    engine = bench.engine()
+    rollouts = engine.generate(
+        bench.requests(("2+2=", "ab"), group=40, temperature=2.0, max_response_tokens=40)
+    )
+    for rollout in rollouts:
+        _check_end(rollout, 40)
+    assert any(EOS in response(rollout) for rollout in rollouts), (
+        "No response ended: the model hardly ever samples <eos>. Choose another `model` or seed; in a `write_model` "
+        "of your own do not make the weights so large that one token has all of the probability."
+    )
+    (short,) = engine.generate(bench.requests(("ab",), max_response_tokens=1))
+    _check_end(short, 1)
+
+
+@contract()
+def a_response_fits_into_the_model(bench: RolloutBench) -> None:
+    """Prompt and response together never exceed the model's positions; the reason is then ``length``."""
+    prompt, positions = "a" * 40, 48
+    engine = bench.engine(bench.model(max_position_embeddings=positions))
+    (rollout,) = engine.generate(bench.requests((prompt,), max_response_tokens=30, seed=3))
+    assert len(rollout.token_ids) <= positions, (
+        f"A model of {positions} positions was given {len(rollout.token_ids)}."
+    )
+    if EOS not in response(rollout):
+        assert rollout.finish_reason == "length", (
+            f"finish_reason is '{rollout.finish_reason}'; expected 'length'."
+        )
+
+
+def _responses(rollouts: list[Rollout]) -> list[list[int]]:
+    return [response(rollout) for rollout in rollouts]
+
+
+@contract(catches=("seed ignored",))
+def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
+    """The same requests with the same seeds give the same tokens again, also from another engine."""
+    engine, requests = bench.engine(), bench.requests(temperature=1.5)
+    first, again = _responses(engine.generate(requests)), _responses(engine.generate(requests))
+    assert first == again, f"The same seeds gave {first[0]}, then {again[0]}."
+    assert _responses(bench.engine().generate(requests)) == first, (
+        "Another engine gives other tokens for the same seeds."
+    )
+
+
+@contract(catches=("one seed for all",))
+def different_seeds_differ(bench: RolloutBench) -> None:
+    """Requests of one group with different seeds, or with none, do not all get the same response."""
+    engine = bench.engine()
+    for seed in (0, None):
+        found = _responses(engine.generate(bench.requests(("ab",), group=8, temperature=1.5, seed=seed)))
+        kinds = len({tuple(tokens) for tokens in found})
+        assert kinds >= 6, (
+            f"8 requests with {'no seed' if seed is None else 'seeds 0 to 7'} gave {kinds} responses."
+        )
+
+
+@contract(catches=("the batch decides what is sampled",))
+def a_seed_does_not_depend_on_the_batch(bench: RolloutBench) -> None:
+    """A request with a seed gives the same tokens alone, and in another order among others."""
+    engine, requests = bench.engine(), bench.requests(temperature=1.5)
+    whole = _responses(engine.generate(requests))
+    turned = _responses(engine.generate(requests[::-1]))[::-1]
+    alone = [_responses(engine.generate([request]))[0] for request in requests[:3]]
+    for found, expected in itertools.chain(
+        zip(turned, whole, strict=True), zip(alone, whole[:3], strict=True)
+    ):
+        assert found == expected, f"In another batch a request gave {found}, before {expected}."
+
+
+@contract(catches=("the first request's sampling for all",))
+def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
+    """Temperature, top-k and length are those of each request, not of the first in the batch."""
+    engine, module = bench.engine(), bench.reference()
+    requests = bench.requests()
+    for i, request in enumerate(requests):
+        change: dict[str, Any] = {
+            "temperature": (0.0, 0.7, 2.0)[i % 3],
+            "top_k": (0, 3)[i % 2],
+            "max_response_tokens": 3 + i,
+        }
+        request.sampling = dataclasses.replace(request.sampling, **change)
+    for request, rollout in zip(requests, engine.generate(requests), strict=True):
+        if request.sampling.temperature:
+            expected, _ = expected_log_probs(module, rollout, request.sampling)
+            found = rollout.rollout_log_probs[rollout.prompt_length :]
+            close(found, expected, bench.tolerance, f"log-probs of {request.sampling}")
+        else:
+            best = greedy(module, request.prompt.token_ids, request.sampling.max_response_tokens)
+            assert response(rollout)[: len(best)] == best, (
+                f"{request.sampling} does not give the greedy response."
+            )
+        _check_end(rollout, request.sampling.max_response_tokens)

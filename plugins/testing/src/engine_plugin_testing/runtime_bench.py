@@ -1,0 +1,171 @@
+"""What a contract of runtimes is given: a runtime as a run starts it, with engines that write down what reaches them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from engine_core.config.assemble import load_config, plugins_for
+from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
+from engine_core.data import load_tokenizer
+from engine_core.types import Batch, Prompt, Request, Sampling
+from engine_plugin_testing import reference, runtime_probe
+
+ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
+PATIENCE = 30.0  # seconds in which a loss is found
+ENDING = 10.0  # seconds in which processes are gone
+
+
+class RuntimeBench:
+    """One runtime for many contracts; those that break it start one of their own.
+
+    Args:
+        backend: of ``[runtime]``.
+        options: its table.
+        plugins: files and names that offer it.
+        world_size: ranks of the pool.
+        root: folder of the test's file.
+    """
+
+    def __init__(
+        self, backend: str, options: Mapping[str, Any], plugins: list[str], world_size: int, root: str
+    ) -> None:
+        self.backend, self.options, self.plugins = backend, dict(options), plugins
+        self.world_size, self.root = world_size, root
+        self.folder = Path(tempfile.mkdtemp(prefix="engine-runtime-"))
+        reference.write_model(self.folder / "model", {}, 0, True)
+        self._shared: tuple[Runtime, dict[str, WorkerGroup], Path] | None = None
+        self._count = 0
+
+    def close(self) -> None:
+        """End what still runs."""
+        self.end_shared()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def end_shared(self) -> None:
+        """End the runtime of the contracts that share one; the next one starts another."""
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared[0].close()
+
+    @property
+    def shared(self) -> tuple[Runtime, dict[str, WorkerGroup], Path]:
+        """Runtime, groups and journals that contracts share which leave it whole."""
+        if self._shared is None:
+            self._shared = self._start({}, {})
+        return self._shared
+
+    @contextmanager
+    def started(
+        self, changes: Mapping[str, Any] | None = None, engine: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[Runtime, dict[str, WorkerGroup], Path]]:
+        """A runtime of the contract's own; one at a time.
+
+        Args:
+            changes: keys of the run file.
+            engine: options of the actor's engine.
+        """
+        self.end_shared()
+        found = self._start(changes or {}, engine or {})
+        try:
+            yield found
+        finally:
+            found[0].close()
+
+    def make(
+        self, changes: Mapping[str, Any], engine: Mapping[str, Any], journal: Path, size: int
+    ) -> Runtime:
+        """A runtime that is not started."""
+        settings = {
+            "plugins": [*self.plugins, runtime_probe.__file__],
+            "model.path": str(self.folder / "model"),
+            "actor.backend": "probe",
+            "actor.probe": {"folder": str(journal), **engine},
+            "ref.backend": "probe",
+            "ref.probe": {"folder": str(journal)},
+            "rollout.backend": "probe_sampler",
+            "rollout.probe_sampler": {"folder": str(journal)},
+            "rollout.weights": "own",
+            "runtime.backend": self.backend,
+            f"runtime.{self.backend}": self._options(size),
+            **changes,
+        }
+        config = load_config(settings, allow_code=True)
+        runtime: Runtime = plugins_for(config).resolve("runtimes", self.backend)(
+            config, plugins_for(config), {"tokenizer": load_tokenizer(config.model)}
+        )
+        return runtime
+
+    def _options(self, size: int) -> dict[str, Any]:
+        return self.options if self.world_size == 1 and size == 1 else {**self.options, "processes": size}
+
+    def _start(
+        self, changes: Mapping[str, Any], engine: Mapping[str, Any]
+    ) -> tuple[Runtime, dict[str, WorkerGroup], Path]:
+        journal = self.new_journal()
+        pools = changes.get("placement.pools")
+        size = sum(pools.values()) if pools else self.world_size
+        with contextlib.chdir(self.root):
+            runtime = self.make(changes, engine, journal, size)
+            return runtime, runtime.start(ROLES, 4), journal
+
+    def new_journal(self) -> Path:
+        """A folder for what engines write down."""
+        self._count += 1
+        journal = self.folder / str(self._count)
+        journal.mkdir()
+        return journal
+
+    # -- what contracts look at ---------------------------------------------
+
+    def written(self, journal: Path, role: str, method: str = "") -> list[list[dict[str, Any]]]:
+        """By rank, what reached a role; of one method, or all."""
+        found = []
+        for file in sorted(journal.glob(f"{role}.*.jsonl"), key=lambda path: int(path.suffixes[0][1:])):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            found.append([line for line in lines if method in ("", line["method"])])
+        return found
+
+    def processes(self, journal: Path) -> set[int]:
+        """Process ids of the ranks that were asked for something."""
+        return {line["pid"] for role in ROLES for lines in self.written(journal, role) for line in lines}
+
+    def gone(self, pids: set[int]) -> bool:
+        """Whether these processes end in time."""
+        deadline = time.monotonic() + ENDING
+        while any(_runs(pid) for pid in pids - {os.getpid()}):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    @staticmethod
+    def batch(lengths: list[int]) -> Batch:
+        """Sequences of these lengths; no two tokens are the same."""
+        return Batch(torch.arange(sum(lengths)), torch.tensor(lengths))
+
+    @staticmethod
+    def requests(count: int, **columns: Any) -> list[Request]:
+        """With prompts of different lengths."""
+        made = []
+        for i in range(count):
+            prompt = Prompt(f"p{i}", list(range(3 + i % 4)), "", dict(columns))
+            made.append(Request(f"r{i}", prompt, Sampling(max_response_tokens=2 + i % 3, seed=i), i // 2, i))
+        return made
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

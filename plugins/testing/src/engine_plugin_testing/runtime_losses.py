@@ -1,0 +1,167 @@
+"""Contracts of a runtime: errors, lost workers, and what is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from engine_core.errors import ConfigError, DataError, WorkerLost
+from engine_plugin_testing.contracts import contract
+from engine_plugin_testing.runtime_calls import LENGTHS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from engine_plugin_testing.runtime_bench import RuntimeBench
+
+
+def _raised(do: Callable[[], Any], kind: type[BaseException]) -> BaseException:
+    try:
+        do()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+@contract()
+def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> None:
+    """What an engine raises reaches the caller with its class and its text; the next call is answered."""
+    _, groups, _ = bench.shared
+    for kind in (DataError, KeyError):
+
+        def ask(name: str = kind.__name__) -> Any:
+            outputs = (f"raise:{name}",)
+            return groups["actor"].call("infer", bench.batch(LENGTHS), outputs=outputs).result()
+
+        error = _raised(ask, kind)
+        assert type(error) is kind, type(error)
+        assert "told to fail" in str(error), error
+    found = groups["actor"].call("infer", bench.batch([2]), split="all", outputs=("double",)).result()
+    assert found["double"].tolist() == [0.0, 2.0]
+
+
+@contract()
+def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
+    """An engine that cannot be built is the error of ``start``; another runtime starts afterwards."""
+
+    def start() -> None:
+        with bench.started(engine={"fail": "ConfigError"}):
+            pass
+
+    assert "told to fail" in str(_raised(start, ConfigError))
+    _, groups, _ = bench.shared
+    assert groups["actor"].call("optimizer_step").result().lr == 0.25
+
+
+@contract()
+def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
+    """``close`` may be called again, and after a start that failed."""
+    with bench.started() as (runtime, _, _):
+        runtime.close()
+        runtime.close()
+
+
+@contract(capability="processes")
+def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
+    """The call in hand and every later one raise ``WorkerLost`` with role, rank and cause, within half a minute."""
+    from engine_plugin_testing.runtime_bench import PATIENCE
+
+    with bench.started() as (_, groups, journal):
+        groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+        pids = bench.processes(journal)
+        last = bench.world_size - 1
+        began = time.monotonic()
+        waiting = groups["actor"].call("infer", bench.batch(LENGTHS), outputs=(f"kill@{last}", "sleep:1"))
+        error = _raised(waiting.result, WorkerLost)
+        assert time.monotonic() - began < PATIENCE
+        assert isinstance(error, WorkerLost)
+        assert (error.role, error.rank) == ("actor", last), error
+        assert error.cause
+        again = groups["rollout"].call("generate", requests=bench.requests(1))
+        assert _raised(again.result, WorkerLost)
+    assert bench.gone(pids), "processes are left"
+
+
+@contract(capability="processes")
+def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench) -> None:
+    """One rank raises before a collective in which the others wait: its error is told, and nobody waits for ever."""
+    if bench.world_size == 1:
+        return
+    with bench.started() as (_, groups, _):
+        batch = bench.batch(LENGTHS)
+        waiting = groups["actor"].call("infer", batch, outputs=("raise:DataError@0", "meet@"))
+        assert "told to fail" in str(_raised(waiting.result, DataError))
+
+
+@contract(capability="processes")
+def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
+    """A sampler whose stream is closed leaves its requests, and answers the next call."""
+    _, groups, _ = bench.shared
+    requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
+    stream = groups["rollout"].stream(requests)
+    next(stream)
+    began = time.monotonic()
+    stream.close()
+    try:
+        groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+        assert time.monotonic() - began < 30
+    finally:
+        bench.end_shared()
+
+
+@contract(capability="processes")
+def samplers_come_and_leave_while_it_runs(bench: RuntimeBench) -> None:
+    """With `placement.most` a second sampler comes, with the weights of the update from which on it samples; then one leaves, and its process ends."""
+    from engine_plugin_testing.runtime_bench import PATIENCE
+
+    changes = {
+        "placement.pools": {"train": 1, "serve": 1},
+        "placement.most": {"serve": 2},
+        "placement.actor": "train",
+        "placement.rollout": "serve",
+    }
+    with bench.started(changes) as (runtime, groups, journal):
+        assert runtime.most_samplers == 2, runtime.most_samplers
+        asked, version = bench.requests(8), 0
+        first = {line["pid"] for line in _sampled(bench, groups, journal, asked, version)}
+        assert len(first) == 1, first
+        runtime.want_samplers(2)
+        deadline, there = time.monotonic() + 4 * PATIENCE, 1.0
+        while there < 2 and time.monotonic() < deadline:
+            version += 1
+            runtime.push_weights("actor", "rollout", version)
+            there = runtime.loss_metrics()["sampling/samplers"]
+            time.sleep(0.05)
+        both = {line["pid"] for line in _sampled(bench, groups, journal, asked, version)}
+        assert first < both, (first, both)
+        runtime.want_samplers(1)
+        runtime.push_weights("actor", "rollout", version + 1)
+        left = {line["pid"] for line in _sampled(bench, groups, journal, asked, version + 1)}
+        assert left == first, (left, first)
+        told = runtime.loss_metrics()
+        assert (told["sampling/left"], told["sampling/lost"], told["sampling/samplers"]) == (1, 0, 1), told
+        assert bench.gone(both - first), "the process of one that has left runs on"
+
+
+def _sampled(
+    bench: RuntimeBench, groups: Any, journal: Any, requests: list[Any], version: int
+) -> list[dict[str, Any]]:
+    """What reached samplers while these were sampled, each once and with the weights of this version."""
+    before = sum(map(len, bench.written(journal, "rollout", "add")))
+    found = groups["rollout"].call("generate", requests=requests).result()
+    assert [rollout.request_id for rollout in found] == [request.id for request in requests], found
+    versions = {int(number) for rollout in found for number in rollout.policy_versions}
+    assert versions == {version}, versions
+    return [line for lines in bench.written(journal, "rollout", "add") for line in lines][before:]
+
+
+@contract(capability="processes")
+def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
+    """No process of a rank outlives ``close``."""
+    with bench.started() as (_, groups, journal):
+        groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+        pids = bench.processes(journal)
+        assert os.getpid() not in pids
+    assert bench.gone(pids), "processes are left"

@@ -1,0 +1,168 @@
+"""Engines without a model, for the suite of runtimes: they write down what reaches them, and fail as they are told.
+
+A plugin file: workers load it by its path. Each rank appends to ``FOLDER/ROLE.RANK.jsonl`` a line for each call.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine_core import errors, hookimpl
+from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
+from engine_core.specs import Options, RolloutBackend, TrainBackend
+from engine_core.types import Rollout, StepOutput, TrainOutput
+
+WEIGHTS = {"a": 30_000, "b": 3, "c": 0}  # values of each
+FAILURES = {"DataError": errors.DataError, "ConfigError": errors.ConfigError, "KeyError": KeyError}
+
+
+class ProbeOptions(Options):
+    folder: str = ""
+    """Where ranks write down what reaches them."""
+    fail: str = ""
+    """Class of an error that is raised while the engine is built."""
+
+
+class Journal:
+    """What reached one rank."""
+
+    def __init__(self, options, role, rank):
+        self.path = Path(options.folder) / f"{role}.{rank}.jsonl"
+        if options.fail:
+            raise FAILURES[options.fail]("told to fail")
+
+    def write(self, method, **fields):
+        with self.path.open("a") as file:
+            file.write(json.dumps({"method": method, "pid": os.getpid(), **fields}) + "\n")
+
+
+def happens(what):
+    """``raise:CLASS``, ``kill``, ``freeze`` or ``sleep:SECONDS``."""
+    kind, _, detail = what.partition(":")
+    if kind == "raise":
+        raise FAILURES[detail]("told to fail")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "sleep":
+        deadline = time.monotonic() + float(detail)
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+class ProbeTrain(TrainEngine):
+    """``infer`` gives each token doubled (``double``), or does what the name of an output says on one rank."""
+
+    def __init__(self, config, model_config, context, *, trainable=True):
+        super().__init__(config, model_config, context, trainable=trainable)
+        self.module, self.steps = torch.nn.Identity(), 0
+        self.journal = Journal(config.options, context.role, context.rank)
+
+    @property
+    def layout(self):
+        return Layout(self.context.rank, self.context.world_size)
+
+    def _build_model_optimizer(self, **_):
+        return self.module
+
+    def infer(self, batch, outputs, adapter=True):
+        self.journal.write("infer", lengths=batch.lengths.tolist(), bytes=_bytes(batch), what=list(outputs))
+        for output in outputs:
+            name, at, rank = output.partition("@")  # ``kill@1``: on rank 1 alone
+            if name not in ("double", "world") and (not at or int(rank) == self.context.rank):
+                happens(name)
+        if "meet@" in outputs and dist.is_initialized():
+            dist.barrier()
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        world = torch.full((batch.num_tokens,), size, dtype=torch.float32)
+        return {"double": batch.token_ids.double() * 2, "world": world}
+
+    def forward_backward(self, batch, loss):
+        self.journal.write("forward_backward", lengths=batch.lengths.tolist(), name=loss.name)
+        return TrainOutput(0.1 + 0.2, {"tiny": 5e-324}, 1)
+
+    def optimizer_step(self):
+        self.steps += 1
+        self.journal.write("optimizer_step", number=self.steps)
+        return StepOutput(float("inf"), 0.25, True)
+
+    def named_weights(self, to="all", adapter=False):
+        for name, size in WEIGHTS.items():
+            yield name, torch.arange(size, dtype=torch.float32) + self.steps
+
+    def load_named_weights(self, stream, mix=1.0):
+        self.journal.write("load_named_weights", sums=[float(t.sum()) for _, t in stream], mix=mix)
+
+    def save(self, folder):
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def load(self, folder):
+        self.journal.write("load", folder=str(folder))
+
+    def export(self, folder, adapter=False):
+        self.journal.write("export", folder=str(folder))
+
+
+class ProbeSampler(RolloutEngine):
+    """Answers with the request's index, one request a step; a prompt's column ``do`` says what happens before."""
+
+    def __init__(self, config, model_config, context):
+        super().__init__(config, model_config, context)
+        self.queue, self.journal = {}, Journal(config.options, context.role, context.rank)
+
+    @property
+    def num_unfinished(self):
+        return len(self.queue)
+
+    def add(self, requests):
+        self.journal.write("add", ids=[request.id for request in requests])
+        self.queue |= {request.id: request for request in requests}
+
+    def abort(self, ids):
+        return [self.answer(self.queue.pop(id), "abort") for id in ids if id in self.queue]
+
+    def step(self):
+        request = next(iter(self.queue.values()))
+        happens(request.prompt.columns.get("do", ""))
+        return [self.answer(self.queue.pop(request.id), "stop")]
+
+    def answer(self, request, reason):
+        prompt = request.prompt.token_ids
+        ids = torch.tensor([*prompt, request.index, self.version])
+        mask = torch.tensor([False] * len(prompt) + [True] * 2)
+        versions = torch.full_like(ids, self.version, dtype=torch.int32)
+        return Rollout(
+            request.id, request.prompt, ids, mask, torch.zeros(len(ids)), versions, reason, request.group_id, request.index
+        )  # fmt: skip
+
+    def update_weights(self, stream, version):
+        digest, moved = hashlib.sha256(), 0
+        for name, tensor in stream:
+            digest.update(name.encode() + tensor.numpy().tobytes())
+            moved += tensor.numel() * tensor.element_size()
+        self.version = version
+        self.journal.write("update_weights", version=version, bytes=moved, checksum=digest.hexdigest())
+        return digest.hexdigest()
+
+
+def _bytes(batch):
+    columns = (batch.token_ids, batch.lengths, *batch.tokens.values(), *batch.sequences.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in columns)
+
+
+@hookimpl
+def engine_train_engines():
+    return {"probe": TrainBackend(load=ProbeTrain, config=ProbeOptions)}
+
+
+@hookimpl
+def engine_rollout_engines():
+    return {"probe_sampler": RolloutBackend(load=ProbeSampler, config=ProbeOptions)}

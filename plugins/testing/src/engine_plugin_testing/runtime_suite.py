@@ -1,0 +1,62 @@
+"""The suite of runtimes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from engine_plugin_testing import runtime_calls, runtime_losses
+from engine_plugin_testing.suite import Suite
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.contracts import Contract
+    from engine_plugin_testing.runtime_bench import RuntimeBench
+
+
+class RuntimeSuite(Suite, modules=(runtime_calls, runtime_losses)):
+    """Contracts of ``engine_core.contracts.runtime.Runtime``. See ``Suite`` for the other attributes.
+
+    The contracts are run in the process of the test, which is the controller; engines have no model.
+    With ``world_size`` over 1 the runtime's table must know ``processes``.
+
+    Attributes:
+        backend: name of the runtime.
+        options: its table, as in ``[runtime.NAME]``.
+        processes: workers are processes: they can be killed, and pools lie in different ones.
+    """
+
+    kind = "runtimes"
+    section = "runtime"
+    fields: ClassVar[tuple[str, ...]] = ("backend", "options", "plugins", "world_size")
+
+    backend: str = "local"
+    options: Mapping[str, Any] = {}
+    processes: bool = True
+
+    _bench: ClassVar[RuntimeBench | None] = None
+
+    @classmethod
+    def setup_class(cls) -> None:
+        super().setup_class()
+        cls._capabilities = cls._capabilities | ({"processes"} if cls.processes else set())
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        if cls._bench is not None:
+            cls._bench.close()
+            cls._bench = None
+
+    def _failure(self, made: Contract) -> str:
+        from engine_plugin_testing.runtime_bench import RuntimeBench
+
+        cls = type(self)
+        if cls._bench is None:
+            cls._bench = RuntimeBench(**self.settings())
+        try:
+            made.function(cls._bench)
+        except Exception:
+            cls._bench.end_shared()  # the next contract finds it whole
+            return traceback.format_exc()
+        return ""

@@ -1,0 +1,218 @@
+"""What the suites share: contracts become tests, workers are started once for a class.
+
+No torch here beyond what the contracts' modules import: the tests run in the workers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+
+from engine_core.config.validate import check_table
+from engine_core.errors import EngineError, did_you_mean
+from engine_core.plugins.metadata import known_names, split
+from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_testing.contracts import Contract, contracts_of
+from engine_plugin_testing.devices import asked_accelerator, lacking
+from engine_plugin_testing.launcher import CaseFailed, Workers
+
+UNSUPPORTED = "unsupported: "
+UNDECLARED = " does not declare the capability "
+NOWHERE_ELSE = "`resumes_on` of this suite names no other number of ranks"
+"""Reasons of skips, by which a record of outcomes tells them apart."""
+
+
+class Suite:
+    """Base of the suites. Attributes of a subclass say what is tested and where.
+
+    Attributes:
+        plugins: as in a run file: names of the group ``engine.plugins``, and ``.py`` files relative to
+            the folder of the test's file.
+        unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "why"}``.
+        world_size: ranks.
+        resumes_on: other numbers of ranks that must load what ``world_size`` ranks saved; none: not tested.
+        worker_context: ``module:function`` or ``file.py:function``, a context manager called with
+            ``rank`` and ``world_size`` that each worker enters once, before anything is built.
+        process_group: backend of ``torch.distributed``, where ``world_size`` is over 1.
+        env: environment variables of the workers.
+        deadline: seconds of one contract.
+    """
+
+    kind: ClassVar[str] = ""  # the table hook: train_engines, rollout_engines, rewards
+    section: ClassVar[str] = ""  # the table of a run file that chooses it
+    bench: ClassVar[str] = ""  # module:class of what a contract is given
+    fields: ClassVar[tuple[str, ...]] = ()  # attributes that travel to the workers
+    contracts: ClassVar[Mapping[str, Contract]] = {}
+
+    plugins: Sequence[str] = ()
+    unsupported: Mapping[str, str] = {}
+    world_size: int = 1
+    resumes_on: Sequence[int] = ()
+    worker_context: str = ""
+    process_group: str = "gloo"
+    env: Mapping[str, str] = {}
+    deadline: float = 120.0
+
+    _workers: ClassVar[Workers | None] = None
+    _others: ClassVar[dict[int, Workers]] = {}  # by number of ranks, of `resumes_on`
+    _problem: ClassVar[str] = ""  # why nothing can be tested: one failure, the other tests are skipped
+    _told: ClassVar[bool] = False
+    _capabilities: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, modules: Sequence[ModuleType] = (), **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if modules:
+            cls.contracts = {made.name: made for made in contracts_of(*modules)}
+            for made in cls.contracts.values():
+                setattr(cls, made.name, _test_of(made))
+        else:
+            cls._check_attributes()
+        for name, reason in cls.unsupported.items():
+            if not callable(getattr(cls, name, None)) or not name.startswith("test_"):
+                known = [known for known in dir(cls) if known.startswith("test_")]
+                match = did_you_mean(name, known).split(" Known:")[0]
+                raise TypeError(f"{cls.__name__}.unsupported names '{name}', which is no test of it.{match}")
+            if not (isinstance(reason, str) and reason.strip()):
+                raise TypeError(
+                    f"{cls.__name__}.unsupported['{name}'] must be the reason, as text; it is {reason!r}."
+                )
+
+    @classmethod
+    def _check_attributes(cls) -> None:
+        """Refuse ``option = ...``, which nobody would read."""
+        known = [name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")]
+        for name, value in vars(cls).items():
+            if name.startswith("_") or name in known or callable(value) or hasattr(value, "__get__"):
+                continue
+            if match := difflib.get_close_matches(name, known, n=1, cutoff=0.82):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no attribute of a suite. Did you mean '{match[0]}'? "
+                    "If it is your own, choose a name that is less like it."
+                )
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._problem, cls._told = "", False
+        try:
+            plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
+            spec = plugins.spec(cls.kind, cls.offered())
+            check_table(spec, cls.table(), cls.settings().get("options", {}), {"folder": str(cls.root())})
+        except EngineError as error:
+            cls._problem = f"{error}{cls._hint()}"
+            return
+        cls._capabilities = getattr(spec, "capabilities", frozenset())
+        cls._workers, cls._others = cls._group(cls.world_size), {}
+
+    @classmethod
+    def _group(cls, size: int) -> Workers:
+        return Workers(
+            size, cls.worker_context, cls.root(), cls.process_group, cls.env, cls.deadline, cls.accelerator()
+        )
+
+    @classmethod
+    def accelerator(cls) -> str:
+        """Kind of the devices that ``ENGINE_TEST_DEVICE`` gives the ranks; empty: the class decides."""
+        return asked_accelerator() if getattr(cls, "device", None) == "" else ""
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        if cls._workers is not None:
+            for workers in (cls._workers, *cls._others.values()):
+                workers.close()
+            cls._workers = None
+
+    @classmethod
+    def offered(cls) -> str:
+        """The name that is tested."""
+        return str(getattr(cls, "backend", ""))
+
+    @classmethod
+    def table(cls) -> tuple[str, ...]:
+        """Where a run file holds its options: ``("actor", "fast")``."""
+        return (cls.section, split(cls.offered())[1])
+
+    @classmethod
+    def _hint(cls) -> str:
+        """What to do about a name that nobody offers."""
+        if cls.plugins or split(cls.offered())[1] in known_names(cls.kind):
+            return ""
+        return "\nInstall the package that offers it (pip install -e .), or give its file: plugins = ['NAME.py']."
+
+    @classmethod
+    def root(cls) -> Path:
+        """Folder of the test's file."""
+        return Path(inspect.getfile(cls)).parent.resolve()
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """What travels to the workers: plain values."""
+        made = {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in cls.fields}}
+        if kind := cls.accelerator():
+            made["device"] = kind
+            if further := plain(getattr(cls, "on_accelerator", {})):
+                made["options"] = {**further, **made["options"]}
+        return made
+
+    def check(self, made: Contract) -> None:
+        """Run one contract, or skip it with its reason."""
+        __tracebackhide__ = True
+        if reason := self.unsupported.get(made.name):
+            pytest.skip(f"{UNSUPPORTED}{reason}")
+        if self._problem:
+            self._report_problem()
+        if made.capability and made.capability not in self._capabilities:
+            pytest.skip(f"the spec of '{self.offered()}'{UNDECLARED}'{made.capability}'")
+        if made.follow and not self.resumes_on:
+            pytest.skip(NOWHERE_ELSE)
+        most = max(self.world_size, *(self.resumes_on if made.follow else ()), 0)
+        if (kind := self.accelerator()) and (reason := lacking(kind, most)):
+            pytest.skip(reason)
+        if failure := self._failure(made):
+            pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
+
+    def _report_problem(self) -> None:
+        """The first test fails with it, the others point there."""
+        __tracebackhide__ = True
+        if self._told:
+            pytest.skip("nothing can be tested; see the failure of this class")
+        type(self)._told = True
+        pytest.fail(self._problem, pytrace=False)
+
+    def _failure(self, made: Contract) -> str:
+        assert self._workers is not None
+        with tempfile.TemporaryDirectory(prefix="engine-conformance-") as shared:
+            settings = {**self.settings(), "shared": shared}
+            try:
+                self._workers.run(self.bench, made.case, settings)
+                for size in self.resumes_on if made.follow else ():
+                    self._others.setdefault(size, self._group(size))
+                    self._others[size].run(self.bench, made.follow_case, settings)
+            except CaseFailed as failure:
+                return str(failure)
+        return ""
+
+
+def _test_of(made: Contract) -> Any:
+    def test(self: Suite) -> None:
+        __tracebackhide__ = True
+        self.check(made)
+
+    test.__name__, test.__doc__ = made.name, made.promise
+    test.__qualname__ = made.name
+    return test
+
+
+def plain(value: Any) -> Any:
+    """Tuples and mappings as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value

@@ -1,0 +1,217 @@
+"""The bench of train engines: builds them, splits a batch over data-parallel ranks, gathers results.
+
+Contracts are written once for any number of ranks: every rank holds the whole batch, gives its engine
+the sequences that are its share, and compares with values computed from the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_core.config import ModelConfig, OptimConfig, RoleConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.types import Batch, LossCall
+from engine_plugin_testing.bench import EngineBench
+from engine_plugin_testing.reference import load_reference
+from engine_plugin_testing.worker import resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.contracts.engines import TrainEngine
+    from engine_core.types import StepOutput, TrainOutput
+
+NLL = LossCall("nll")
+POLICY = LossCall("policy", {"loss": "ppo_clip", "loss_options": {}})
+LENGTHS = (7, 23, 1, 12, 5, 12, 2, 9)
+PROMPT = 2  # tokens of each sequence before its loss tokens
+
+MEASURE = {"lr": 1.0, "eps": 1.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 0.0}
+"""AdamW whose first step tells the gradient: ``w0 - w1 = lr g / (|g| + eps)``; SGD with ``lr`` 1 does, too."""
+
+
+class TrainBench(EngineBench):
+    """What a contract of a train engine is given."""
+
+    kind = "train_engines"
+
+    @property
+    def tolerance(self) -> float:
+        return float(self.settings["tolerance"])
+
+    @property
+    def gradient_tolerance(self) -> float:
+        return float(self.settings["gradient_tolerance"])
+
+    @property
+    def norm_tolerance(self) -> float:
+        return float(self.settings["norm_tolerance"])
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.settings["bit_exact"])
+
+    def engine(
+        self,
+        *,
+        path: str | None = None,
+        budget: int = 4096,
+        optim: Mapping[str, Any] | None = None,
+        trainable: bool = True,
+        role: str = "actor",
+        total_steps: int = 10,
+    ) -> TrainEngine:
+        """An engine on the tiny model (or ``path``), closed after the contract."""
+        plugins = self.load_plugins(losses="ppo_clip")
+        config = RoleConfig(
+            backend=self.name,
+            max_tokens_per_rank=budget,
+            optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),
+            options=self.checked_options(plugins),
+        )
+        context = WorkerContext(
+            plugins=plugins,
+            role=role,
+            device=self.device,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            total_steps=total_steps,
+        )
+        made: TrainEngine = plugins.resolve(self.kind, self.name)(
+            config, ModelConfig(path=path or self.model()), context, trainable=trainable
+        )
+        self.stack.callback(made.close)
+        return made
+
+    def reference(self, path: str | None = None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """The independent module on ``path``, with ``weights`` (of ``named_weights``) if given."""
+        load = self.settings["reference"]
+        build = resolve(load, self.root) if load else load_reference
+        module: nn.Module = build(path or self.model())
+        if weights is not None:
+            left = module.load_state_dict(
+                {name: value.double() for name, value in weights.items()}, strict=False
+            )
+            assert not left.unexpected_keys, f"named_weights gives unknown names: {left.unexpected_keys[:5]}."
+        return module
+
+    @property
+    def root(self) -> Path:
+        from pathlib import Path
+
+        return Path(self.settings["root"])
+
+    # -- batches ------------------------------------------------------------
+
+    def batch(self, lengths: Sequence[int] = LENGTHS, seed: int = 0, temperature: float = 1.0) -> Batch:
+        """Random tokens; weights that differ from token to token, 0 outside of the loss mask."""
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(lengths)
+        mask = torch.cat([torch.arange(n) >= PROMPT for n in lengths])
+        weights = (0.5 + torch.rand(total, generator=generator)) * mask / mask.sum().clamp(min=1)
+        advantages = torch.randn(len(lengths), generator=generator)
+        return Batch(
+            token_ids=torch.randint(2, 97, (total,), generator=generator),
+            lengths=torch.tensor(lengths),
+            tokens={
+                "loss_mask": mask,
+                "weights": weights,
+                "token_share": mask.float() / mask.sum().clamp(min=1),
+                "advantages": torch.repeat_interleave(advantages, torch.tensor(lengths)),
+                "rollout_log_probs": torch.zeros(total),
+            },
+            temperature=temperature,
+        )
+
+    def share(self, engine: TrainEngine, batch: Batch) -> tuple[list[int], Batch]:
+        """The sequences of this rank's data-parallel slice: every ``dp_size``-th one."""
+        layout = engine.layout
+        indices = list(range(layout.dp_rank, len(batch), layout.dp_size))
+        return indices, batch.select(indices)
+
+    def infer(
+        self, engine: TrainEngine, batch: Batch, outputs: Sequence[str] = ("log_probs",)
+    ) -> dict[str, Tensor]:
+        """``infer`` on all ranks; the outputs of the whole batch on every rank."""
+        indices, share = self.share(engine, batch)
+        found = engine.infer(share, outputs)
+        offsets = batch.offsets.tolist()
+        places = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
+        index = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+        whole = {}
+        for name in outputs:
+            value = found[name]
+            width, kind = _shape_of(name, batch)
+            assert value.shape == (share.num_tokens, *width), (
+                f"infer gave '{name}' of shape {list(value.shape)}; expected {[share.num_tokens, *width]}."
+            )
+            assert (value.dtype, value.device.type) == (kind, "cpu"), (
+                f"infer gave '{name}' as {value.dtype} on {value.device}; expected {kind} on the CPU."
+            )
+            whole[name] = torch.zeros(batch.num_tokens, *width, dtype=kind)
+            if engine.layout.is_leader:
+                whole[name][index] = value
+            self.sum_over_ranks(whole[name])
+        return whole
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """In place, on the CPU; values that are not of this rank must be 0."""
+        if self.place.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+
+    def forward_backward(self, engine: TrainEngine, batch: Batch, loss: LossCall = NLL) -> TrainOutput:
+        """``forward_backward`` on all ranks, each with its share."""
+        return engine.forward_backward(self.share(engine, batch)[1], loss)
+
+    def step(self, engine: TrainEngine, batch: Batch, loss: LossCall = NLL) -> StepOutput:
+        """One optimizer step on the whole batch."""
+        self.forward_backward(engine, batch, loss)
+        return engine.optimizer_step()
+
+    # -- weights ------------------------------------------------------------
+
+    def weights(self, engine: TrainEngine) -> dict[str, Tensor]:
+        """Copies of the weights, on the CPU; a name that comes twice is an error."""
+        found: dict[str, Tensor] = {}
+        for name, value in engine.named_weights():
+            assert name not in found, f"named_weights gives '{name}' twice."
+            found[name] = value.detach().to("cpu", copy=True)
+        return found
+
+    def gradient(self, engine: TrainEngine, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradient that ``MEASURE``'s first step used, from the weights before and after it."""
+        found = {}
+        for name, after in self.weights(engine).items():
+            change = before[name].double() - after.double()
+            adam = self.settings["optimizer"] == "adamw"
+            found[name] = change / (1 - change.abs()).clamp(min=1e-6) if adam else change
+        return found
+
+    def measured(
+        self,
+        batch: Batch,
+        loss: LossCall = NLL,
+        *,
+        budget: int = 4096,
+        optim: Mapping[str, Any] | None = None,
+    ) -> tuple[dict[str, Tensor], TrainOutput, StepOutput]:
+        """Gradient, loss and step of a fresh engine on one batch."""
+        engine = self.engine(budget=budget, optim={**MEASURE, **(optim or {})})
+        before = self.weights(engine)
+        trained = self.forward_backward(engine, batch, loss)
+        step = engine.optimizer_step()
+        return self.gradient(engine, before), trained, step
+
+
+def _shape_of(output: str, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
+    """What a token has of an output, and its type."""
+    if output == "log_probs_at":
+        return tuple(batch["candidate_ids"].shape[1:]), torch.float32
+    width = (batch.top_k,) if output in ("top_ids", "top_log_probs") else ()
+    return width, torch.int64 if output == "top_ids" else torch.float32

@@ -1,0 +1,219 @@
+"""Contracts of ``TrainEngine.infer``: what is computed, and that nothing else happens."""
+
+from __future__ import annotations
+
+import torch
+
+from engine_plugin_testing.contracts import close, contract, identical, refused
+from engine_plugin_testing.reference import logits_of, outputs_of, rows_of
+from engine_plugin_testing.train_bench import NLL, POLICY, TrainBench
+
+
+def _vocabulary(bench: TrainBench) -> int:
+    """Tokens of the model: the width of the reference's logits."""
+    with torch.no_grad():
+        return logits_of(bench.reference(), torch.tensor([2, 3])).shape[-1]
+
+
+def _expected(bench: TrainBench, temperature: float) -> None:
+    engine, batch = bench.engine(), bench.batch(temperature=temperature)
+    found = bench.infer(engine, batch)["log_probs"]
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(), batch)["log_probs"]
+    close(found, expected, bench.tolerance, f"log_probs at temperature {temperature}")
+
+
+@contract(catches=("log-probs shifted by one token",))
+def log_probs_equal_the_reference(bench: TrainBench) -> None:
+    """``log_probs[t]`` is the log-probability of token t given those before it, as an independent float64 forward says."""
+    _expected(bench, 1.0)
+
+
+@contract(catches=("temperature ignored in training",))
+def log_probs_are_at_the_temperature_of_the_batch(bench: TrainBench) -> None:
+    """Log-probs are of ``softmax(logits / temperature)``, above and below 1."""
+    _expected(bench, 0.6)
+    _expected(bench, 1.7)
+
+
+@contract(capability="support", catches=("support ignored in training",))
+def log_probs_are_over_the_support(bench: TrainBench) -> None:
+    """With ``support_ids``, ``log_probs[t]`` is over those tokens alone: ``log (p[token] / sum of p over them)``; over all where its row is -1."""
+    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    vocabulary = _vocabulary(bench)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :6].int()
+    ids[:, 0] = batch.token_ids  # it was drawn, so it is one of them
+    again = (ids[:, 1:] == ids[:, :1]).any(-1)
+    ids[:, 1:] = torch.where(again[:, None], -1, ids[:, 1:])
+    ids[::3] = -1
+    found = bench.infer(engine, batch.with_columns({"support_ids": ids}), ("log_probs",))["log_probs"]
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    kept = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, ids.clamp(min=0).long(), True)
+    kept[:, 0] = (ids == 0).any(-1)  # where -1 was written as 0
+    kept |= (ids < 0).all(-1)[:, None]
+    over = rows.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    expected = rows.gather(-1, batch.token_ids[:, None]).squeeze(-1) - over
+    mask = batch["loss_mask"]
+    close(found[mask], expected[mask], bench.tolerance, "log_probs over support_ids")
+
+
+@contract(catches=("entropy in bits",))
+def entropy_equals_its_definition(bench: TrainBench) -> None:
+    """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution that token t was drawn from, at its temperature."""
+    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    found = bench.infer(engine, batch, ("log_probs", "entropy"))["entropy"]
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(), batch)["entropy"]
+    close(found, expected, 5 * bench.tolerance, "entropy")
+
+
+@contract(catches=("log-probs of the candidates of the next token",))
+def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
+    """``log_probs_at[t]`` are the log-probs of the K tokens that ``candidate_ids[t]`` names, ``log_rest[t]`` that of all others."""
+    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    vocabulary = _vocabulary(bench)
+    generator = torch.Generator().manual_seed(0)
+    candidates = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :5]
+    batch = batch.with_columns({"candidate_ids": candidates})
+    found = bench.infer(engine, batch, ("log_probs_at", "log_rest"))
+    mask = batch["loss_mask"]
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    close(found["log_probs_at"][mask], rows.gather(-1, candidates)[mask], bench.tolerance, "log_probs_at")
+    others = rows.exp().scatter(-1, candidates, 0.0).sum(-1).log()
+    close(found["log_rest"][mask], others[mask], bench.tolerance, "log_rest")
+
+
+@contract(catches=("the least likely tokens as the likeliest",))
+def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
+    """``top_ids[t]`` are ``batch.top_k`` different tokens with the largest log-probs, the likeliest first; the rest is the others'."""
+    engine, batch = bench.engine(), bench.batch(temperature=1.3)
+    batch.top_k = 4
+    found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
+    mask = batch["loss_mask"]
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    ids, expected = found["top_ids"], rows.sort(-1, descending=True).values
+    assert all(len(set(row)) == batch.top_k for row in ids[mask].tolist()), "top_ids names a token twice."
+    close(found["top_log_probs"][mask], expected[mask][:, :4], bench.tolerance, "top_log_probs")
+    close(rows.gather(-1, ids)[mask], expected[mask][:, :4], bench.tolerance, "log-probs of top_ids")
+    close(
+        found["top_log_rest"][mask],
+        expected.exp()[:, 4:].sum(-1).log()[mask],
+        bench.tolerance,
+        "top_log_rest",
+    )
+
+
+@contract()
+def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
+    """With K the size of the vocabulary ``top_ids`` are all tokens, and the rest has -1e4: a probability of 0."""
+    engine, batch = bench.engine(), bench.batch((4, 6))
+    batch.top_k = _vocabulary(bench)
+    found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
+    mask = batch["loss_mask"]
+    everything = torch.arange(batch.top_k).expand(int(mask.sum()), -1)
+    assert torch.equal(found["top_ids"][mask].sort(-1).values, everything), "top_ids are not all tokens."
+    close(
+        found["top_log_probs"][mask].exp().sum(-1),
+        torch.ones(int(mask.sum())),
+        1e-3,
+        "sums of all probabilities",
+    )
+    assert set(found["top_log_rest"][mask].tolist()) == {-1e4}, (
+        "The rest of the whole vocabulary is not -1e4."
+    )
+
+
+@contract(catches=("attention across packed sequences",))
+def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
+    """Packed with others, or alone in a batch: a sequence's log-probs are the same."""
+    engine, batch = bench.engine(), bench.batch()
+    packed = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
+    for i in range(len(batch)):
+        alone = bench.infer(engine, batch.select([i]))["log_probs"]
+        close(packed[i], alone, bench.tolerance, f"log_probs of sequence {i} in a pack, against alone")
+
+
+@contract(catches=("results in the order of the micro-batches",))
+def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
+    """A batch in another order, cut into micro-batches, gives the same results in that order."""
+    engine, batch = bench.engine(budget=24), bench.batch()
+    order = [3, 0, 7, 1, 5, 2, 6, 4]
+    pieces = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
+    moved = bench.infer(engine, batch.select(order))["log_probs"]
+    close(
+        moved,
+        torch.cat([pieces[i] for i in order]),
+        bench.tolerance,
+        "log_probs of the batch in another order",
+    )
+
+
+@contract(catches=("outputs at prompt tokens",))
+def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
+    """Outputs stand at loss tokens that have a token before them; everywhere else they are exactly 0."""
+    engine, batch = bench.engine(), bench.batch((5, 1, 9))
+    batch.tokens["loss_mask"][:6] = True  # the first sequence whole, and a sequence of one token
+    batch.tokens["loss_mask"][6:] = False
+    found = bench.infer(engine, batch, ("log_probs", "entropy"))
+    for name, value in found.items():
+        nonzero = value.nonzero().flatten().tolist()
+        assert nonzero == [1, 2, 3, 4], f"{name} is not 0 at {nonzero}; expected values at [1, 2, 3, 4] only."
+    nothing = bench.infer(engine, batch.select([2]))["log_probs"]
+    assert not nothing.any(), "A batch without loss tokens has outputs."
+
+
+@contract(catches=("infer draws random numbers",))
+def infer_leaves_no_trace(bench: TrainBench) -> None:
+    """``infer`` changes neither weights nor gradients nor the random state; the step after it is the same as without it."""
+    batch = bench.batch()
+    quiet, asked = bench.engine(), bench.engine()
+    before = bench.weights(asked)
+    state = torch.get_rng_state()
+    bench.infer(asked, batch, ("log_probs", "entropy"))
+    assert torch.equal(torch.get_rng_state(), state), "infer draws from torch's generator."
+    identical(bench.weights(asked), before, "weights after infer")
+    bench.forward_backward(quiet, batch)
+    bench.forward_backward(asked, batch)
+    bench.infer(asked, batch, ("log_probs",))
+    norms = [engine.optimizer_step().grad_norm for engine in (quiet, asked)]
+    assert norms[0] == norms[1], (
+        f"The gradient's norm with infer in between is {norms[1]}, without it {norms[0]}."
+    )
+
+
+@contract()
+def an_unknown_output_is_refused(bench: TrainBench) -> None:
+    """An output that the engine does not know is an error that names it."""
+    engine, batch = bench.engine(), bench.batch()
+    with refused("infer of 'log_prob'", "log_prob"):
+        engine.infer(bench.share(engine, batch)[1], ["log_prob"])
+
+
+@contract(catches=("infer in another arithmetic than the step",))
+def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
+    """``infer`` and ``forward_backward`` of one batch give the same log-probs bit for bit, in several micro-batches."""
+    engine, batch = bench.engine(budget=24), bench.batch(temperature=0.9)
+    old = bench.infer(engine, batch)["log_probs"]
+    batch = batch.with_columns({"old_log_probs": old, "rollout_log_probs": old})
+    metrics = bench.forward_backward(engine, batch, POLICY).metrics
+    assert metrics["actor/clip_fraction"] == 0, f"actor/clip_fraction is {metrics['actor/clip_fraction']}."
+    batch = batch.with_columns({"rollout_log_probs": old})
+    batch.tokens.pop("old_log_probs")  # now the gap is measured against the training forward itself
+    gap = bench.forward_backward(engine, batch, POLICY).metrics["max/mismatch/max_abs"]
+    assert gap == 0, (
+        f"The log-probs of infer and of forward_backward differ by up to {gap:.3g}; expected exactly 0."
+    )
+
+
+@contract()
+def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
+    """Asking for entropy as well does not change the log-probs."""
+    engine, batch = bench.engine(), bench.batch()
+    alone = bench.infer(engine, batch)["log_probs"]
+    both = bench.infer(engine, batch, ("entropy", "log_probs"))["log_probs"]
+    close(both, alone, bench.tolerance / 10, "log_probs beside entropy")
+    bench.forward_backward(engine, batch, NLL)

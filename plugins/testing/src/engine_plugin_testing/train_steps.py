@@ -1,0 +1,268 @@
+"""Contracts of ``forward_backward`` and ``optimizer_step``: gradients, their norm, steps, schedules."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_plugin_testing.contracts import contract, identical, near, refused, same_direction
+from engine_plugin_testing.reference import (
+    clipped_loss,
+    gradient_of,
+    logits_of,
+    nll_loss,
+    norm_of,
+    outputs_of,
+)
+from engine_plugin_testing.train_bench import MEASURE, NLL, POLICY, TrainBench
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+
+
+@contract(catches=("mean over a rank's tokens instead of the global sum", "gradients averaged over ranks"))
+def the_gradient_is_that_of_the_global_sum(bench: TrainBench) -> None:
+    """The gradient of ``nll`` is that of ``-sum_t w_t log p_t`` over the whole batch, by an independent autograd."""
+    batch = bench.batch(temperature=0.8)
+    module = bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    found, _, _ = bench.measured(batch)
+    same_direction(found, expected, bench.gradient_tolerance, "gradient of nll")
+
+
+@contract()
+def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
+    """The gradient of the clipped policy loss, with tokens on both sides of the clip, is the reference's."""
+    batch = bench.batch()
+    module = bench.reference()
+    with torch.no_grad():
+        own = outputs_of(module, batch)["log_probs"]
+    shift = torch.empty(batch.num_tokens).uniform_(-0.4, 0.4, generator=torch.Generator().manual_seed(3))
+    shift = torch.where((shift.abs() - 0.2).abs() < 0.04, torch.zeros(()), shift)  # none at the clip's edge
+    batch = batch.with_columns({"old_log_probs": (own + shift).float() * batch["loss_mask"]})
+    expected = gradient_of(module, clipped_loss(module, batch))
+    found, _, _ = bench.measured(batch, POLICY)
+    same_direction(found, expected, bench.gradient_tolerance, "gradient of the policy loss")
+
+
+@contract(catches=("loss of one rank reported",))
+def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
+    """``TrainOutput.loss`` and its metrics are those of the whole batch, on every rank."""
+    engine, batch = bench.engine(), bench.batch()
+    with torch.no_grad():
+        module = bench.reference()
+        expected = float(nll_loss(module, batch))
+        mean = -float((batch["token_share"] * outputs_of(module, batch)["log_probs"]).sum())
+    found = bench.forward_backward(engine, batch)
+    near(found.loss, expected, 10 * bench.tolerance, "loss")
+    near(found.metrics["actor/nll"], mean, 10 * bench.tolerance, "metric actor/nll")
+
+
+@contract(catches=("no normalisation over micro-batches",))
+def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
+    """A small token budget gives more micro-batches, the same loss, the same gradient and the same norm."""
+    batch = bench.batch((9, 8, 9, 7) * 4)  # several sequences for each of up to 4 ranks
+    whole = bench.measured(batch)
+    engine = bench.engine(optim=MEASURE)
+    engine.set_token_budget(12)
+    before = bench.weights(engine)
+    trained = bench.forward_backward(engine, batch)
+    step = engine.optimizer_step()
+    assert trained.num_micro_batches > whole[1].num_micro_batches, (
+        f"A budget of 12 tokens gives {trained.num_micro_batches} micro-batches, one of 4096 "
+        f"{whole[1].num_micro_batches}: set_token_budget has no effect."
+    )
+    near(trained.loss, whole[1].loss, 1e-4, "loss in small micro-batches")
+    near(step.grad_norm, whole[2].grad_norm, bench.gradient_tolerance, "gradient norm in small micro-batches")
+    same_direction(
+        bench.gradient(engine, before), whole[0], bench.gradient_tolerance, "gradient in small micro-batches"
+    )
+
+
+@contract(catches=("a call clears the gradients of the one before",))
+def gradients_add_up_over_calls(bench: TrainBench) -> None:
+    """Two calls of ``forward_backward`` before a step add their gradients; the step clears them."""
+    batch = bench.batch()
+    module = bench.reference()
+    expected = norm_of(gradient_of(module, nll_loss(module, batch)))
+    engine = bench.engine(optim={"lr": 0.0})
+    bench.forward_backward(engine, batch.select(range(4)))
+    bench.forward_backward(engine, batch.select(range(4, 8)))
+    near(engine.optimizer_step().grad_norm, expected, bench.gradient_tolerance, "norm of two halves")
+    near(bench.step(engine, batch).grad_norm, expected, bench.gradient_tolerance, "norm of the step after")
+
+
+@contract(catches=("the norm after clipping reported",))
+def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
+    """``StepOutput.grad_norm`` is the L2 norm of the whole gradient before clipping, the same on every rank."""
+    batch = bench.batch()
+    module = bench.reference()
+    expected = norm_of(gradient_of(module, nll_loss(module, batch)))
+    _, _, step = bench.measured(batch, optim={"max_grad_norm": expected / 4})
+    near(step.grad_norm, expected, bench.gradient_tolerance, "grad_norm")
+
+
+@contract(catches=("gradients summed over ranks in half precision",))
+def the_norm_is_the_same_on_any_number_of_ranks(bench: TrainBench) -> None:
+    """The gradient's norm is that of a float64 autograd to six digits, packed or one sequence at a time, on one rank or many."""
+    batch = bench.batch((9, 31, 9, 7) * 2, seed=4)
+    module = bench.reference()
+    expected = norm_of(gradient_of(module, nll_loss(module, batch)))
+    for budget in (4096, 1):
+        engine = bench.engine(optim={"lr": 0.0}, budget=budget)
+        found = bench.step(engine, batch).grad_norm
+        near(found, expected, bench.norm_tolerance, f"grad_norm with {budget} tokens a micro-batch")
+
+
+@contract(catches=("gradients not clipped",))
+def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
+    """A gradient over ``max_grad_norm`` is scaled to it before the step; a smaller one is left as it is."""
+    batch = bench.batch()
+    module = bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    norm = norm_of(expected)
+    found, _, _ = bench.measured(batch, optim={"max_grad_norm": norm / 4})
+    scaled = {name: value / 4 for name, value in expected.items()}
+    same_direction(found, scaled, bench.gradient_tolerance, "gradient clipped to a quarter")
+    found, _, _ = bench.measured(batch, optim={"max_grad_norm": norm * 4})
+    same_direction(found, expected, bench.gradient_tolerance, "gradient under the limit")
+
+
+@contract(catches=("the sign of the advantages turned",))
+def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
+    """After a policy step, sequences of positive advantage are more likely, those of negative advantage less."""
+    engine, batch = bench.engine(optim={"lr": 1e-3}), bench.batch((9, 12, 11, 8), seed=5)
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    batch = batch.with_columns({"advantages": batch.to_tokens(signs)})
+    before = batch.sum_by_sequence(bench.infer(engine, batch)["log_probs"])
+    bench.step(engine, batch, POLICY)
+    change = batch.sum_by_sequence(bench.infer(engine, batch)["log_probs"]) - before
+    assert bool((change * signs > 0).all()), (
+        f"Log-probs changed by {[round(value, 4) for value in change.tolist()]}; expected the signs {signs.tolist()}."
+    )
+
+
+@contract(catches=("weights shrink in every step",))
+def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
+    """Advantages of 0, or no loss token at all, give a gradient of 0 and the same weights, finite and not skipped."""
+    batch = bench.batch()
+    still = batch.with_columns({"advantages": torch.zeros(batch.num_tokens)})
+    masked = batch.with_columns(
+        {name: torch.zeros_like(batch[name]) for name in ("loss_mask", "weights", "token_share")}
+    )
+    for what, case, loss in (("advantages of 0", still, POLICY), ("no loss token", masked, NLL)):
+        engine = bench.engine(optim={"lr": 1.0, "weight_decay": 0.0})
+        before = bench.weights(engine)
+        step = bench.step(engine, case, loss)
+        assert (step.grad_norm, step.skipped) == (0.0, False), (
+            f"{what}: {step}; expected grad_norm 0, not skipped."
+        )
+        identical(bench.weights(engine), before, f"weights after a step with {what}")
+
+
+def _poisoned(batch: Batch) -> Batch:
+    """One token, of the last sequence, whose gradient is not finite: one rank alone sees it."""
+    weights = batch["weights"].clone()
+    weights[-1] = math.inf
+    return batch.with_columns({"weights": weights})
+
+
+@contract(catches=("a step with a NaN gradient is applied",))
+def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
+    """A non-finite gradient on one rank skips the step on all: reported, weights alone, the next good step as if it had not been."""
+    optim = {"schedule": "linear", "warmup_steps": 2}
+    batch = bench.batch()
+    spared, hit = bench.engine(optim=optim), bench.engine(optim=optim)
+    for engine in (spared, hit):
+        bench.step(engine, batch)
+    before = bench.weights(hit)
+    step = bench.step(hit, _poisoned(batch))
+    assert step.skipped, f"The step is not reported as skipped: {step}."
+    assert not math.isfinite(step.grad_norm), f"grad_norm is {step.grad_norm}; expected inf or nan."
+    identical(bench.weights(hit), before, "weights after a skipped step")
+    steps = [bench.step(engine, batch) for engine in (spared, hit)]
+    assert not steps[1].skipped, "The good step after a skipped one is skipped too."
+    assert steps[0].lr == steps[1].lr, (
+        f"The skipped step moved the schedule: lr {steps[1].lr}, expected {steps[0].lr}."
+    )
+    identical(bench.weights(hit), bench.weights(spared), "weights one step after a skipped one", bench.exact)
+
+
+@contract(catches=("the learning rate of the next step reported",))
+def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
+    """``StepOutput.lr`` is the rate that the step used: warm-up, then linear decay, as ``[actor.optim]`` says."""
+    optim = {"lr": 0.1, "schedule": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr_ratio": 0.1}
+    engine, batch = bench.engine(optim=optim), bench.batch()
+    found = [bench.step(engine, batch).lr for _ in range(7)]
+    shape = [0.5, 1.0, *(0.1 + 0.9 * (1 - done / 4) for done in range(5))]
+    for number, (lr, share) in enumerate(zip(found, shape, strict=True)):
+        near(lr, 0.1 * share, 1e-5, f"lr of step {number}")
+
+
+@contract(catches=("weight decay on vectors",))
+def weight_decay_is_on_matrices_only(bench: TrainBench) -> None:
+    """With no gradient, decoupled weight decay shrinks matrices by ``lr * weight_decay`` and leaves vectors alone."""
+    engine, batch = bench.engine(optim={"lr": 0.1, "weight_decay": 0.5}), bench.batch()
+    before = bench.weights(engine)
+    bench.step(engine, batch.with_columns({"advantages": torch.zeros(batch.num_tokens)}), POLICY)
+    for name, after in bench.weights(engine).items():
+        share = 0.95 if after.ndim >= 2 else 1.0
+        gap = float((after - share * before[name]).abs().max())
+        assert gap <= 1e-5, f"'{name}' is off by {gap:.3g} from {share} of what it was."
+
+
+@contract()
+def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
+    """``trainable=False`` infers, has no optimizer, and refuses a step."""
+    engine, batch = bench.engine(trainable=False, role="ref"), bench.batch()
+    bench.infer(engine, batch)
+    assert engine.optimizer is None, "An engine that is not trained has an optimizer."
+    with refused("optimizer_step of a role that is not trained"):
+        engine.optimizer_step()
+
+
+@contract(capability="set_lr", catches=("set_lr sets the rate, not the peak",))
+def set_lr_replaces_the_peak(bench: TrainBench) -> None:
+    """``set_lr`` changes the peak from the next step on; the schedule's factor stays."""
+    engine = bench.engine(optim={"lr": 0.1, "schedule": "linear", "decay_steps": 4})
+    batch = bench.batch()
+    near(bench.step(engine, batch).lr, 0.1, 1e-5, "lr of the first step")
+    engine.set_lr(0.2)
+    near(bench.step(engine, batch).lr, 0.2 * 0.75, 1e-5, "lr of the second step, after set_lr(0.2)")
+
+
+@contract(capability="sleep", catches=("optimizer state lost in sleep",))
+def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
+    """After ``sleep`` and ``wake`` the next step is the same; while asleep, a forward is refused."""
+    batch = bench.batch()
+    woken, rested = bench.engine(), bench.engine()
+    for engine in (woken, rested):
+        bench.step(engine, batch)
+    rested.sleep()
+    with refused("infer of an engine asleep"):
+        rested.infer(bench.share(rested, batch)[1], ["log_probs"])
+    rested.wake()
+    rested.sleep(keep=("weights",))
+    identical(bench.weights(rested), bench.weights(woken), "weights kept in sleep", bench.exact)
+    rested.wake()
+    for engine in (woken, rested):
+        bench.step(engine, batch)
+    identical(bench.weights(rested), bench.weights(woken), "weights a step after sleep", bench.exact)
+
+
+@contract(capability="generation_module", catches=("module lent in training mode",))
+def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> None:
+    """The module lent to a sampler is the policy in eval mode, and records no gradient."""
+    engine, batch = bench.engine(), bench.batch((9,))
+    bench.step(engine, batch)
+    expected = outputs_of(bench.reference(weights=bench.weights(engine)), batch)["log_probs"]
+    with engine.generation_module() as module:
+        assert not module.training, "The module is in training mode."
+        ids = batch.token_ids.to(next(module.parameters()).device)
+        logits = logits_of(module, ids).float().cpu()
+    assert not logits.requires_grad, "The forward of the generation module records a gradient."
+    rows = torch.log_softmax(logits[:-1], -1).gather(1, batch.token_ids[1:, None]).squeeze(1)
+    gap = float((rows - expected[1:])[1:].abs().max())
+    assert gap <= 10 * bench.tolerance, f"Log-probs of the generation module are off by {gap:.3g}."

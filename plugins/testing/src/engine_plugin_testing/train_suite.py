@@ -1,0 +1,56 @@
+"""The suite of train engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from engine_plugin_testing import imports, train_outputs, train_state, train_steps, train_weights
+from engine_plugin_testing.suite import Suite
+
+
+class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, train_weights, train_state)):
+    """Contracts of ``engine_core.contracts.engines.TrainEngine``. See ``Suite`` for the other attributes.
+
+    Attributes:
+        backend: name of the engine.
+        options: its table, as in ``[actor.NAME]``. Choose float32 here: lower precision hides mistakes.
+        on_accelerator: options besides, where ``ENGINE_TEST_DEVICE`` has the suite run on accelerators: float32, where the
+            engine would choose by the device.
+        model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it
+            writes the folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
+            ``tie_word_embeddings`` filled in; use its ``vocab_size``. Default: ``reference.write_model``.
+        reference: ``module:function`` or ``file.py:function``; called with a model folder it gives the
+            module to compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits``
+            [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
+        optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are read off the
+            weights before and after a step. With another one, declare the contracts of gradients unsupported.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if there is one, else
+            the CPU.
+        tolerance: largest difference of a log-prob, in nats.
+        gradient_tolerance: largest difference of a gradient, as a share of its norm.
+        norm_tolerance: largest difference of a gradient's norm, as a share of it.
+        bit_exact: a resumed run continues bit for bit; False allows rounding.
+    """
+
+    kind = "train_engines"
+    section = "actor"
+    bench = "engine_plugin_testing.train_bench:TrainBench"
+    fields = (
+        "backend", "options", "plugins", "model", "write_model", "reference", "optimizer", "device", "tolerance",
+        "gradient_tolerance", "norm_tolerance", "bit_exact",
+    )  # fmt: skip
+
+    backend: str = "torch"
+    options: Mapping[str, Any] = {}
+    on_accelerator: Mapping[str, Any] = {}
+    model: Mapping[str, Any] = {}
+    write_model: str = ""
+    reference: str = ""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    device: str = ""
+    tolerance: float = 1e-4
+    gradient_tolerance: float = 2e-3
+    norm_tolerance: float = 1e-6
+    bit_exact: bool = True

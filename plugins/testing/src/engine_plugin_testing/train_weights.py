@@ -1,0 +1,140 @@
+"""Contracts of ``named_weights``, ``load_named_weights`` and ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine_plugin_testing.contracts import close, contract, identical, refused
+from engine_plugin_testing.reference import outputs_of
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.train_bench import TrainBench
+
+
+def _published(folder: str | Path) -> dict[str, Tensor]:
+    """What ``save_pretrained`` wrote."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@contract(catches=("a weight left out of named_weights",))
+def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
+    """Before any step, ``named_weights`` gives every tensor of the folder: the same names, whole shapes, the same values."""
+    for tied in (True, False):
+        path = bench.model(tied=tied)
+        found, expected = bench.weights(bench.engine(path=path)), _published(path)
+        missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        assert not missing, f"named_weights lacks {len(missing)} weights: {missing[:5]}."
+        assert not unknown, f"named_weights gives weights that save_pretrained does not write: {unknown[:5]}."
+        for name, value in expected.items():
+            close(found[name].float(), value.float(), 1e-6, f"weight '{name}'")
+
+
+@contract(catches=("a tied weight given twice",))
+def a_tied_weight_comes_once(bench: TrainBench) -> None:
+    """A model with tied embeddings gives the one tensor under one name."""
+    names = [name for name, _ in bench.engine(path=bench.model(tied=True)).named_weights()]
+    assert len(names) == len(set(names)), "named_weights gives a name twice."
+    expected = len(_published(bench.model(tied=True)))
+    assert len(names) == expected, (
+        f"named_weights gives {len(names)} weights of a tied model; expected {expected}, the tied one once. "
+        f"The last: {names[-3:]}."
+    )
+
+
+@contract(catches=("named_weights of the first version",))
+def named_weights_follow_a_step(bench: TrainBench) -> None:
+    """After a step the stream has the new weights: finite, and the reference with them has the engine's log-probs."""
+    engine, batch = bench.engine(), bench.batch()
+    before = bench.weights(engine)
+    bench.step(engine, batch)
+    after = bench.weights(engine)
+    assert any(not torch.equal(after[name], before[name]) for name in after), (
+        "named_weights does not follow a step."
+    )
+    wrong = [name for name, value in after.items() if not bool(value.isfinite().all())]
+    assert not wrong, f"Weights that are not finite: {wrong[:5]}."
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(weights=after), batch)["log_probs"]
+    close(bench.infer(engine, batch)["log_probs"], expected, 10 * bench.tolerance, "log_probs after a step")
+
+
+@contract()
+def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> None:
+    """``named_weights(to="leader")`` is collective: every rank runs it to its end, the leader has every weight."""
+    engine = bench.engine()
+    whole = bench.weights(engine)
+    found = {name: value.detach().cpu().clone() for name, value in engine.named_weights(to="leader")}
+    if engine.layout.is_leader and engine.layout.dp_rank == 0:
+        identical(found, whole, "weights for the leader")
+
+
+@contract(catches=("export of the first version",))
+def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
+    """``export`` writes a folder whose model, loaded by transformers, has the weights and log-probs of the engine."""
+    engine, batch = bench.engine(), bench.batch((9, 12))
+    bench.step(engine, batch)
+    weights, log_probs = bench.weights(engine), bench.infer(engine, batch)["log_probs"]
+    engine.export(bench.folder / "export")
+    bench.barrier()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        bench.folder / "export", dtype=torch.float32, output_loading_info=True
+    )
+    model, info = loaded
+    assert not info["missing_keys"], f"The exported folder lacks {sorted(info['missing_keys'])[:5]}."
+    assert not info["unexpected_keys"], (
+        f"The exported folder has unknown {sorted(info['unexpected_keys'])[:5]}."
+    )
+    identical(_published(bench.folder / "export"), weights, "exported weights")
+    with torch.no_grad():
+        expected = outputs_of(model.eval(), batch)["log_probs"]
+    close(log_probs, expected, 10 * bench.tolerance, "log_probs of the exported model")
+
+
+@contract()
+def weights_go_from_one_engine_to_another(bench: TrainBench) -> None:
+    """``load_named_weights`` of another engine's stream, in any order, gives the same weights and log-probs."""
+    source, target = bench.engine(), bench.engine(path=bench.model(seed=1))
+    batch = bench.batch()
+    bench.step(source, batch)
+    weights = bench.weights(source)
+    target.load_named_weights((name, weights[name]) for name in sorted(weights, reverse=True))
+    identical(bench.weights(target), weights, "weights that were loaded")
+    close(
+        bench.infer(target, batch)["log_probs"],
+        bench.infer(source, batch)["log_probs"],
+        bench.tolerance,
+        "log_probs",
+    )
+
+
+@contract(catches=("mix ignored",))
+def weights_are_mixed_in_their_share(bench: TrainBench) -> None:
+    """``mix=0.25`` gives ``0.75 w + 0.25 new``: a reference model that follows slowly."""
+    engine, other = bench.engine(trainable=False, role="ref"), _published(bench.model(seed=1))
+    before = bench.weights(engine)
+    engine.load_named_weights(iter(other.items()), mix=0.25)
+    for name, value in bench.weights(engine).items():
+        close(value, 0.75 * before[name] + 0.25 * other[name], 1e-6, f"mixed weight '{name}'")
+
+
+@contract(catches=("a missing weight accepted",))
+def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
+    """A stream with an unknown name, one that lacks a weight, and a wrong shape are errors that name the weight."""
+    weights = _published(bench.model())
+    first, last = min(weights), max(weights)
+    engine = bench.engine()
+    with refused("a stream with an unknown weight", "no.such.weight"):
+        engine.load_named_weights([*weights.items(), ("no.such.weight", torch.zeros(2))])
+    with refused("a stream without a weight", last):
+        engine.load_named_weights([(name, value) for name, value in weights.items() if name != last])
+    with refused("a weight of another shape", first):
+        engine.load_named_weights([(n, v[:1] if n == first else v) for n, v in weights.items()])

@@ -1,0 +1,297 @@
+"""What a contract of transports is given: links between the ranks of the suite, weights to send, a process that dies.
+
+Every rank is a process, as in a run. Rank 0 of a link sends, the others take. What the ends tell each other before they
+are joined, and when all have come so far, goes through files: a process that stands in for a rank is none of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine_core.errors import TrainingFailed
+from engine_plugin_processes import buckets
+from engine_plugin_processes.transports.base import End, Transport, Update
+from engine_plugin_testing.bench import EngineBench
+from engine_plugin_testing.worker import Place, resolve
+
+T = TypeVar("T")
+BUCKET_BYTES = 4096  # so that the weights are several buckets, and some are larger than one
+SLACK_SECONDS = 30.0  # in which a time-out of a few seconds must have been seen
+MEET_SECONDS = 60.0
+POLL_SECONDS = 0.01
+FAILED = "failed-"
+
+
+class TransportBench(EngineBench):
+    """See the module and ``EngineBench``."""
+
+    kind = "weight_transports"
+
+    def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
+        super().__init__({"model": {}, "write_model": "", **settings}, place)
+        self._members: dict[str, list[int]] = {}  # of each link
+
+    def __enter__(self) -> Self:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).set_device(self.device)
+        before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, BUCKET_BYTES
+        self.stack.callback(setattr, buckets, "BUCKET_BYTES", before)
+        return super().__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is not None:
+            (self.folder / f"{FAILED}{self.rank}").touch()  # who waits for this rank is told
+        super().__exit__(*raised)
+
+    @property
+    def device(self) -> torch.device:
+        return super().device if self.settings["device"] else torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 sends."""
+        return self.place.rank
+
+    @property
+    def ranks(self) -> range:
+        """All of the suite."""
+        return range(self.place.world_size)
+
+    # -- links --------------------------------------------------------------
+
+    def link(self, label: str = "link", ranks: Sequence[int] = (), soon: bool = False) -> Transport | None:
+        """This rank's end of a link, joined with the others; None where it has none. Every rank of the link calls it.
+
+        Args:
+            label: of the link, another one for each of a contract.
+            ranks: by place, rank 0 first; default: all.
+            soon: with the suite's options ``soon``, so that what is late is told within seconds.
+        """
+        members = list(ranks or self.ranks)
+        if self.rank not in members:
+            return None
+        place, name = members.index(self.rank), self.name
+        self._members[label] = members
+        plugins = self.load_plugins()
+        given = {**self.settings["options"], **(self.settings["soon"] if soon else {})}
+        options = plugins.spec(self.kind, name).config.model_validate(
+            given, context={"folder": self.settings["root"]}
+        )
+        private = self.folder / f"private-{label}"
+        private.mkdir(exist_ok=True)
+        end = End(
+            name=name,
+            place=place,
+            names=tuple(name_of(place, rank) for place, rank in enumerate(members)),
+            device=self.device,
+            host="127.0.0.1",
+            token=f"token of {self.folder.name}",
+            meeting={"file": str(self.folder / f"meet-{label}"), "tcp": None},
+            folder=str(private),
+            label=label,
+        )
+        made: Transport = plugins.resolve(self.kind, name)(options, end)
+        self.stack.callback(made.close)
+        made.join(self.told(f"open-{label}", made.open(), members))
+        return made
+
+    def update(self, link: Transport, stream: Iterable[tuple[str, Tensor]], update: Update) -> Any:
+        """One update at this rank's end: what ``send`` returns, or the list of what was received; in time."""
+        if link.end.place == 0:
+            return self.in_time(lambda: link.send(iter(stream), update))
+        return self.in_time(lambda: list(link.receive(update)))
+
+    def whole(self, link: Transport, stream: Iterable[tuple[str, Tensor]], update: Update) -> Any:
+        """``update`` at every end; none goes on, and closes what others still read, before all have it."""
+        found = self.update(link, stream, update)
+        members = self._members[link.end.label]
+        self.told(f"whole-{link.end.label}-{update.number}", True, members)
+        return found
+
+    def goes_on(self, label: str = "again", ranks: Sequence[int] = ()) -> None:
+        """After an update that failed: a link made anew brings a whole one, as in a run. Every rank of it calls it."""
+        link = self.link(label, ranks)
+        if link is None:
+            return
+        weights = self.weights(seed=99)
+        got = self.whole(link, weights.items(), Update(1, 99))
+        if link.end.place:
+            same_weights(got, weights, "after an update that failed, over a link made anew")
+        link.close()
+
+    # -- weights ------------------------------------------------------------
+
+    def weights(self, seed: int = 0) -> dict[str, Tensor]:
+        """By name, the same on every rank, on its device: of several types and shapes, some of more than a bucket."""
+        made = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=made)
+
+        found = {
+            "z.embed.weight": drawn(300, 7),
+            "layers.0.norm.weight": drawn(7).to(torch.bfloat16),
+            "layers.0.mlp.weight": drawn(33, 40).half().T,
+            "layers.0.mlp.empty": torch.zeros(0, 3),
+            "layers.0.experts": drawn(3, 16, 24).to(torch.bfloat16)[:, ::2],
+            "layers.0.steps": torch.tensor(seed),
+            "layers.0.codes": (drawn(501) * 255).to(torch.uint8),
+            "a.head.weight": drawn(90, 31),
+        }
+        return {name: tensor.to(self.device) for name, tensor in found.items()}
+
+    @contextlib.contextmanager
+    def damage(self) -> Iterator[None]:
+        """Within it the second bucket of an update is damaged between its checksum and its taker; at the sender."""
+        made = resolve(self.settings["damage"], Path(self.settings["root"]))
+        with made():
+            yield
+
+    # -- ranks --------------------------------------------------------------
+
+    def told(self, what: str, value: Any, ranks: Sequence[int] = ()) -> list[Any]:
+        """A plain value of every rank, in their order; each gives its own."""
+        ranks = ranks or self.ranks
+        mine = self.folder / f"{what}-{self.rank}"
+        mine.with_suffix(".partial").write_text(json.dumps(value))
+        mine.with_suffix(".partial").rename(mine)
+        files = [self.folder / f"{what}-{rank}" for rank in ranks]
+        end = time.monotonic() + MEET_SECONDS
+        while missing := [file.name for file in files if not file.is_file()]:
+            failed = sorted(file.name.removeprefix(FAILED) for file in self.folder.glob(f"{FAILED}*"))
+            assert not failed, (
+                f"It did not hold on rank {', '.join(failed)}, for which rank {self.rank} waited."
+            )
+            assert time.monotonic() < end, (
+                f"Rank {self.rank} waits for {missing}: a rank did not come so far."
+            )
+            time.sleep(POLL_SECONDS)
+        return [json.loads(file.read_text()) for file in files]
+
+    def all_here(self, what: str) -> None:
+        """Wait for the other ranks."""
+        self.told(f"here-{what}", True)
+
+    def in_time(self, work: Callable[[], T]) -> T:
+        """What it returns or raises; an assertion fails where it has not ended in a time that every time-out is within."""
+        found: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).set_device(self.device)
+            try:
+                found.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(SLACK_SECONDS)
+        assert not thread.is_alive(), (
+            f"Rank {self.rank} still waits after {SLACK_SECONDS:g} s: a transport waits no longer than its time-out, and "
+            "not at all for an end that has gone."
+        )
+        if errors:
+            raise errors[0]
+        return found[0]
+
+    def dies(self, label: str) -> None:
+        """A process in this rank's place takes part in a link, and is killed in the middle of its first update."""
+        order = {
+            "settings": dict(self.settings), "label": label, "path": sys.path, "rank": self.rank,
+            "world_size": self.place.world_size, "cache": str(self.place.cache), "folder": str(self.folder),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, json.dumps(order)],
+            capture_output=True, text=True, timeout=MEET_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == -signal.SIGKILL, f"It was to be killed in its update: {done.stderr[-2000:]}"
+
+
+CHILD = """
+import json, sys
+order = json.loads(sys.argv[1])
+sys.path[:] = order["path"]
+from engine_plugin_testing.transport_bench import die
+die(order)
+"""
+
+
+def die(order: Mapping[str, Any]) -> None:
+    """The process of ``TransportBench.dies``."""
+    place = Place(order["rank"], order["world_size"], Path(order["cache"]), Path(order["folder"]))
+    with TransportBench(order["settings"], place) as bench:
+        link = bench.link(order["label"], soon=True)
+        assert link is not None
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for number, entry in enumerate(bench.weights().items()):
+                if number == 4:  # a bucket is on its way
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield entry
+
+        if link.end.place == 0:
+            link.send(stream(), Update(1, 7))
+        else:
+            next(link.receive(Update(1, 7)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_of(place: int, rank: int) -> str:
+    """As links of a run name their ends."""
+    return f"actor[{rank}] on giver" if place == 0 else f"rollout[{rank}] on taker{place}"
+
+
+def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor], what: str) -> None:
+    """Names in their order, types, shapes and bits."""
+    names = [name for name, _ in found]
+    assert names == list(sent), f"Weights {what}: got {names}; expected {list(sent)}, in this order."
+    for name, tensor in found:
+        expected = sent[name].cpu()
+        about = f"Weight '{name}' {what}"
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (
+            f"{about} is {tensor.dtype} {list(tensor.shape)}; expected {expected.dtype} {list(expected.shape)}."
+        )
+        assert torch.equal(tensor.cpu(), expected), f"{about} has other values than were sent."
+
+
+def refusal(bench: TransportBench, link: Transport, work: Callable[[], object], what: str) -> TrainingFailed:
+    """The error of an end; it is a ``TrainingFailed`` that names the transport, this end and the other side."""
+    try:
+        work()
+    except TrainingFailed as error:
+        text, end = str(error), link.end
+        others = end.names[1:] if end.place == 0 else end.names[:1]
+        named = [name for name in (end.names[end.place], *others) if name in text]
+        assert end.names[end.place] in named, (
+            f"{what}: the error does not name {end.names[end.place]}: {text}"
+        )
+        assert len(named) > 1, f"{what}: the error does not name the other side ({list(others)}): {text}"
+        assert bench.name in text, f"{what}: the error does not name the transport '{bench.name}': {text}"
+        return error
+    raise AssertionError(f"{what}: no TrainingFailed was raised on rank {bench.rank}.")
+
+
+def whole_or_told(bench: TransportBench, link: Transport, work: Callable[[], object], what: str) -> bool:
+    """Whether an end came through; if not, by an error as in ``refusal``. It does not wait for long in any case."""
+    done: list[object] = []
+    try:
+        refusal(bench, link, lambda: done.append(work()), what)
+    except AssertionError:
+        if not done:
+            raise
+    return bool(done)

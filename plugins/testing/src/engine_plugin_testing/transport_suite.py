@@ -1,0 +1,59 @@
+"""The suite of weight transports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine_plugin_testing import imports, transport_failures, transport_updates
+from engine_plugin_testing.suite import Suite
+
+LEAST_RANKS = 2
+
+
+class TransportSuite(Suite, modules=(imports, transport_updates, transport_failures)):
+    """Contracts of ``engine_plugin_processes.transports.base.Transport``. See ``Suite`` for the other attributes.
+
+    Each rank is a process with one end of the link, as in a run: rank 0 sends, the others take.
+
+    Attributes:
+        backend: name of the transport.
+        options: its table, as in ``[rollout.NAME]``.
+        soon: options besides, with which it gives up within a few seconds; for contracts of what is late.
+        damage: ``module:function`` or ``file.py:function``, a context manager within which the second bucket of an update is
+            damaged between its checksum and its taker; entered by the sender. Default: of what ``flattened`` gives.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the CPU. Without an index each rank
+            has the one of its number.
+    """
+
+    kind = "weight_transports"
+    section = "rollout"
+    bench = "engine_plugin_testing.transport_bench:TransportBench"
+    fields = ("backend", "options", "plugins", "soon", "damage", "device")
+
+    backend: str = "tcp"
+    options: Mapping[str, Any] = {}
+    soon: Mapping[str, Any] = {"timeout_seconds": 5.0}
+    damage: str = "engine_plugin_testing.transport_damage:after_the_checksum"
+    device: str = ""
+    world_size: int = 4
+
+    @classmethod
+    def setup_class(cls) -> None:
+        super().setup_class()
+        if cls._problem:
+            return
+        from engine_core.plugins.plugin_set import PluginSet
+
+        spec: Any = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root()).spec(
+            cls.kind, cls.offered()
+        )
+        if "apart" not in spec.serves:
+            cls._problem = (
+                f"'{cls.offered()}' serves samplers in the actor's own processes alone: nothing crosses, and there is no link "
+                "to test. `RolloutEngineSuite` holds what it promises."
+            )
+        elif cls.world_size < LEAST_RANKS:
+            cls._problem = (
+                f"world_size is {cls.world_size}; a link has a sender and at least one taker: 2 or more."
+            )

@@ -1,0 +1,168 @@
+"""Contracts of updates that go well: everything, once, in order, to everybody, and theirs to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_core.config import ModelConfig, OptimConfig, RoleConfig
+from engine_core.config.roles import LoRAConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.contracts.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX, stream_of
+from engine_core.runs.state_files import load_tensors, save_tensors
+from engine_plugin_processes.transports.base import Update
+from engine_plugin_testing.contracts import contract
+from engine_plugin_testing.transport_bench import TransportBench, same_weights
+
+
+@contract(catches=("the last bucket lost",))
+def every_taker_receives_all_weights_bit_for_bit(bench: TransportBench) -> None:
+    """Update after update over one link, every taker has every tensor: names in order, types, shapes, bits; also tensors that are empty, not contiguous, or larger than a bucket."""
+    link, received = bench.link(), []
+    assert link is not None
+    for number in (1, 2, 3):
+        got = bench.whole(link, bench.weights(number).items(), Update(number, number - 1))
+        received.append([(name, tensor.clone()) for name, tensor in got] if link.end.place else [])
+    for number, found in enumerate(received if link.end.place else [], 1):
+        same_weights(found, bench.weights(number), f"of update {number}")
+
+
+@contract(catches=("bytes counted for each taker",))
+def bytes_are_counted_once(bench: TransportBench) -> None:
+    """``send`` returns the bytes of the weights, whatever the number of takers, without gaps between tensors."""
+    link, weights = bench.link(), bench.weights()
+    assert link is not None
+    sent = bench.whole(link, weights.items(), Update(1, 1))
+    expected = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    if link.end.place == 0:
+        assert sent == expected, f"send returned {sent}; expected {expected} bytes."
+
+
+@contract(catches=("buffers used again under the taker",))
+def tensors_are_the_takers_to_keep(bench: TransportBench) -> None:
+    """What was received stays as it was while later updates come over the same link."""
+    link = bench.link()
+    assert link is not None
+    received = [bench.whole(link, bench.weights(seed).items(), Update(seed + 1, seed)) for seed in range(3)]
+    if link.end.place:
+        for seed, kept in enumerate(received):
+            same_weights(kept, bench.weights(seed), f"of update {seed + 1}, looked at after update 3,")
+
+
+@contract(catches=("a stream that is not run to its end",))
+def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
+    """``send`` takes every tensor of the stream and its end: ranks of the trainer gather together, and one that stops early leaves the others waiting."""
+    link, ended = bench.link(), []
+    assert link is not None
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield from bench.weights().items()
+        ended.append(True)
+
+    bench.whole(link, stream(), Update(1, 1))
+    if link.end.place == 0:
+        assert ended == [True], f"The stream of the sender came to its end {len(ended)} times; expected once."
+
+
+@contract()
+def links_do_not_meet(bench: TransportBench) -> None:
+    """Two links of the same processes, open at one time, carry each its own updates."""
+    links = {label: bench.link(label) for label in ("one", "two")}
+    for number in (1, 2):
+        for seed, (label, link) in enumerate(links.items(), 10 * number):
+            assert link is not None
+            weights = bench.weights(seed)
+            got = bench.whole(link, weights.items(), Update(number, seed))
+            if link.end.place:
+                same_weights(got, weights, f"over link '{label}'")
+
+
+@contract()
+def weights_cut_in_one_way_reach_takers_that_cut_them_in_another(bench: TransportBench) -> None:
+    """Half of the ranks hold rows each and gather whole tensors, all of them in step; each of the others keeps columns of what comes: together they have every weight, bit for bit."""
+    givers = bench.ranks[: max(1, len(bench.ranks) // 2)]
+    takers = bench.ranks[len(givers) :]
+    whole = bench.weights(5)
+    names = ["z.embed.weight", "a.head.weight"]
+    group = dist.new_group(list(givers), backend="gloo")  # collective over all ranks
+    link = bench.link(ranks=[0, *takers])
+    if bench.rank in givers:
+        own = {name: whole[name].chunk(len(givers))[bench.rank].cpu() for name in names}
+        stream = _gathered(own, whole, givers, group, bench.device)
+        if link is None:
+            for _ in stream:
+                pass
+        else:
+            bench.whole(link, stream, Update(1, 1))
+        return
+    assert link is not None
+    place = bench.rank - takers[0]
+    came = bench.whole(link, (), Update(1, 1))
+    kept = {name: tensor.chunk(len(takers), dim=1)[place] for name, tensor in came}
+    expected = {name: whole[name].chunk(len(takers), dim=1)[place] for name in names}
+    same_weights(list(kept.items()), expected, f"as columns of taker {place}")
+
+
+def _gathered(
+    own: dict[str, Tensor],
+    whole: dict[str, Tensor],
+    givers: Sequence[int],
+    group: Any,
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
+    """As a sharded engine streams: each tensor is put together when it is asked for, by all ranks that hold rows."""
+    for name, part in own.items():
+        rows = [len(each) for each in whole[name].chunk(len(givers))]
+        parts = [torch.zeros(count, part.shape[1], dtype=part.dtype) for count in rows]
+        for rank, taken in zip(givers, parts, strict=True):
+            if rank == dist.get_rank():
+                taken.copy_(part)
+            dist.broadcast(taken, rank, group=group)
+        yield name, torch.cat(parts).to(device)
+
+
+@contract()
+def an_adapter_alone_arrives_before_the_model_would(bench: TransportBench) -> None:
+    """The stream of a LoRA adapter (the engine ``torch``): its configuration first, then its tensors, under the names of an adapter file, and nothing of the base."""
+    link, file = bench.link(), bench.folder / "adapter.safetensors"
+    assert link is not None
+    path = bench.model()
+    if link.end.place == 0:
+        plugins = bench.load_plugins(train_engines="torch")
+        options = plugins.spec("train_engines", "torch").config.model_validate({"param_dtype": "fp32"})
+        config = RoleConfig(backend="torch", optim=OptimConfig(), options=options, lora=LoRAConfig(rank=2))
+        context = WorkerContext(plugins=plugins, role="actor", device=bench.device)
+        engine = plugins.resolve("train_engines", "torch")(config, ModelConfig(path=path), context)
+        bench.stack.callback(engine.close)
+        save_tensors(file, dict(stream_of(engine, adapter=True)))
+        bench.whole(link, stream_of(engine, adapter=True), Update(1, 3))
+        return
+    got = bench.whole(link, (), Update(1, 3))
+    names = [name for name, _ in got]
+    assert names[0] == ADAPTER_CONFIG, f"First came '{names[0]}'; expected '{ADAPTER_CONFIG}': {names}."
+    about = json.loads(bytes(got[0][1].cpu().numpy()))
+    assert about["r"] == 2, f"The adapter's configuration came as {about}; expected rank 2."
+    assert all(name.startswith(ADAPTER_PREFIX) and "lora_" in name for name in names[1:]), names
+    sent = load_tensors(file)
+    assert sorted(sent) == sorted(names), f"Came: {sorted(names)}; sent: {sorted(sent)}."
+    same_weights(got, {name: sent[name] for name in names}, "of an adapter")
+
+
+@contract()
+def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
+    """After ``close``, twice, on all ends the run's private folder is empty."""
+    link = bench.link()
+    assert link is not None
+    for number in (1, 2):
+        bench.whole(link, bench.weights().items(), Update(number, number))
+    bench.all_here("updated")
+    link.close()
+    link.close()
+    bench.all_here("closed")
+    left = sorted(path.name for path in (bench.folder / "private-link").rglob("*"))
+    assert not left, f"After close there is left in the private folder: {left}."

@@ -1,0 +1,98 @@
+"""What devices can do by their data sheets, and the floors that follow: seconds that no program goes below.
+
+* training: the arithmetic that the model needs at the dense bf16 rate, and Adam's update at the rate of the memory
+  (reads weight, gradient and two moments, writes three of them: 28 bytes a weight in float32);
+* sampling: each step reads the weights once and the keys and values of every sequence so far. The sum over the steps,
+  at the rate of the memory. Arithmetic is not counted: it costs less up to hundreds of sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_plugin_tools.bench.shapes import Cost
+
+ADAM_TRAFFIC = 7  # numbers a weight: four read, three written
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one device.
+
+    Attributes:
+        flops: dense bf16 operations a second.
+        bandwidth: bytes a second of its memory.
+        link: bytes a second to other devices of the host, one way; 0 where it has no link of its own.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float = 0.0
+
+
+DEVICES: dict[str, Device] = {
+    "B200": Device(2250e12, 8.0e12, 900e9),
+    "H200": Device(989e12, 4.8e12, 450e9),
+    "H800": Device(989e12, 3.35e12, 200e9),
+    "H100 PCIe": Device(756e12, 2.0e12),
+    "H100 NVL": Device(835e12, 3.9e12, 300e9),
+    "H100": Device(989e12, 3.35e12, 450e9),
+    "A100-PCIE-40GB": Device(312e12, 1.555e12),
+    "A100-SXM4-40GB": Device(312e12, 1.555e12, 300e9),
+    "A100 80GB PCIe": Device(312e12, 1.935e12),
+    "A100": Device(312e12, 2.039e12, 300e9),
+    "L40S": Device(362e12, 0.864e12),
+}
+"""By words in the device's name, the longer ones first; the vendors' data sheets."""
+
+
+def device_of(name: str) -> Device | None:
+    """Rates of a device by its name; None where its data sheet is not known here: nobody guesses a floor."""
+    return next((device for word, device in DEVICES.items() if word in name), None)
+
+
+def train_floor(
+    cost: Cost, device: Device, lengths: Sequence[int], head_tokens: int, itemsize: int = 4, ranks: int = 1
+) -> float:
+    """Seconds of one forward and backward pass over these sequences and one update of all weights.
+
+    Args:
+        cost: of the model.
+        lengths: tokens of each sequence.
+        head_tokens: tokens that the head is needed for.
+        itemsize: bytes of a weight.
+        ranks: devices that share the work evenly.
+    """
+    arithmetic = cost.train(list(lengths), head_tokens) / device.flops
+    update = ADAM_TRAFFIC * itemsize * cost.weights / device.bandwidth
+    return (arithmetic + update) / ranks
+
+
+def decode_floor(
+    cost: Cost,
+    device: Device,
+    sequences: float,
+    prompt: float,
+    response: float,
+    ranks: int = 1,
+    itemsize: int = 2,
+) -> float:
+    """Seconds to sample ``response`` tokens for each of ``sequences`` of ``prompt`` tokens, all at once.
+
+    ``sum over t < R of (W + B k (prompt + t)) / bandwidth``: W bytes of the weights, k of a token's keys and values.
+
+    Args:
+        sequences: B, over all devices, each of which has the whole model.
+        prompt: tokens before the first sampled one.
+        response: R, tokens sampled.
+        ranks: devices.
+        itemsize: bytes of a weight, a key, a value.
+    """
+    read = (cost.body + cost.head) * itemsize * response  # of the embedding some rows only
+    # tokens read by one sequence, over all its steps
+    seen = response * prompt + response * (response - 1) / 2
+    return (read + sequences / ranks * cost.keys_values * itemsize * seen) / device.bandwidth

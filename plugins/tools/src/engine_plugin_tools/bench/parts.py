@@ -1,0 +1,282 @@
+"""The measurements: training, sampling, weight sync and whole steps, each on the workers of the run file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.config.assemble import plugins_for
+from engine_core.config.models import CheckpointConfig
+from engine_core.contracts.runtime import Role
+from engine_core.data import load_tokenizer
+from engine_core.errors import ConfigError
+from engine_core.model_config import load_hf_config
+from engine_core.types import LossCall
+from engine_plugin_tools.bench.devices import decode_floor, device_of, train_floor
+from engine_plugin_tools.bench.shapes import Cost
+from engine_plugin_tools.bench.work import requests, train_batch
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.contracts.runtime import Runtime, WorkerGroup
+
+GIB = 1024**3
+
+
+def bench_train(
+    config: EngineConfig, sequences: int, length: int, prompt: int, steps: int, warmup: int
+) -> dict[str, Any]:
+    """Forward, backward and optimizer step of the actor on packed random sequences.
+
+    Returns:
+        Medians over ``steps``: seconds of a step and its two phases, tokens a second; ``first_step_s``, with what is
+        compiled in it; MFU and how near the floor it is, where the device is known (``devices``).
+    """
+    model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
+    with _workers(config, {"actor": Role("train")}) as (_, groups):
+        actor, micro = groups["actor"], 0
+        seconds: list[float] = []
+        updates: list[float] = []
+        _reset_peak_memory()
+        for step in range(warmup + steps):
+            batch = train_batch([length] * sequences, prompt, model["vocab_size"], seed=step)
+            start = _now()
+            micro = actor.call("forward_backward", batch, loss=LossCall("nll")).result().num_micro_batches
+            middle = _now()
+            actor.call("optimizer_step").result()
+            seconds.append(_now() - start)
+            updates.append(_now() - middle)
+        processes = actor.world_size
+    tokens, step_s = sequences * length, statistics.median(seconds[warmup:])
+    found = _head(config, "train", processes) | {
+        "sequences": sequences,
+        "length": length,
+        "prompt": prompt,
+        "tokens_per_step": tokens,
+        "micro_batches": micro,
+        "first_step_s": seconds[0],
+        "step_s": step_s,
+        "forward_backward_s": step_s - statistics.median(updates[warmup:]),
+        "optimizer_s": statistics.median(updates[warmup:]),
+        "tokens_per_s": tokens / step_s,
+        "tokens_per_s_and_process": tokens / step_s / processes,
+    }
+    cost, device = Cost.of(model), device_of(_device_name())
+    if cost and device:
+        lengths, learned = [length] * sequences, sequences * (length - prompt)
+        found["mfu"] = cost.train(lengths, learned) / step_s / device.flops / processes
+        found |= _of_floor(train_floor(cost, device, lengths, learned, _itemsize(config), processes), step_s)
+    return found | _peak_memory()
+
+
+def bench_rollout(
+    config: EngineConfig, prompts: int, prompt: int, response: int, steps: int, warmup: int
+) -> dict[str, Any]:
+    """Sampling `group_size` responses for each of some random prompts."""
+    group = config.rollout.group_size
+    model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
+    vocabulary = model["vocab_size"]
+    roles = {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
+    with _workers(config, roles) as (runtime, groups):
+        runtime.push_weights("actor", "rollout", 1)
+        seconds, generated = [], []
+        _reset_peak_memory()
+        for step in range(warmup + steps):
+            asked = requests(prompts, group, prompt, response, vocabulary, seed=step)
+            with runtime.phase("generate"):
+                start = _now()
+                rollouts = groups["rollout"].call("generate", requests=asked).result()
+                seconds.append(_now() - start)
+            generated.append(sum(r.response_length for r in rollouts))
+        processes = groups["rollout"].world_size
+    rates = [n / s for n, s in zip(generated[warmup:], seconds[warmup:], strict=True)]
+    step_s, count = statistics.median(seconds[warmup:]), prompts * group
+    cost, device = Cost.of(model), device_of(_device_name())
+    floor: dict[str, Any] = {}
+    if cost and device:
+        sampled = statistics.median(generated[warmup:]) / count
+        floor = _of_floor(decode_floor(cost, device, count, prompt, sampled, processes), step_s)
+    return (
+        _head(config, "rollout", processes)
+        | {
+            "prompts": prompts,
+            "group_size": group,
+            "prompt": prompt,
+            "response": response,
+            "first_step_s": seconds[0],
+            "step_s": step_s,
+            "generated_tokens": generated[-1],
+            "tokens_per_s": statistics.median(rates),
+        }
+        | floor
+        | _peak_memory()
+    )
+
+
+def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
+    """Bringing the actor's weights to the sampler."""
+    roles = {"actor": Role("train"), "rollout": Role("rollout")}
+    with _workers(config, roles) as (runtime, groups):
+        seconds, moved = [], 0
+        for version in range(1, warmup + steps + 1):
+            with runtime.phase("sync"):
+                start = _now()
+                moved = runtime.push_weights("actor", "rollout", version).bytes
+                seconds.append(_now() - start)
+        processes = groups["rollout"].world_size
+    step_s = statistics.median(seconds[warmup:])
+    found = _head(config, "sync", processes) | {
+        "bytes": moved,
+        "first_step_s": seconds[0],
+        "step_s": step_s,
+    }
+    return found | ({"gb_per_s": moved / step_s / 1e9} if moved else {})
+
+
+def bench_step(
+    config: EngineConfig, steps: int, warmup: int, make: Callable[[EngineConfig], Any]
+) -> dict[str, Any]:
+    """Whole steps of the run file's trainer on its own data, in a folder that is deleted afterwards.
+
+    Args:
+        make: the trainer of a config.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config.run.dir, config.run.steps = folder, warmup + steps
+        config.checkpoint = CheckpointConfig(at_end=False)
+        config.tracking.trackers = []  # no service hears of it
+        config.eval.every_steps = 0
+        config.eval.at_start = config.eval.at_end = False
+        trainer = make(config)
+        _reset_peak_memory()
+        try:
+            trainer.train()
+            processes = trainer.groups["actor"].world_size
+            lines = (trainer.folder.path / "metrics.jsonl").read_text("utf-8").splitlines()
+        finally:
+            trainer.close()
+    found = [json.loads(line) for line in lines][warmup:]
+    names = [name for name in found[-1] if name.startswith("time/")]
+    medians = {
+        name: statistics.median(line[name] for line in found if name in line) for name in sorted(names)
+    }
+    return (
+        _head(config, "step", processes)
+        | {"first_step_s": json.loads(lines[0]).get("time/step")}
+        | medians
+        | _step_floor(config, found, processes)
+        | _peak_memory()
+    )
+
+
+def bench_comm(config: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
+    """Each collective over each axis of the actor's mesh, through the runtime of the run file.
+
+    Returns:
+        ``measured``: see ``engine_plugin_torch.collectives``, with ``percent_of_link`` where ranks of one host talk by a link
+        whose rate is known.
+    """
+    with _workers(config, {"actor": Role("train")}) as (_, groups):
+        processes = groups["actor"].world_size
+        measured = groups["actor"].call("measure_collectives", sizes=sizes, repeats=steps).result()
+    if not measured:
+        raise ConfigError(
+            f"There is nothing to measure: the {processes} process(es) of actor.backend = '{config.actor.backend}' share no "
+            "collective. It takes several ranks: runtime.backend = 'torchrun' and an engine that spreads a model over them."
+        )
+    device = device_of(_device_name())
+    for one in measured:
+        if device and device.link and one["on_one_host"] and one["backend"] != "gloo":
+            one["percent_of_link"] = 100 * one["bus_gb_per_s"] * 1e9 / device.link
+    return _head(config, "comm", processes) | {"measured": measured}
+
+
+def _step_floor(config: EngineConfig, lines: list[dict[str, Any]], processes: int) -> dict[str, Any]:
+    """Of a step that samples and trains once on what it sampled: both floors together."""
+    cost = Cost.of(load_hf_config(config.model).get_text_config(decoder=True).to_dict())
+    device, names = device_of(_device_name()), ("tokens/total", "tokens/generated", "time/step")
+    if not (cost and device and all(name in line for name in names for line in lines)):
+        return {}
+    total, generated, step_s = (statistics.median(line[name] for line in lines) for name in names)
+    count = config.data.prompts_per_step * config.rollout.group_size
+    prompt, response = (total - generated) / count, generated / count
+    decoding = decode_floor(cost, device, count, prompt, response, processes)
+    lengths = [round(total / count)] * count
+    training = train_floor(cost, device, lengths, round(generated), _itemsize(config), processes)
+    return {"decode_floor_s": decoding, "train_floor_s": training} | _of_floor(decoding + training, step_s)
+
+
+def _of_floor(floor: float, seconds: float) -> dict[str, float]:
+    """100% is as quick as the device's data sheet allows."""
+    return {"floor_s": floor, "percent_of_floor": 100 * floor / seconds}
+
+
+def _itemsize(config: EngineConfig) -> int:
+    """Bytes of a trained weight."""
+    return 2 if getattr(config.actor.options, "param_dtype", "") == "bf16" else 4
+
+
+@contextmanager
+def _workers(
+    config: EngineConfig, roles: Mapping[str, Role]
+) -> Iterator[tuple[Runtime, Mapping[str, WorkerGroup]]]:
+    plugins = plugins_for(config)
+    kind: Any = plugins.resolve("runtimes", config.runtime.backend)
+    # nothing else reads a tokenizer here, and random weights of a shape have none
+    sampled = "rollout" in roles
+    runtime = kind(config, plugins, {"tokenizer": load_tokenizer(config.model)} if sampled else {})
+    try:
+        yield runtime, runtime.start(roles, 1_000_000)
+    finally:
+        runtime.close()
+
+
+def _head(config: EngineConfig, part: str, processes: int) -> dict[str, Any]:
+    """What was measured, and where."""
+    backend = config.actor.backend if part in ("train", "step", "comm") else config.rollout.backend
+    return {
+        "part": part,
+        "model": Path(config.model.path).name,
+        "backend": backend,
+        "processes": processes,
+        "device": _device_name(),
+        "torch": torch.__version__,
+    }
+
+
+def _now() -> float:
+    """Seconds, with everything done that was asked of this process's device."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _reset_peak_memory() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def _peak_memory() -> dict[str, float]:
+    """Of this process's device; nothing where the work was done by processes of their own."""
+    peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
+    return {"peak_memory_gib": peak / GIB} if peak else {}
+
+
+def check_lengths(length: int, prompt: int) -> None:
+    """Refuse a prompt that leaves no token to learn."""
+    if prompt >= length:
+        raise ConfigError(
+            f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."
+        )

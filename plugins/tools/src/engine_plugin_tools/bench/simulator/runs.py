@@ -1,0 +1,316 @@
+"""One simulated run: the trainer of a run file's `trainer`, its source of rollouts, its threads, on a virtual clock."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.assemble import load_config
+from engine_core.errors import ConfigError, did_you_mean
+from engine_core.train.trainer import Trainer
+from engine_plugin_tools.bench.simulator.rewards import SimulatedRewards
+from engine_plugin_tools.bench.simulator.runtime import Cluster, SimulatedRuntime
+from engine_plugin_tools.bench.simulator.speeds import SPEEDS, WAYS, Lengths, Speeds
+from engine_plugin_tools.bench.simulator.virtual_clock import VirtualClock
+from engine_plugin_trainers.async_trainer import AsyncTrainer
+
+if TYPE_CHECKING:
+    from engine_core.train.rollouts import RolloutSource
+    from engine_core.types import Rollout
+
+PLUGIN = Path(__file__).parent / "plugin.py"
+WARM = 3  # steps that are not counted, and as many more as rollouts run ahead
+PROMPT_WORD = "word"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to run: which trainer, and what of its run file differs."""
+
+    name: str
+    about: str
+    staleness: int = 0  # async.max_staleness; 0: trainer "rl", all devices for both sides
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+EARLY_STOP = {"rollout.over_sampling": 1.5, "rollout.carry_partial": True}
+
+MODES: Mapping[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("sync", "in turn, on all devices"),
+        Mode(
+            "early-stop",
+            "in turn, 1.5 times the groups; what is unfinished goes on in the next step",
+            settings=EARLY_STOP,
+        ),
+        Mode(
+            "early-stop-rounds",
+            "the same with samplers that are asked in rounds, as `run.deterministic` and CPUs have it",
+            settings=EARLY_STOP | {"run.deterministic": True},
+        ),
+        Mode("async-1", "one step off", 1),
+        Mode("async-2", "at most 2 policy versions ahead", 2),
+        Mode("async-4", "at most 4 policy versions ahead", 4),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated."""
+
+    workers: int = 8  # devices
+    mode: str = "sync"
+    speeds: Speeds = SPEEDS["qwen3-8b"]
+    lengths: Lengths = field(default_factory=Lengths)
+    prompts_per_worker: float = 2.0  # of a step, so that the work of a worker stays the same
+    group_size: int = 8
+    prompt_tokens: int = 128
+    trainer_share: float = 0.25  # of the devices, where the two sides have devices of their own
+    weights: str = "relay"
+    rewards_per_worker: float = 1.0  # processes that score
+    data_workers: int = 0  # processes that tokenize prompts (`data.num_workers`); 0: the controller does
+    steps: int = 6  # that count
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"--mode: got '{self.mode}'. Expected one of {', '.join(MODES)}.{did_you_mean(self.mode, MODES)}"
+            )
+        if self.weights not in WAYS:
+            raise ConfigError(
+                f"--weights: got '{self.weights}'. Expected {' or '.join(WAYS)}.{did_you_mean(self.weights, WAYS)}"
+            )
+        if self.workers < 2:
+            raise ConfigError(f"--workers {self.workers}: expected at least 2, one for each side.")
+        if not 0 < self.trainer_share < 1:
+            raise ConfigError(
+                f"--trainer-share {self.trainer_share:g}: expected a share of the workers, above 0 and below 1."
+            )
+
+    @property
+    def prompts(self) -> int:
+        """P of a step."""
+        return max(round(self.workers * self.prompts_per_worker), 1)
+
+    @property
+    def trainers(self) -> int:
+        """Devices that train where the sides are apart."""
+        return min(max(round(self.workers * self.trainer_share), 1), self.workers - 1)
+
+
+@dataclass(slots=True)
+class Moment:
+    """How things stand when a step begins."""
+
+    seconds: float
+    controller: float  # CPU seconds so far
+    trained: float  # seconds of all trainers' work
+    sampled: float
+    messages: int
+    bytes: int
+
+
+class _Observed:
+    """What a simulation notes of a trainer, and what it gives it: clock, cluster, rewards."""
+
+    cluster: Cluster
+    setting: Setting
+
+    def _prepare_simulation(self, cluster: Cluster, setting: Setting) -> None:
+        run: Any = self
+        self.cluster, self.setting, run.clock = cluster, setting, cluster.clock
+        run.live["cluster"] = cluster
+        self.moments: list[Moment] = []
+        self.ages: list[collections.Counter[int]] = []
+
+    def make_sampling(self) -> Any:
+        source: RolloutSource = super().make_sampling()  # type: ignore[misc]
+        run: Any = self
+        workers = max(round(self.setting.rewards_per_worker * self.setting.workers), 1)
+        seconds = self.cluster.speeds.reward_seconds
+        source.rewards = SimulatedRewards(run.plugins, run.tokenizer, run.clock, workers, seconds)
+        return source
+
+    def begin_step(self, step: int) -> None:
+        self.note()
+        super().begin_step(step)  # type: ignore[misc]
+
+    def note(self) -> None:
+        """How things stand now."""
+        run: Any = self
+        runtime: SimulatedRuntime = run.runtime
+        clock, crew = self.cluster.clock, runtime.crew
+        spent = clock.controller.seconds, runtime.busy("actor"), runtime.busy("rollout")
+        self.moments.append(Moment(clock.now(), *spent, crew.messages, crew.bytes))
+
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        found, metrics = super().rollouts(step)  # type: ignore[misc]
+        with self.cluster.clock.aside():
+            version = self.sampling.version  # type: ignore[attr-defined]
+            ages: collections.Counter[int] = collections.Counter()
+            for rollout in found:
+                old, counts = (version - rollout.policy_versions[rollout.loss_mask]).unique(
+                    return_counts=True
+                )
+                ages.update(dict(zip(old.tolist(), counts.tolist(), strict=True)))
+            self.ages.append(ages)
+        return found, metrics
+
+
+class SimulatedTrainer(_Observed, Trainer):
+    """``rl``."""
+
+
+class SimulatedAsyncTrainer(_Observed, AsyncTrainer):
+    """``async``."""
+
+
+def simulate(setting: Setting) -> dict[str, Any]:
+    """Run it.
+
+    Returns:
+        ``step_s`` (mean over the counted steps) and its phases ``time/...`` (medians), ``idle_samplers`` and
+        ``idle_trainers`` (share of their devices' time), ``idle`` (of all devices), ``tokens_per_s`` (learned from),
+        ``staleness`` (share of the learned tokens by age in policy versions), ``controller_s`` (CPU seconds a step),
+        ``controller_share`` (of the step's virtual time), ``messages`` and ``bytes`` of a step through the controller,
+        and ``lines``: the metrics of the counted steps.
+    """
+    mode = MODES[setting.mode]
+    warm, last = WARM + mode.staleness, WARM + mode.staleness + setting.steps
+    total = last + max(mode.staleness, 1)  # the last ones have nothing new to ask for
+    apart = mode.staleness > 0
+    samplers = setting.workers - setting.trainers if apart else setting.workers
+    trainers = setting.trainers if apart else setting.workers
+    clock = VirtualClock()
+    cluster = Cluster(clock, setting.speeds, setting.lengths, trainers, samplers, not apart, setting.weights)
+    kind = SimulatedAsyncTrainer if apart else SimulatedTrainer
+    with tempfile.TemporaryDirectory() as folder, Quiet():
+        # a model whose config is read, and no more
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 3}))
+        # the one plugin file is our own, and lies outside the folder of whoever calls
+        settings, rows = _settings(setting, mode, total, folder), _rows(setting, total)
+        live: dict[str, Any] = {"data": rows}
+        if setting.data_workers:  # they read files
+            live, file = {}, Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+            settings |= {"data.train": [str(file)], "data.num_workers": setting.data_workers}
+        config = load_config(overrides=settings, allow_code=True)
+        run = kind(config, tokenizer=_tokenizer(), rewards=[_unused], **live)
+        run._prepare_simulation(cluster, setting)
+        clock.controller.switch(True)
+        try:
+            run.train()
+            assert run.folder is not None
+            lines = (run.folder.path / "metrics.jsonl").read_text("utf-8").splitlines()
+        finally:
+            clock.controller.switch(False)
+            run.close()
+    counted = [json.loads(line) for line in lines][warm:last]
+    return _result(setting, run, counted, run.moments[warm : last + 1], run.ages[warm:last])
+
+
+def _result(
+    setting: Setting, run: Any, lines: list[dict[str, Any]], moments: list[Moment], ages: list[Any]
+) -> dict[str, Any]:
+    first, end, steps = moments[0], moments[-1], len(lines)
+    seconds = end.seconds - first.seconds
+    cluster: Cluster = run.cluster
+    trained, sampled = end.trained - first.trained, end.sampled - first.sampled
+    devices = setting.workers
+    tokens: collections.Counter[int] = sum(ages, collections.Counter())
+    all_tokens = sum(tokens.values())
+    controller = (end.controller - first.controller) / steps
+    names = ("generate", "reward", "annotate", "train", "sync")
+    return {
+        "workers": devices,
+        "mode": setting.mode,
+        "weights": setting.weights,
+        "samplers": cluster.samplers,
+        "trainers": cluster.trainers,
+        "prompts_per_step": setting.prompts,
+        "step_s": seconds / steps,
+        **{f"{name}_s": sum(line.get(f"time/{name}", 0.0) for line in lines) / steps for name in names},
+        "idle_samplers": 1 - sampled / seconds / cluster.samplers,
+        "idle_trainers": 1 - trained / seconds / cluster.trainers,
+        "idle": 1 - (sampled + trained) / seconds / devices,
+        "tokens_per_s": all_tokens / seconds,
+        "staleness": {str(age): tokens[age] / all_tokens for age in sorted(tokens)},
+        "controller_s": controller,
+        "controller_share": controller * steps / seconds,
+        "messages": (end.messages - first.messages) / steps,
+        "bytes": (end.bytes - first.bytes) / steps,
+        "lines": lines,
+    }
+
+
+def _settings(setting: Setting, mode: Mode, steps: int, folder: str) -> dict[str, Any]:
+    """The run file."""
+    found: dict[str, Any] = {
+        "plugins": [str(PLUGIN)],
+        "runtime.backend": "simulated",
+        "actor.backend": "simulated",
+        "rollout.backend": "simulated",
+        "rollout.group_size": setting.group_size,
+        "rollout.max_response_tokens": setting.lengths.most,
+        "data.prompts_per_step": setting.prompts,
+        "data.max_prompt_tokens": setting.prompt_tokens,
+        "run.dir": folder,
+        "run.name": "simulated",
+        "run.steps": steps,
+        "run.seed": setting.seed,
+        "tracking.trackers": [],
+        "tracking.rollouts_every_steps": 0,
+        "checkpoint.at_end": False,
+        "model.path": folder,
+        **mode.settings,
+    }
+    if mode.staleness:
+        found |= {"trainer": "async", "async.max_staleness": mode.staleness}
+        found |= {
+            "placement.pools": {"train": 1, "serve": 1},
+            "placement.actor": "train",
+            "placement.rollout": "serve",
+        }
+    return found
+
+
+def _rows(setting: Setting, steps: int) -> list[dict[str, str]]:
+    """Prompts for all steps, each with its own words."""
+    words = " ".join([PROMPT_WORD] * setting.prompt_tokens)
+    return [{"prompt": words} for _ in range(setting.prompts * (steps + 1) * 2)]
+
+
+def _tokenizer() -> Any:
+    """A token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, PROMPT_WORD: 2}
+    made = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=PROMPT_WORD))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def _unused(completions: list[str]) -> list[float]:
+    """Stands for a reward where one is asked for; ``SimulatedRewards`` takes its place."""
+    return [0.0] * len(completions)
+
+
+class Quiet:
+    """Within it the log of a run is not shown."""
+
+    def __enter__(self) -> None:
+        self.before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *error: object) -> None:
+        logging.disable(self.before)

@@ -1,0 +1,144 @@
+"""``engine doctor``: can this machine run it, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from engine_core import __version__
+from engine_core.cli.loading import read
+from engine_core.cli.options import AllowCode, Json
+from engine_core.cli.output import print_json, print_table, writing_problem
+from engine_core.config.assemble import check_inputs
+from engine_core.errors import EngineError, EnvironmentProblem
+from engine_core.plugins.listing import list_plugins
+from engine_core.runs import machine
+from engine_core.runs.machine import GIB
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+
+MIN_MEMORY = 2 * GIB
+
+
+class Check(NamedTuple):
+    """One line of the answer."""
+
+    state: str  # ok, warning, problem
+    name: str  # what was looked at
+    found: str  # and what to do, where it is not ok
+
+
+def doctor(
+    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Also check this run file.")] = None,
+    as_json: Json = False,
+    allow_code: AllowCode = False,
+) -> int:
+    """Look at Python, memory, shared memory, open files, disk, plugins and torch.
+
+    Each line is ok, a warning, or a problem with what to do; exit code 5 when there is a problem.
+    """
+    checks = list(all_checks(file, allow_code))
+    if as_json:
+        print_json([check._asdict() for check in checks])
+    else:
+        print_table(checks)
+    return EnvironmentProblem.exit_code if any(check.state == "problem" for check in checks) else 0
+
+
+def all_checks(file: str | None, allow_code: bool = False) -> Iterator[Check]:
+    """Every check; none stops another."""
+    runs = Path("runs")
+    yield Check(
+        "ok", "python", f"{platform.python_version()}, engine-core-rl {__version__}, {platform.platform()}"
+    )
+    yield check_memory()
+    path = Path("/dev/shm")
+    size = (
+        f"{shutil.disk_usage(path).total / GIB:.2f} GiB" if path.is_dir() else "none, and none is needed here"
+    )
+    yield _judged("shared memory", size, machine.check_shared_memory())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = f"soft limit {soft}, hard limit {hard}; a run raises the soft one"
+    yield _judged("open files", limits, machine.raise_open_file_limit())
+    if file is not None:
+        check, config = check_file(file, allow_code)
+        yield check
+        runs = Path(config.run.dir) if config else runs
+    yield from check_runs_folder(runs)
+    yield from check_plugins()
+    yield check_torch()
+
+
+def check_memory() -> Check:
+    """Memory that is free now, and CPU cores."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, {os.cpu_count()} CPU cores"
+    if memory.available >= MIN_MEMORY:
+        return Check("ok", "memory", found)
+    advice = f"{MIN_MEMORY / GIB:.0f} GiB or more are expected. End other programs, or use a smaller model."
+    return Check("warning", "memory", f"{found}. {advice}")
+
+
+def check_file(file: str, allow_code: bool) -> tuple[Check, EngineConfig | None]:
+    """The run file, and its config where it is valid."""
+    try:
+        config = read([file], allow_code=allow_code)
+    except EngineError as error:
+        return Check("problem", "run file", " ".join(str(error).splitlines())), None
+    if problems := check_inputs(config):
+        return Check("problem", "run file", " ".join(problems)), config
+    return Check("ok", "run file", f"{file} is valid"), config
+
+
+def check_runs_folder(path: Path) -> Iterator[Check]:
+    """Rights, free disk and file system where run folders will lie."""
+    if problem := writing_problem(path):
+        yield Check("problem", "run folder", f"{problem}. Set run.dir to a folder that you may write to.")
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    free = f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free under {path}"
+    yield _judged("disk", free, machine.check_disk(path))
+    yield _judged("file system", f"{path}: local", machine.check_file_system(path))
+
+
+def check_plugins() -> Iterator[Check]:
+    """Each installed plugin, imported in another process."""
+    plugins = list_plugins(check=True)
+    for info in plugins:
+        if not info.healthy:
+            where = f"{info.name} ({info.distribution} {info.version})"
+            yield Check("problem", "plugins", f"{where}: {info.problem}")
+        elif info.health:
+            yield Check("ok" if info.fit else "warning", f"{info.kind.rstrip('s')} {info.name}", info.health)
+    healthy = [info for info in plugins if info.healthy]
+    distributions = ", ".join(sorted({f"{info.distribution} {info.version}" for info in healthy}))
+    yield Check("ok", "plugins", f"{len(healthy)} names of {distributions}")
+
+
+def check_torch() -> Check:
+    """Version of torch and the device that it would use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of it does not load
+        advice = "Reinstall it: pip install --force-reinstall torch"
+        return Check("problem", "torch", f"does not import: {error}. {advice}")
+    where = f"no accelerator: {torch.get_num_threads()} CPU threads"
+    if torch.accelerator.is_available():
+        where = (
+            f"{torch.accelerator.device_count()} device(s) of type {torch.accelerator.current_accelerator()}"
+        )
+    return Check("ok", "torch", f"{torch.__version__}, {where}")
+
+
+def _judged(name: str, found: str, problem: str | None) -> Check:
+    """``ok`` with what was found, or also the sentence of ``engine_core.runs.machine`` as a warning."""
+    return Check("warning", name, f"{found}. {problem}") if problem else Check("ok", name, found)

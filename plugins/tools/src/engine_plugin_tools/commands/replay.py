@@ -1,0 +1,98 @@
+"""``engine replay``: a step of a run once more, its numbers beside those that were recorded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.loading import read_run, trainer_of
+from engine_core.cli.options import Json, Run, Sets
+from engine_core.cli.output import check_new, print_json, print_table
+from engine_core.config.differences import differences
+from engine_core.config.dump import as_data, dump_toml
+from engine_core.redaction import Redactor
+from engine_core.runs.tracking import RunFolder
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_plugin_tools.replaying import Replayed
+
+
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option("--step", min=1, metavar="N", help="The step that is done again.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="Also write replay.json and the config there; a new folder."
+        ),
+    ] = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="Leave out the steps between the checkpoint and step N.")
+    ] = False,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Do one step of a run again from its stored rollouts, and print its metrics beside the recorded ones.
+
+    It starts from the newest checkpoint of an earlier step, or from the model, and learns the steps between
+    from their rollouts first. With unchanged settings on the same machine the numbers are equal. Nothing is
+    sampled, and nothing is written into RUN.
+    """
+    if out is not None:
+        check_new(out)
+    from engine_plugin_tools.replaying import check_step, find_start
+    from engine_plugin_tools.replaying import replay as do_again
+
+    folder = RunFolder.open(run)
+    check_step(step, folder)
+    config = read_run(folder, sets)
+    with closing(trainer_of(config)) as trainer:
+        start = find_start(trainer, folder, step, only)
+        print(
+            f"step {step} of {folder.path}, {start}", file=sys.stderr if as_json else sys.stdout, flush=True
+        )
+        done = do_again(trainer, folder, step, start)
+    changed = _changed(folder, config)
+    told = _plain(folder, step, done, changed)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "replay.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        (out / "config.resolved.toml").write_text(dump_toml(config, masked=True), encoding="utf-8")
+    if as_json:
+        print_json(told)
+        return
+    for difference in changed:
+        print(f"changed: {difference}")
+    print_table([_row(*row) for row in done.rows()], header=("METRIC", "RECORDED", "AGAIN", ""))
+
+
+def _row(name: str, then: float | None, now: float) -> tuple[str, str, str, str]:
+    if then is None:
+        return name, "-", f"{now:.8g}", ""
+    return name, f"{then:.8g}", f"{now:.8g}", "equal" if now == then else f"{now - then:+.3g}"
+
+
+def _changed(folder: RunFolder, config: EngineConfig) -> list[str]:
+    """What --set made another than it is in the run, without secrets."""
+    was, now = as_data(read_run(folder, None)), as_data(config)
+    hide = Redactor.of(now)
+    return [f"{d.key}: {d.was} -> {d.now}" for d in differences(hide.tree(was), hide.tree(now))]
+
+
+def _plain(folder: RunFolder, step: int, done: Replayed, changed: list[str]) -> dict[str, Any]:
+    start = done.start
+    return {
+        "run": str(folder.path),
+        "step": step,
+        "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
+        "learned_again": list(start.again),
+        "left_out": list(start.left_out),
+        "changed": changed,
+        "metrics": {name: {"recorded": then, "again": now} for name, then, now in done.rows()},
+    }

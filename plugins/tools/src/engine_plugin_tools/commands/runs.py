@@ -1,0 +1,125 @@
+"""Commands that look at or tidy a run that exists: report, inspect, prune."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.options import Json, Run
+from engine_core.cli.output import print_json
+from engine_core.config.models import CheckpointConfig
+from engine_core.errors import DataError
+from engine_core.runs.checkpoint import Best, Checkpoints
+from engine_core.runs.tracking import RunFolder, read_rollouts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.types import Rollout
+
+
+def report(run: Run) -> None:
+    """Write report.html and curves.png into a run folder; prints the page's path."""
+    from engine_plugin_tools.report import write_report
+
+    print(write_report(RunFolder.open(run).path))
+
+
+def rollouts(
+    run: Run,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="The step; default: the newest written.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most that many rollouts.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Show the prompts, responses and rewards of one step."""
+    folder = RunFolder.open(run)
+    shown = read_rollouts(_rollout_file(folder, step))
+    if as_json:
+        print_json([_plain(rollout) for rollout in shown[:limit]])
+        return
+    for rollout in shown[:limit]:
+        print(_text(rollout))
+    if len(shown) > limit:
+        print(f"--- {len(shown) - limit} more; see --limit")
+
+
+def _text(rollout: Rollout) -> str:
+    values = {name: "-" if value is None else f"{value:g}" for name, value in sorted(rollout.rewards.items())}
+    parts = ", ".join(f"{name} {value}" for name, value in values.items())
+    dropped = "" if rollout.valid else ", dropped"
+    failed = f", episode failed ({rollout.failure})" if rollout.failure else ""
+    return (
+        f"--- {rollout.prompt.id} #{rollout.index}: reward {rollout.reward:g} ({parts}){dropped}{failed}\n{rollout.prompt.text}\n"
+        f"{_response(rollout)}  [{rollout.finish_reason}, {rollout.response_length} tokens{_turns(rollout)}]"
+    )
+
+
+def _response(rollout: Rollout) -> str:
+    """What the policy said after ``>>>``, what answered it after ``<<<`` and its role."""
+    if not rollout.messages:
+        return f">>> {rollout.text}"
+    lines = []
+    for message in rollout.messages:
+        role, text = message["role"], message["content"]
+        lines.append(f">>> {text}" if role == "assistant" else f"<<< {role}: {text}")
+    return "\n".join(lines)
+
+
+def _turns(rollout: Rollout) -> str:
+    count = sum(message["role"] == "assistant" for message in rollout.messages)
+    return f" in {count} turn{'s' if count > 1 else ''}" if count else ""
+
+
+def _rollout_file(folder: RunFolder, step: int | None) -> Path:
+    if step is not None:
+        return folder.rollout_file(step)
+    files = sorted(folder.rollouts_dir.glob("step_*.parquet"))
+    if not files:
+        raise DataError(f"{folder.path} holds no rollouts; see tracking.rollouts_every_steps.")
+    return files[-1]
+
+
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "prompt_id": rollout.prompt.id,
+        "group_id": rollout.group_id,
+        "index": rollout.index,
+        "prompt": rollout.prompt.text,
+        "response": rollout.text,
+        "messages": rollout.messages,
+        "finish_reason": rollout.finish_reason,
+        "response_tokens": rollout.response_length,
+        "reward": rollout.reward,
+        "rewards": rollout.rewards,
+        "valid": rollout.valid,
+        "failure": rollout.failure,
+        "columns": rollout.prompt.columns,
+    }
+
+
+def prune(
+    run: Run,
+    keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that stay.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would go.")] = False,
+) -> None:
+    """Delete old checkpoints, and what interrupted saves left behind; prints each folder that goes.
+
+    The best ones stay, where the run's [checkpoint] names a best_metric.
+
+    One that does not verify never counts as kept, and stays for a look.
+    """
+    folder = RunFolder.open(run)
+    settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8")).get("checkpoint", {})
+    best = Best.of(CheckpointConfig.model_validate(settings))
+    checkpoints = Checkpoints(folder.checkpoints, best=best, metrics_of=folder.metrics_of)
+    with folder.locked():
+        leftovers = checkpoints.leftovers()
+        for path in [*checkpoints.prune(keep, dry_run, deep=True), *leftovers]:
+            print(path)
+        for path in leftovers if not dry_run else ():
+            shutil.rmtree(path)

@@ -1,0 +1,30 @@
+"""Packages that only some uses of this distribution need: its extras."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from engine_core.errors import PluginError
+
+
+def require_package(package: str, extra: str, user: str, otherwise: str = "") -> None:
+    """Check that a package is installed, without importing it.
+
+    Args:
+        package: its name; it is imported by that name, with ``_`` for ``-``.
+        extra: of engine-plugin-tools, which installs it.
+        user: what needs it; the message begins with it.
+        otherwise: what to do instead, for the end of the message.
+
+    Raises:
+        PluginError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(package.replace("-", "_")) is not None
+    except ValueError:  # imported already, and without a spec
+        found = True
+    if not found:
+        raise PluginError(
+            f"{user} needs the package {package}, which is not installed. "
+            f"Try: pip install 'engine-plugin-tools[{extra}]'{otherwise}."
+        )

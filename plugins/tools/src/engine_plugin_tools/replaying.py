@@ -1,0 +1,151 @@
+"""A step of a run once more: its stored rollouts, and the state that it started from. Nothing of the run is touched.
+
+The state before step N is the newest good checkpoint of an earlier step, or the model where there is none.
+Steps between the two are learned again from their own rollouts, so that on the same machine with unchanged
+settings the numbers of step N are those that were recorded.
+
+Left out on purpose: sampling again. What a step learned from is what was written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import ConfigError, DataError
+from engine_core.runs.checkpoint import Checkpoints, problems
+from engine_core.runs.rollout_files import RolloutFile
+from engine_core.train.loop import apply_schedule
+from engine_core.train.resuming import Resume
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.runs.tracking import RunFolder
+    from engine_core.train.run import TrainingRun
+
+log = logging.getLogger("engine")
+
+NOT_OF_A_STEP = ("time", "throughput/", "memory/", "sync/")
+"""Metrics that are another machine's business."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """From where a step is done again.
+
+    Args:
+        step: of the checkpoint; 0: the model itself.
+        again: steps after it, before the one in question, that are learned again.
+        left_out: such steps whose rollouts were not kept, or are not wanted.
+    """
+
+    step: int
+    checkpoint: Path | None = None
+    again: Sequence[int] = ()
+    left_out: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        lines = [f"from {self.checkpoint or 'the model: there is no checkpoint of an earlier step'}"]
+        if self.again:
+            lines.append(f"{_steps(self.again)} learned again on the way")
+        if self.left_out:
+            lines.append(f"{_steps(self.left_out)} left out, so the numbers are not those of the run")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What came of a step that was done again.
+
+    Args:
+        start: from where.
+        metrics: of the step, now.
+        recorded: the line of the step in the run's ``metrics.jsonl``; empty where it did not come so far.
+    """
+
+    start: Start
+    metrics: Mapping[str, float]
+    recorded: Mapping[str, Any]
+
+    def rows(self) -> list[tuple[str, float | None, float]]:
+        """Name, recorded value and value now of each metric; times and memory are left out."""
+        names = sorted(name for name in self.metrics if not name.startswith(NOT_OF_A_STEP))
+        return [(name, self.recorded.get(name), self.metrics[name]) for name in names]
+
+
+def find_start(run: TrainingRun, folder: RunFolder, step: int, only: bool = False) -> Start:
+    """From where ``step`` can be done again.
+
+    Args:
+        run: of the run's config.
+        folder: of the run.
+        step: from 1.
+        only: leave the steps between out, also where their rollouts were kept.
+
+    Raises:
+        DataError: its rollouts were not kept.
+        ConfigError: the trainer samples nothing, so that steps between cannot be left out.
+    """
+    if only and not run.samples:
+        raise ConfigError(
+            f"--only: trainer '{run.config.trainer}' samples nothing; which rows a step takes follows from the steps before it."
+        )
+    if run.samples:
+        RolloutFile(folder.rollout_file(step))  # or says which there are
+    checkpoints = Checkpoints(folder.checkpoints)
+    good = [s for s in checkpoints.steps() if s < step and not problems(checkpoints.path(s))]
+    start = good[-1] if good else 0
+    between = list(range(start + 1, step))
+    if only or (run.samples and not all(folder.rollout_file(s).is_file() for s in between)):
+        again, left_out = [], between
+    else:
+        again, left_out = between, []
+    path = checkpoints.path(start) if good else None
+    return Start(step=start, checkpoint=path, again=again, left_out=left_out)
+
+
+def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Replayed:
+    """Do a step again.
+
+    Args:
+        run: a trainer of the run's config, perhaps with changed settings; not set up.
+        folder: of the run; only read.
+        step: from 1.
+        start: what ``find_start`` gave for them.
+
+    Raises:
+        ConfigError: a changed setting does not fit the checkpoint.
+        TrainingFailed: the step fails, as it may have then.
+    """
+    found = Resume.at(start.checkpoint) if start.checkpoint else None
+    if found:
+        found.compare(run)
+    run.setup(training=True, resume=found)
+    if found:
+        found.restore(run)
+    if run.samples:
+        run.sampling.recorded = folder.rollouts_dir  # type: ignore[attr-defined]
+    metrics: dict[str, float] = {}
+    for number in (*start.again, step):
+        if number != step:
+            log.info("Step %d again.", number)
+        run.begin_step(number)
+        apply_schedule(run, number)
+        metrics = run.step(number)
+        run.step_done = number
+    return Replayed(start=start, metrics=metrics, recorded=folder.metrics_of(step))
+
+
+def check_step(step: int, folder: RunFolder) -> None:
+    """Refuse a step that the run never came to."""
+    steps = [line["step"] for line in folder.read_metrics() if line["step"]]
+    last = max(steps, default=0)
+    if step > last + 1:  # the next one may have failed
+        raise DataError(f"--step {step}: {folder.path.name} has come to step {last}.")
+
+
+def _steps(numbers: Sequence[int]) -> str:
+    return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"

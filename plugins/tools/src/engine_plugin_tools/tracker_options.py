@@ -1,0 +1,23 @@
+"""Option tables of the trackers."""
+
+from __future__ import annotations
+
+from engine_core.specs import Options
+
+
+class TensorBoardOptions(Options):
+    """``[tracking.tensorboard]``; needs ``pip install 'engine-plugin-tools[tensorboard]'``."""
+
+    folder: str = "tensorboard"
+    """Folder of the event files, below the run folder."""
+
+
+class WandbOptions(Options):
+    """``[tracking.wandb]``; needs ``pip install 'engine-plugin-tools[wandb]'``."""
+
+    project: str = "engine"
+    """Project name."""
+    entity: str | None = None
+    """Team or user; default: your own."""
+    mode: str = "online"
+    """``online``, ``offline`` or ``disabled``."""

@@ -1,0 +1,71 @@
+"""Trackers. Their libraries are imported in the tracker's own thread, on its first use."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from engine_core.runs.tracking import RunFolder, Tracker
+from engine_plugin_tools.packages import require_package
+from engine_plugin_tools.tracker_options import TensorBoardOptions, WandbOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class TensorBoard(Tracker):
+    """Event files below the run folder: ``tensorboard --logdir runs``."""
+
+    def __init__(self, options: TensorBoardOptions | None = None) -> None:
+        super().__init__(options or TensorBoardOptions())
+        _require_package("tensorboard")
+
+    def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps at or after purge_step that an earlier attempt wrote are hidden.
+        purge_step = run.start_step + 1 if run.attempt else None
+        self._writer = SummaryWriter(str(run.path / self.options.folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """Weights & Biases. Its key comes from ``wandb login`` or ``WANDB_API_KEY``, never from the TOML."""
+
+    def __init__(self, options: WandbOptions | None = None) -> None:
+        super().__init__(options or WandbOptions())
+        _require_package("wandb")
+
+    def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = run.path / "wandb_id.txt"  # under which W&B knows the run, also when it is resumed
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
+        self._run = wandb.init(
+            project=self.options.project,
+            entity=self.options.entity,
+            mode=self.options.mode,
+            name=run.path.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=str(run.path),
+            config=dict(config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _require_package(name: str) -> None:
+    """Refuse a tracker, before the first step, whose package of the same name is not installed."""
+    require_package(name, name, f"Tracker '{name}'", ", or take it out of tracking.trackers")

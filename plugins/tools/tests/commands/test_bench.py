@@ -1,0 +1,152 @@
+"""engine bench, on a tiny model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine_plugin_tools.bench.devices import DEVICES, Device
+
+
+def measured(engine, *words):
+    answer = engine("bench", *words, "--json")
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out)
+
+
+def test_train_counts_every_token_of_the_mini_batch_and_plans_as_a_run_does(engine, sft_run):
+    found = measured(
+        engine, "train", "run.toml", "--shape", "tiny", "--sequences", "6", "--length", "20", "--prompt", "5",
+        "--steps", "2", "--warmup", "1", "--set", "actor.max_tokens_per_rank=40",
+    )  # fmt: skip
+    assert (found["tokens_per_step"], found["micro_batches"]) == (120, 3)
+    assert found["tokens_per_s"] == pytest.approx(120 / found["step_s"])
+    assert (found["backend"], found["model"], found["device"]) == ("torch", "tiny", "cpu")
+    assert "mfu" not in found  # nobody knows the peak of this device
+
+
+def test_rollout_samples_full_groups_of_full_length(engine, rl_run):
+    found = measured(
+        engine, "rollout", "rl.toml", "--prompts", "3", "--prompt", "4", "--response", "5", "--steps", "1"
+    )
+    assert found["group_size"] == 3
+    assert 0 < found["generated_tokens"] <= 3 * 3 * 5
+
+
+def test_sync_says_what_was_moved(engine, rl_run, tiny_model):
+    found = measured(engine, "sync", "rl.toml", "--steps", "2")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
+    assert found["bytes"] == 4 * sum(p.numel() for p in model.parameters())  # float32, tied weights once
+    assert found["step_s"] < 60
+
+
+def test_step_shows_the_phases_and_leaves_nothing(engine, rl_run):
+    before = sorted(path.name for path in rl_run.parent.iterdir())
+    found = measured(engine, "step", "rl.toml", "--steps", "1", "--warmup", "1")
+    assert {"time/step", "time/generate", "time/train"} <= found.keys()
+    assert sorted(path.name for path in rl_run.parent.iterdir()) == before
+
+
+SPY = """
+import pathlib
+from engine_core import hookimpl
+from engine_core.specs import TrackerSpec
+from engine_core.runs.tracking import Tracker
+
+class Spy(Tracker):
+    def log(self, step, metrics): pathlib.Path("spied").write_text("heard of it")
+
+@hookimpl
+def engine_trackers():
+    return {"spy": TrackerSpec(load=Spy)}
+"""
+
+
+def test_steps_save_nothing_and_tell_no_tracker(engine, rl_run):
+    (rl_run.parent / "spy.py").write_text(SPY)
+    rl_run.write_text(rl_run.read_text().replace('["dice.py"]', '["dice.py", "spy.py"]'))
+    told = ["--set", 'tracking.trackers=["spy"]', "--set", "checkpoint.best_metric=reward/mean"]
+    answer = engine("bench", "step", "rl.toml", "--steps", "1", "--warmup", "1", *told)
+    assert answer.code == 0, answer.err
+    assert "Checkpoint:" not in answer.err
+    assert not (rl_run.parent / "spied").exists()
+
+
+def test_the_table_is_for_people(engine, sft_run):
+    answer = engine(
+        "bench", "train", "run.toml", "--sequences", "2", "--length", "8", "--prompt", "2", "--steps", "1"
+    )
+    assert answer.code == 0
+    assert "tokens_per_s" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "run.toml", "--length", "8", "--prompt", "8"], "--prompt 8 leaves nothing of --length 8"),
+        (["train", "run.toml", "--shape", "tiney"], "Did you mean 'tiny'"),
+        (["rollouts", "run.toml"], "Unknown command 'rollouts'. Did you mean 'rollout'"),
+    ],
+)
+def test_bad_words_are_refused(engine, sft_run, words, message):
+    answer = engine("bench", *words)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+@pytest.fixture
+def known_cpu(monkeypatch):
+    """A data sheet for this device, made up."""
+    made = Device(flops=1e12, bandwidth=1e10)
+    monkeypatch.setitem(DEVICES, "cpu", made)
+    return made
+
+
+def test_train_says_how_near_the_floor_it_is(engine, sft_run, known_cpu):
+    found = measured(
+        engine, "train", "run.toml", "--shape", "tiny", "--sequences", "4", "--length", "16", "--prompt", "6",
+        "--steps", "2", "--warmup", "0",
+    )  # fmt: skip
+    body = 4 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 192)  # weights of four layers
+    head, seen = (
+        512 * 64,
+        4 * 4 * 16 * 4 * 16 * 16,
+    )  # vocabulary x hidden; layers x heads x size x n^2 x sequences
+    operations = 6 * (body * 64 + head * 40 + seen)
+    assert found["floor_s"] == pytest.approx(operations / 1e12 + 28 * (body + head) / 1e10)
+    assert found["percent_of_floor"] == pytest.approx(100 * found["floor_s"] / found["step_s"])
+    assert found["mfu"] == pytest.approx(operations / 1e12 / found["step_s"])
+    assert found["forward_backward_s"] + found["optimizer_s"] == pytest.approx(found["step_s"])
+
+
+def test_rollout_and_step_say_how_near_the_floor_they_are(engine, rl_run, known_cpu):
+    sampled = measured(
+        engine, "rollout", "rl.toml", "--prompts", "3", "--prompt", "4", "--response", "5", "--steps", "1"
+    )
+    assert 0 < sampled["percent_of_floor"] < 100
+    step = measured(engine, "step", "rl.toml", "--steps", "1", "--warmup", "0")
+    assert step["floor_s"] == pytest.approx(step["decode_floor_s"] + step["train_floor_s"])
+    assert step["percent_of_floor"] == pytest.approx(100 * step["floor_s"] / step["time/step"])
+
+
+def test_comm_needs_ranks_that_talk(engine, sft_run):
+    answer = engine("bench", "comm", "run.toml")
+    assert answer.code == 2
+    assert "There is nothing to measure" in answer.err
+    assert "runtime.backend = 'torchrun'" in answer.err
+    assert "--mib -1.0: expected a size over 0" in engine("bench", "comm", "run.toml", "--mib", "-1").err
+
+
+@pytest.mark.parametrize("absent", ["processes", "rewards", "trainers"])
+def test_the_simulator_without_what_it_simulates_says_what_to_install(engine, monkeypatch, absent):
+    find, module = importlib.util.find_spec, f"engine_plugin_{absent}"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    answer = engine("bench", "simulate")
+    assert answer.code == 3
+    assert answer.err.endswith(
+        f"engine bench simulate needs the package engine-plugin-{absent}, which is not installed. "
+        "Try: pip install 'engine-plugin-tools[simulator]'.\n"
+    )

@@ -1,0 +1,95 @@
+"""report, inspect rollouts, prune."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from engine_core.runs.tracking import RunFolder
+
+
+@pytest.fixture
+def finished(engine, rl_run):
+    """A run of two steps of GRPO."""
+    assert engine("train", "rl.toml").code == 0
+    return rl_run.parent / "runs" / "first"
+
+
+def test_report_prints_the_page_that_it_wrote(engine, finished):
+    assert engine("report", "first").out == f"{finished / 'report.html'}\n"
+    assert (finished / "report.html").stat().st_size > 1000
+    assert (finished / "curves.png").exists()
+
+
+def test_a_report_without_matplotlib_says_what_to_install(engine, finished, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    answer = engine("report", "first")
+    assert answer.code == 3
+    assert answer.err.endswith(
+        "A report needs the package matplotlib, which is not installed. "
+        "Try: pip install 'engine-plugin-tools[report]'.\n"
+    )
+    assert not (finished / "report.html").exists()
+
+
+def test_rollouts_are_shown_with_prompt_response_and_rewards(engine, finished):
+    answer = engine("inspect", "rollouts", "first", "--step", "1", "--limit", "2")
+    [first] = json.loads(engine("inspect", "rollouts", "first", "--step", "1", "--limit", "1", "--json").out)
+    lines = answer.out.splitlines()
+    value = f"{first['reward']:g}"
+    assert lines[0] == f"--- {first['prompt_id']} #0: reward {value} (digits {value})"
+    assert lines[1] == first["prompt"]
+    assert lines[2] == f">>> {first['response']}  [stop, 5 tokens]"
+    assert lines[-1] == "--- 10 more; see --limit"
+
+
+def test_the_newest_step_is_the_default(engine, finished):
+    shown = engine("inspect", "rollouts", "first", "--json").out
+    assert shown == engine("inspect", "rollouts", "first", "--step", "2", "--json").out
+    assert shown != engine("inspect", "rollouts", "first", "--step", "1", "--json").out
+
+
+def test_a_step_without_rollouts_says_which_there_are(engine, finished):
+    answer = engine("inspect", "rollouts", "first", "--step", "7")
+    assert answer.code == 4
+    assert "step_000001.parquet to step_000002.parquet" in answer.err
+    for file in (finished / "rollouts").glob("*.parquet"):
+        file.unlink()
+    answer = engine("inspect", "rollouts", "first")
+    assert answer.code == 4
+    assert "holds no rollouts; see tracking.rollouts_every_steps." in answer.err
+
+
+def test_prune_deletes_old_checkpoints_and_leftovers(engine, finished):
+    checkpoints = finished / "checkpoints"
+    (checkpoints / ".step_00000003.partial-1234").mkdir()
+    expected = f"{checkpoints / 'step_00000001'}\n{checkpoints / '.step_00000003.partial-1234'}\n"
+    assert engine("prune", "first", "--dry-run").out == expected
+    assert len(list(checkpoints.iterdir())) == 3
+    assert engine("prune", "first").out == expected
+    assert [path.name for path in checkpoints.iterdir()] == ["step_00000002"]
+
+
+def test_prune_never_counts_a_damaged_checkpoint_as_kept(engine, finished):
+    (finished / "checkpoints" / "step_00000002" / "state.json").write_text("{}")
+    assert engine("prune", "first").out == ""
+    assert (finished / "checkpoints" / "step_00000001").exists()
+
+
+def test_prune_leaves_a_run_alone_that_is_at_work(engine, finished):
+    with RunFolder.open(finished).locked():
+        answer = engine("prune", "first")
+    assert answer.code == 5
+    assert "is in use by process" in answer.err
+    assert (finished / "checkpoints" / "step_00000001").exists()
+
+
+def test_keep_must_leave_something(engine, finished):
+    answer = engine("prune", "first", "--keep", "0")
+    assert answer.code == 2
+    assert "--keep" in answer.err

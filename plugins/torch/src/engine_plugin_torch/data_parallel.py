@@ -1,0 +1,179 @@
+"""Micro-batches on several ranks of which each has its own: as many on all of them, and one loss.
+
+What engines share that spread a model over data-parallel ranks. A rank that has fewer micro-batches than another runs
+some that add nothing, since every rank takes part in every message; loss and metrics are those of all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine_core.packing import plan_micro_batches
+from engine_core.types import Batch, TrainOutput
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.log_probs import zero_outputs
+from engine_plugin_torch.transfer import on_host, predicted, send_batch
+from engine_plugin_torch.value_models import VALUE_ROLES
+
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import Layout
+    from engine_plugin_torch.rank_group import RankGroup
+
+log = logging.getLogger("engine")
+
+
+class DataParallel(TorchEngine):
+    """The part of an engine of several ranks that is about batches.
+
+    Attributes:
+        ranks: of this role.
+        root: called with a function it runs that inside of its forward pass, where the model's weights are.
+    """
+
+    ranks: RankGroup
+    root: Callable[..., Any] | None
+
+    @property
+    def layout(self) -> Layout:
+        return self.ranks.layout
+
+    @property
+    def _tells(self) -> bool:
+        """Of the ranks of one slice the one whose loss and metrics are taken."""
+        return self.layout.is_leader
+
+    def _choose_device(self) -> torch.device:
+        """With its index, and the one that this process works on: messages between ranks go by it."""
+        device = super()._choose_device()
+        if device.type == "cpu":
+            return device
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        return torch.device(device.type, torch.accelerator.current_device_index())
+
+    def _agreed(self, number: int) -> int:
+        return -self.ranks.most(-number)
+
+    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
+        """A second try is for a rank that is alone.
+
+        Of several, those that have memory wait in a gather for the one that has none, and it cannot tell them: what
+        it would send would be taken for its part of that gather.
+        """
+        if self.ranks.size == 1:
+            return super()._halve_budget(batch, error)
+        log.error(
+            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. Several "
+            "ranks cannot try again with less, since the others wait inside of a gather.",
+            self.ranks.rank,
+            self.token_budget,
+            self.context.role,
+        )
+        return False
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+        """As many as the rank that needs most; those beyond this rank's own are two tokens that nothing is learned from."""
+        together = None if batch.keep_together is None else batch.keep_together.tolist()
+        lengths, budget = batch.lengths.tolist(), self.token_budget
+        plan = plan_micro_batches(lengths, budget, together)
+        plan = plan_micro_batches(lengths, budget, together, count=self.ranks.most(len(plan)))
+        for number, indices in enumerate(plan):
+            self._begin_micro_batch(last=number == len(plan) - 1)
+            micro = batch.select(indices) if indices else filler(batch)
+            yield indices, send_batch(micro, self.device)
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Asked before each one; ``last`` of this batch."""
+
+    def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Every rank runs the model, also where nothing is learned: every weight is gathered and has a gradient."""
+        if self._learns(micro):
+            return self._run(micro, grad, watched)
+        found = self._run(filler(micro, learned=True), (self.forward.outputs[0],))
+        nothing = 0.0 * torch.stack([value.sum() for value in found.values()]).sum()
+        zeros = zero_outputs((*grad, *watched), micro, self.device)
+        return {n: v + nothing if v.is_floating_point() else v for n, v in zeros.items()}
+
+    def _run(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The forward pass inside of the root's. A model that takes one sequence at a time takes as many on all ranks."""
+        assert self.root is not None
+        if self.forward.packs:
+            return _in_float32(self.root(functools.partial(self.forward, micro, grad, watched)))
+        count = int((micro.lengths > 0).sum())
+        padded = _with_single_tokens(micro, self.ranks.most(count) - count)
+        found = _in_float32(self.root(functools.partial(self.forward, padded, grad, watched)))
+        return {name: value[: micro.num_tokens] for name, value in found.items()}
+
+    def _learns(self, micro: Batch) -> bool:
+        """Whether a forward pass goes through the head: a token is learned that has one before it."""
+        if self.context.role in VALUE_ROLES:
+            return bool(on_host(micro["loss_mask"]).any())
+        return len(predicted(micro)) > 0
+
+    def _over_ranks(self, output: TrainOutput) -> TrainOutput:
+        """Sums and maxima over the data-parallel ranks; a rank without sequences has no metrics of its own."""
+        mine = [output.loss, *(output.metrics[n] for n in sorted(output.metrics))] if self._tells else []
+        told = self.ranks.texts({"names": sorted(output.metrics)})
+        names = sorted({name for one in told for name in one["names"]})
+        largest = [name for name in names if name.startswith("max/")]
+        summed = [name for name in names if not name.startswith("max/")]
+        held = output.metrics if mine else {}
+        total = self.ranks.total(
+            torch.tensor(
+                [output.loss if mine else 0.0, *(held.get(n, 0.0) for n in summed)], dtype=torch.float64
+            )
+        ).tolist()
+        metrics = dict(zip(summed, total[1:], strict=True))
+        if largest:
+            low = -torch.finfo(torch.float64).max
+            most = torch.tensor([held.get(name, low) for name in largest], dtype=torch.float64)
+            metrics |= dict(zip(largest, self.ranks.largest(most).tolist(), strict=True))
+        return TrainOutput(total[0], metrics, output.num_micro_batches)
+
+
+def _in_float32(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The root has rounded them to `output_dtype`; they are given on in the type of the contract."""
+    return {name: value.float() if value.is_floating_point() else value for name, value in outputs.items()}
+
+
+def filler(like: Batch, learned: bool = False) -> Batch:
+    """One sequence of two tokens with the columns of a batch, all 0.
+
+    Args:
+        learned: the second is a loss token, so that the head is used.
+    """
+    tokens = {name: column.new_zeros(2, *column.shape[1:]) for name, column in like.tokens.items()}
+    tokens["loss_mask"] = torch.tensor([False, learned], device=like.token_ids.device)
+    return dataclasses.replace(
+        like,
+        token_ids=like.token_ids.new_zeros(2),
+        lengths=like.lengths.new_full((1,), 2),
+        tokens=tokens,
+        sequences={name: column.new_zeros(1, *column.shape[1:]) for name, column in like.sequences.items()},
+        keep_together=None if like.keep_together is None else like.keep_together.new_zeros(1),
+    )
+
+
+def _with_single_tokens(micro: Batch, count: int) -> Batch:
+    """A batch with ``count`` sequences of one token behind its own, from which nothing is learned."""
+    if not count:
+        return micro
+    tokens = {
+        name: torch.cat([column, column.new_zeros(count, *column.shape[1:])])
+        for name, column in micro.tokens.items()
+    }
+    return dataclasses.replace(
+        micro,
+        token_ids=torch.cat([micro.token_ids, micro.token_ids.new_zeros(count)]),
+        lengths=torch.cat([micro.lengths, micro.lengths.new_ones(count)]),
+        tokens=tokens,
+        sequences={},
+        keep_together=None,
+    )

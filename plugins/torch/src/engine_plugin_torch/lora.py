@@ -1,0 +1,288 @@
+"""Puts a LoRA adapter into a module, as ``[actor.lora]`` says (https://arxiv.org/abs/2106.09685), through peft.
+
+Everything that a model cannot do with its settings is refused here, before anything changes.
+Left out: dropout (log-probs would differ between two passes), adapters over the fused experts of a
+mixture, initialisations that change the base's own weights (PiSSA, OLoRA).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import weakref
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine_core.config.assemble import peft_missing
+from engine_core.contracts.weight_names import near
+from engine_core.errors import ConfigError, DataError
+from engine_core.runs import state_files
+from engine_plugin_torch.quantized import QuantizedLinear
+
+if TYPE_CHECKING:
+    from engine_core.config.roles import LoRAConfig
+    from engine_plugin_torch.adapter import Adapter
+
+log = logging.getLogger("engine")
+
+Module = TypeVar("Module", bound=nn.Module)
+
+LINEAR = (nn.Linear, Conv1D)
+ADAPTED = (*LINEAR, nn.Embedding)  # layers whose adapter can be merged
+FROM_FOLDER = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+}
+"""Key of ours -> key of an adapter folder's config."""
+UNSUPPORTED = ("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform", "lora_bias")
+"""Keys of an adapter folder that must be empty."""
+# modules given from Python are the base of others too
+_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def attach(
+    module: nn.Module,
+    lora: LoRAConfig,
+    role: str,
+    seed: int,
+    base_path: str,
+    whole: Collection[str] = (),
+    identity: str | None = None,
+) -> Adapter:
+    """Freeze a module and put an adapter into it.
+
+    Args:
+        module: in its final type and on its device; changed in place.
+        lora: the role's table.
+        role: for messages.
+        seed: of the adapter's first weights, which are drawn on the CPU; torch's random state is left alone.
+        base_path: the base model's folder or name, for an exported adapter.
+        whole: ends of names of modules that are trained whole besides `modules_to_save` (a new head).
+        identity: of the base's weights, where it was taken before they were quantised.
+
+    Returns:
+        The adapter, float32 where the base has a smaller type. Nothing else of the module is trained.
+
+    Raises:
+        ConfigError: peft is missing, or the model cannot be adapted in this way. The module was left alone.
+        DataError: the adapter folder does not fit.
+    """
+    if missing := peft_missing(role):
+        raise ConfigError(missing)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    from engine_plugin_torch.adapter import NAME, Adapter
+
+    if any(hasattr(part, "lora_A") for part in module.modules()):
+        raise ConfigError(
+            f"{role}.lora: the model has an adapter already. Give the base model, and the adapter as {role}.lora.path."
+        )
+    lora = lora if lora.path is None else _as_in_folder(lora, role)
+    saved = [*dict.fromkeys([*lora.modules_to_save, *whole])]
+    targets = _targets(module, lora, role, saved)
+    _check(module, lora, role, targets, saved)
+    base = Path(base_path)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=_shortest(module, targets),
+        modules_to_save=saved or None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=True if lora.init == "kaiming" else "gaussian",
+        task_type="SEQ_CLS" if whole else "CAUSAL_LM",  # as peft calls a model with a head of its own
+        base_model_name_or_path=str(base.resolve()) if base.is_dir() else base_path,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, module, NAME)
+    _widen(module)
+    _ATTACHED.add(module)
+    adapter = Adapter(module, config, identity)
+    if lora.path is not None:
+        adapter.take(state_files.load_tensors(Path(lora.path) / "adapter_model.safetensors").items())
+    _tell(module, lora, targets)
+    return adapter
+
+
+def base_copy(module: Module) -> Module:
+    """A copy of a module without the adapter that ``attach`` put into it."""
+    made = copy.deepcopy(module)
+    if module not in _ATTACHED:
+        return made
+    for name, part in list(made.named_modules()):
+        for attribute in ("base_layer", "original_module"):  # of a layer, of a module that is trained whole
+            if attribute in part._modules:
+                parent, _, own = name.rpartition(".")
+                setattr(made.get_submodule(parent), own, part._modules[attribute])
+    made.requires_grad_(True)
+    return made
+
+
+def _targets(module: nn.Module, lora: LoRAConfig, role: str, saved: Collection[str]) -> list[str]:
+    """Full names of the layers that get an adapter; ``saved`` are trained whole."""
+    key, asked = f"{role}.lora.target_modules", lora.target_modules
+    get_head = getattr(module, "get_output_embeddings", lambda: None)
+    head = get_head()
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, ADAPTED)}
+    if asked == "all-linear":
+        found = [name for name, part in layers.items() if isinstance(part, LINEAR) and part is not head]
+        found = [name for name in found if not any(_inside(name, end) for end in saved)]
+        if not found:
+            raise ConfigError(f"{key}: {type(module).__name__} has no linear layer besides its head.")
+        return found
+    if isinstance(asked, str):
+        try:
+            found = [name for name in layers if re.fullmatch(asked, name)]
+        except re.error as error:
+            raise ConfigError(f"{key}: '{asked}' is no regular expression: {error}.") from error
+        return found or _unknown(key, asked, layers)
+    chosen: dict[str, None] = {}
+    for end in asked:
+        chosen |= dict.fromkeys([n for n in layers if _is_end(end, n)] or _unknown(key, end, layers))
+    if not chosen:
+        raise ConfigError(f'{key}: an empty list. Name layers, or write "all-linear".')
+    return [name for name in layers if name in chosen]
+
+
+def _unknown(key: str, asked: str, layers: Collection[str]) -> list[str]:
+    ends = {name.rpartition(".")[2] for name in layers}
+    some = ", ".join(sorted(ends)[:20])
+    raise ConfigError(
+        f"{key}: '{asked}' is no layer of this model.{near(asked, {*ends, *layers})} Its layers end in: {some}."
+    )
+
+
+def _check(
+    module: nn.Module, lora: LoRAConfig, role: str, targets: Collection[str], saved: Collection[str]
+) -> None:
+    """Refuse what could not be merged or told apart from the base."""
+    parts = dict(module.named_modules())
+    names = {name: [n for n in parts if _is_end(name, n)] for name in saved}
+    for end, found in names.items():
+        if not found:
+            known = {n.rpartition(".")[2] for n in parts if n}
+            raise ConfigError(
+                f"{role}.lora.modules_to_save: '{end}' is no module of this model.{near(end, {*known, *parts})}"
+            )
+        if both := [name for name in targets if any(_inside(name, n) for n in found)]:
+            raise ConfigError(
+                f"{role}.lora: '{both[0]}' is in target_modules and in modules_to_save. A module is adapted or "
+                "trained whole: take it out of one."
+            )
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    shared = {name.rpartition(".")[0] for pair in tied.items() for name in pair}
+    for name in (*targets, *(n for found in names.values() for n in found)):
+        if name in shared:
+            raise ConfigError(
+                f"{role}.lora: '{name}' shares its weight with another module of this model (tied embeddings). "
+                "Changing one of them cannot be written as one model: leave it out of target_modules and modules_to_save."
+            )
+    if lora.dora and (other := [name for name in targets if type(parts[name]) is not nn.Linear]):
+        raise ConfigError(
+            f"{role}.lora.dora: '{other[0]}' is a {type(parts[other[0]]).__name__}, not an nn.Linear."
+        )
+
+
+def _shortest(module: nn.Module, targets: Collection[str]) -> list[str]:
+    """Ends of names that mean exactly these layers: what other programs expect in an adapter's config."""
+    ends = {name.rpartition(".")[2] for name in targets}
+    meant = {name for name, _ in module.named_modules() if any(_is_end(end, name) for end in ends)}
+    return sorted(ends) if meant == set(targets) else sorted(targets)
+
+
+def _is_end(end: str, name: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _inside(name: str, whole: str) -> bool:
+    """Whether a module is one whose name ends in ``whole``, or lies in one."""
+    return f".{name}.".find(f".{whole}.") >= 0
+
+
+def _as_in_folder(lora: LoRAConfig, role: str) -> LoRAConfig:
+    """The table with the values of the adapter folder; one that was set otherwise is an error."""
+    path = Path(lora.path or "")
+    file = path / "adapter_config.json"
+    if not file.is_file() or not (path / "adapter_model.safetensors").is_file():
+        raise ConfigError(
+            f"{role}.lora.path: '{path}' is no adapter folder. Expected adapter_config.json and "
+            "adapter_model.safetensors, as peft and `engine export --adapter` write them."
+        )
+    values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if values.get("peft_type") != "LORA" or values.get("bias", "none") != "none":
+        raise DataError(
+            f"{file}: peft_type {values.get('peft_type')!r}, bias {values.get('bias')!r}; expected 'LORA' and 'none'."
+        )
+    if odd := [key for key in UNSUPPORTED if values.get(key)]:
+        raise DataError(
+            f"{file}: '{odd[0]}' is set, which is not supported here. Merge this adapter into its base."
+        )
+    defaults, found = type(lora)(), {}
+    for key, theirs in FROM_FOLDER.items():
+        value = values.get(theirs)
+        found[key] = getattr(defaults, key) if value is None else value
+        mine = getattr(lora, key)
+        if mine not in (getattr(defaults, key), found[key]) and not _same(mine, found[key]):
+            raise ConfigError(
+                f"{role}.lora.{key}: got {mine}, but the adapter in {path} has {found[key]}. Leave the key out."
+            )
+    try:
+        return type(lora)(**{**lora.model_dump(), **found})
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from error
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    """Whether two lists have the same members."""
+    return isinstance(mine, list) and isinstance(theirs, list) and sorted(mine) == sorted(theirs)
+
+
+def _widen(module: nn.Module) -> None:
+    """What is trained becomes float32; a module trained whole takes and gives the types that the base does."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for part in module.modules():
+        if isinstance(part, ModulesToSaveWrapper):
+            kept = next(part.original_module.parameters()).dtype
+            if kept in (torch.bfloat16, torch.float16):
+                for made in part.modules_to_save.values():
+                    made.register_forward_pre_hook(
+                        lambda _, args: tuple(_cast(a, torch.float32) for a in args)
+                    )
+                    made.register_forward_hook(lambda _, args, out, kept=kept: _cast(out, kept))
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _tell(module: nn.Module, lora: LoRAConfig, targets: Collection[str]) -> None:
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    quantized = [part for part in module.modules() if isinstance(part, QuantizedLinear)]
+    every = sum(p.numel() for p in module.parameters()) + sum(part.shape.numel() for part in quantized)
+    ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
+    log.info(
+        "LoRA: rank %d on %d layers (%s); %s of %s parameters are trained (%.2g%%).",
+        lora.rank,
+        len(targets),
+        ends,
+        f"{trained:,}",
+        f"{every:,}",
+        100 * trained / every,
+    )

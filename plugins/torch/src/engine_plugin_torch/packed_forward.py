@@ -1,0 +1,256 @@
+"""One forward pass over packed sequences: token ids in, log-probs at the tokens they are about out.
+
+Where a model can be taken apart (decoder, then head) the head runs on the positions that predict
+loss tokens only. Where it cannot, its own ``forward`` gives the logits. A model that is not known
+to keep packed sequences apart (own modules, recurrent layers) gets one sequence at a time.
+
+Both claims are tried on a few tokens before the first use: a model that breaks one gets the
+slower path, which is right for every model, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine_plugin_torch.attention import packed, packed_arguments
+from engine_plugin_torch.attention_choice import attends_only
+from engine_plugin_torch.log_probs import OUTPUTS, Head, columns_at, find_head, gather_outputs, zero_outputs
+from engine_plugin_torch.prefixes import find_prefixes
+from engine_plugin_torch.probes import ALIKE, FIRST, SAME, differs_by, keeps_apart, probe_ids, probe_lengths
+from engine_plugin_torch.transfer import on_host, predicted, send
+
+if TYPE_CHECKING:
+    from engine_core.types import Batch
+
+log = logging.getLogger("engine")
+
+KEPT_BYTES = 2**28  # of float32 logits
+
+
+class PackedForward:
+    """Computes outputs of a module for a pack.
+
+    Args:
+        module: transformers model, or a module whose ``forward(input_ids, position_ids)`` takes
+            [1, T] and gives ``logits`` [1, T, V]. With an attribute ``packs_sequences = True`` the
+            latter promises that positions that begin again keep sequences apart.
+        compute_dtype: of the forward pass; autocast where it is not the parameters' own.
+        chunk: rows of logits that exist at one time.
+        compile: compile what computes log-probs from rows.
+        recompute: logits are computed again in the backward pass, instead of kept for it; ``auto``: but on the
+            CPU, where those of a pack are within ``KEPT_BYTES``.
+        mode: of ``torch.compile``.
+        share: what sequences begin with alike goes through the layers once (``prefixes``), on the CPU and with
+            attention ``varlen``; elsewhere nothing is shared.
+    """
+
+    outputs: tuple[str, ...] = OUTPUTS
+    one_scale = False  # products in 8 bits round all tokens of a pack by the largest of them
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        chunk: int,
+        compile: bool = False,
+        recompute: bool | Literal["auto"] = True,
+        mode: str = "default",
+        share: bool = False,
+    ) -> None:
+        self.module, self.device, self.chunk = module, device, chunk
+        self.compile, self.recompute, self.mode = compile, recompute, mode
+        self.compute_dtype = compute_dtype
+        self.head: Head | None = find_head(module)
+        self.packs = bool(getattr(module, "packs_sequences", _attends_only(module)))
+        self.shares = share and device.type == "cpu" and _attention(module) == "varlen"
+        self._tried = False
+
+    def __call__(
+        self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Outputs of one micro-batch.
+
+        Args:
+            pack: on the engine's device, at least one token.
+            grad: outputs with gradient (where it is enabled at all).
+            watched: outputs without.
+
+        Returns:
+            [T] float32 each ([T, K] where an output is of several tokens a position, see ``gather_outputs``): at
+            loss tokens that have a token before them, 0 elsewhere.
+        """
+        self.settle()
+        targets = send(predicted(pack), self.device)
+        with self.autocast():
+            rows = self._rows(pack.token_ids, on_host(pack.lengths))[targets - 1]
+            gathered = self._gather(pack, rows, targets, grad, watched)
+        zeros = zero_outputs(gathered, pack, self.device)
+        found = {name: zeros[name].index_put((targets,), values) for name, values in gathered.items()}
+        return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
+
+    def _gather(
+        self, pack: Batch, rows: Tensor, targets: Tensor, grad: Collection[str], watched: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Outputs at the tokens ``targets`` [N] of a pack, from what predicts them: ``rows`` [N, H]."""
+        return gather_outputs(
+            self._logits_of,
+            rows,
+            pack.token_ids[targets],
+            temperature=pack.temperature,
+            chunk=self.chunk,
+            grad=grad,
+            watched=watched,
+            columns=columns_at(targets, (*grad, *watched), pack),
+            top_k=pack.top_k,
+            compile=self.compile,
+            recompute=self._recomputes(len(targets)),
+            mode=self.mode,
+        )
+
+    def _recomputes(self, rows: int) -> bool:
+        """Whether the logits of so many tokens are computed again in the backward pass."""
+        if self.recompute != "auto":
+            return self.recompute
+        few = self.head is not None and 4 * rows * self._vocabulary <= KEPT_BYTES
+        return not (few and self.device.type == "cpu")
+
+    def settle(self) -> None:
+        """Find out, before the first use, whether the module is what it seems: one that is not gets the slower path."""
+        if not self._tried:
+            self._try()
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        return rows.float() if self.head is None else self.head(rows)
+
+    def _rows(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+        """[T, H] hidden states, or [T, V] logits of a module that cannot be taken apart.
+
+        Args:
+            lengths: [B] of the sequences, in host memory.
+        """
+        if self.packs:
+            return self._run(token_ids, lengths)
+        parts = zip(token_ids.split(lengths.tolist()), lengths, strict=True)
+        return torch.cat([self._run(ids, n[None]) for ids, n in parts if n])
+
+    def _run(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        positions = torch.arange(len(token_ids)) - starts
+        lengths = lengths[lengths > 0]
+        shared = (
+            find_prefixes(token_ids, lengths) if self.packs and self.shares and len(lengths) > 1 else None
+        )
+        if shared is not None:
+            token_ids, positions = token_ids[shared.kept], positions[shared.kept]
+        inputs = {"input_ids": token_ids[None], "position_ids": send(positions, self.device)[None]}
+        if not isinstance(self.module, PreTrainedModel):
+            return self._result(self.module(**inputs))[0]
+        name = _attention(self.module)
+        separate = packed_arguments(lengths, self.device, shared, name) if self.packs else {}
+        with packed() if self.packs else contextlib.nullcontext():
+            if self.head is None:
+                rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]
+            else:
+                rows = self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
+        rows = rows.to(self.device)  # the last layer of a model over several devices computes on another one
+        return rows if shared is None else rows[shared.row]
+
+    def _result(self, output: Any) -> Tensor:
+        """[1, T, V] of a module that is not of transformers."""
+        return _logits(output)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Downwards only: weights that a sharded engine has gathered in half precision stay in it.
+
+        On CUDA, autocast to float32 is possible, and makes every product of such weights a slow one.
+        """
+        own = next(self.module.parameters()).dtype
+        if self.compute_dtype.itemsize >= own.itemsize:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Compare with the module's own logits; fall back where they differ."""
+        self._tried = True
+        if not isinstance(self.module, PreTrainedModel) or not (self.packs or self.head):
+            return
+        with self.autocast():
+            if self.head and not self._head_is_own():
+                log.warning(
+                    "%s has a head that its config does not describe: full logits.", _name(self.module)
+                )
+                self.head = None
+            if self.packs and not self._packs_apart():
+                mixes(self.module)
+                self.packs = False
+            if self.packs and self.shares and not self._shares_rightly():
+                log.warning("%s computes common beginnings of sequences each time.", _name(self.module))
+                self.shares = False
+
+    def _head_is_own(self) -> bool:
+        """Head after decoder, and the module as a whole, on one sequence."""
+        found = self._logits_of(self._alone())
+        head, self.head = self.head, None
+        own = self._logits_of(self._alone())
+        self.head = head
+        return differs_by(found, own) <= SAME
+
+    def _packs_apart(self) -> bool:
+        self.packs = False
+        alone = self._alone()
+        self.packs = True
+        same = ALIKE if self.one_scale else SAME
+        return keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
+
+    def _shares_rightly(self) -> bool:
+        """Two sequences that begin alike, with and without what they share."""
+        ids, length = probe_ids(self._vocabulary, self.device), torch.tensor([FIRST + 1, FIRST + 3])
+        pack = torch.cat([ids[: FIRST + 1], ids[:FIRST], ids[-3:]])
+        found = self._run(pack, length)
+        self.shares = False
+        apart = self._run(pack, length)
+        self.shares = True
+        return differs_by(found, apart) <= ALIKE
+
+    def _alone(self) -> Tensor:
+        """[4, ...] of the probe's second sequence."""
+        return self._run(probe_ids(self._vocabulary, self.device)[FIRST:], probe_lengths()[1:])
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.module.get_input_embeddings().weight.shape[0])  # type: ignore
+
+
+def _attends_only(module: nn.Module) -> bool:
+    """Whether tokens meet only in attention layers: recurrent state runs across packed sequences."""
+    if not isinstance(module, PreTrainedModel) or getattr(module, "_is_stateful", False):
+        return False
+    return attends_only(module.config)
+
+
+def mixes(module: nn.Module) -> None:
+    """Say that a model is not packed."""
+    log.warning("%s mixes packed sequences: one sequence at a time, which is slower.", _name(module))
+
+
+def _attention(module: nn.Module) -> str | None:
+    """The attention implementation of a transformers model."""
+    config: Any = getattr(module, "config", None)
+    return config.get_text_config()._attn_implementation if isinstance(module, PreTrainedModel) else None
+
+
+def _logits(output: object) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits  # type: ignore[attr-defined]
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

@@ -1,0 +1,24 @@
+"""What this distribution offers: the train engine ``torch``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine_core.hooks import hookimpl
+from engine_core.specs import TrainBackend
+from engine_plugin_torch.options import TorchOptions
+
+
+@hookimpl
+def engine_train_engines() -> Mapping[str, TrainBackend]:
+    return {
+        "torch": TrainBackend(
+            load="engine_plugin_torch.engine:TorchEngine",
+            config=TorchOptions,
+            capabilities=frozenset(
+                {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
+            ),
+            health="engine_plugin_torch.precision:health",
+            check_checkpoint="engine_plugin_torch.shards:check_experts",
+        )
+    }

@@ -1,0 +1,103 @@
+"""The types that a role's weights and forward passes have, and what ``auto`` makes of the device.
+
+| device | a role that is trained | one that is not, or the base below an adapter |
+|---|---|---|
+| accelerator with bfloat16 | float32 weights, computed in bfloat16 (autocast) | bfloat16 |
+| CPU, and any other accelerator | float32 | float32 |
+
+Trained weights stay float32: a step of size 1e-6 is lost in the 8 bits of bfloat16. Left out: float16,
+whose gradients need a scale of their own; the CPU's bfloat16 as a default, which few of them compute faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine_core.errors import ConfigError
+from engine_plugin_torch.options import TorchOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMED = {**DTYPES, "fp16": torch.float16}  # those of backends that scale the loss, too
+_NAMES = {dtype: name for name, dtype in NAMED.items()}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a role computes with."""
+
+    param: torch.dtype
+    compute: torch.dtype
+
+    def __str__(self) -> str:
+        if self.param == self.compute:
+            return _NAMES[self.param]
+        return f"{_NAMES[self.param]} weights, computed in {_NAMES[self.compute]}"
+
+
+def choose(options: Any, device: torch.device, table: str, frozen: bool = False) -> Precision:
+    """The types of a role on a device. Nothing is allocated for it but one number.
+
+    Args:
+        options: the backend's table: `param_dtype`, `compute_dtype`.
+        device: that the role runs on.
+        table: where the options stand, for messages: ``actor.torch``.
+        frozen: the weights are not trained: no role's, or those below an adapter.
+
+    Raises:
+        ConfigError: the device has no such type.
+    """
+    fast = device.type != "cpu" and has_bf16(device)
+    for key in ("param_dtype", "compute_dtype"):
+        if key in type(options).model_fields and getattr(options, key) == "bf16" and not has_bf16(device):
+            raise ConfigError(
+                f"{table}.{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp32', or leave it out ('auto')."
+            )
+    param, compute = options.param_dtype, options.compute_dtype
+    if param == "auto":
+        param = "bf16" if fast and frozen and compute != "fp32" else "fp32"
+    if compute == "auto":
+        compute = "bf16" if fast or param == "bf16" else "fp32"
+    return Precision(NAMED[param], NAMED[compute])
+
+
+def find_device(name: str, default: torch.device, table: str) -> torch.device:
+    """The device that `device` of a role's table names; of ``auto`` the default.
+
+    Raises:
+        ConfigError: there is none of that name here.
+    """
+    if name == "auto":
+        return default
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the kinds differ by device
+        raise ConfigError(
+            f"{table}.device: '{name}' cannot be used here: {str(error).splitlines()[0]}. "
+            "Expected 'auto', 'cpu', or an accelerator that `engine doctor` finds."
+        ) from error
+    return device
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 itself (CUDA also emulates it, slowly)."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        torch.ones(1, dtype=torch.bfloat16, device=device).add_(1)
+    except (RuntimeError, TypeError):  # as backends say that they have no such type
+        return False
+    return True
+
+
+def health() -> str:
+    """Return the types that `precision = "auto"` means on this machine, for ``engine doctor``."""
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator() or device
+    trained, frozen = (choose(TorchOptions(), device, "actor.torch", frozen) for frozen in (False, True))
+    return f"precision auto: {trained}; of weights that are not trained {frozen}"

@@ -1,0 +1,136 @@
+"""What step hooks may answer, and what the reference engine makes of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from engine_core.errors import PluginError
+from engine_core.types import LossCall
+from engine_plugin_torch import linear_products
+
+
+def rates(engine, batch, steps):
+    """``StepOutput.lr`` of some steps."""
+    found = []
+    for _ in range(steps):
+        engine.forward_backward(batch, LossCall("nll"))
+        found.append(engine.optimizer_step().lr)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("model.layers.0", r"returned 'model.layers.0'; expected a list of names"),
+        (["model.layers", "model.layers.0"], r"named 'model.layers.0', which lies inside 'model.layers'"),
+        (["model.layers.0.mlp", "model.layers.0"], r"named 'model.layers.0.mlp', which lies inside"),
+        (["model.layers.0", "model.layers.0"], r"named 'model.layers.0' twice"),
+        ([0, 1], r"returned \[0, 1\]; expected a list of names"),
+    ],
+)
+def test_units_that_are_no_separate_submodules_are_refused_with_plugin_and_hook(make_engine, named, message):
+    with pytest.raises(PluginError, match=rf"^Plugin of a test: engine_wrap_policy \(actor\) {message}"):
+        make_engine(hooks={"engine_wrap_policy": lambda: named})
+
+
+def two_rates(module, optim_config):
+    """Two groups, the slow one first, falling to 0 in ``decay_steps``."""
+    bodies = [p for name, p in module.named_parameters() if "embed" not in name]
+    embedding = [p for name, p in module.named_parameters() if "embed" in name]
+    groups = [{"params": embedding, "lr": optim_config.lr / 4}, {"params": bodies}]
+    sgd = torch.optim.SGD(groups, lr=optim_config.lr)
+    return sgd, torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1 - step / optim_config.decay_steps)
+
+
+@pytest.mark.parametrize(
+    ("decay_steps", "expected", "rate_after"), [(0, [0.4, 0.3, 0.2], 0.1), (5, [0.4, 0.32, 0.24], 0.16)]
+)
+def test_a_plugins_optimizer_is_told_the_length_of_its_schedule_and_reports_its_fastest_rate(
+    make_engine, batch, decay_steps, expected, rate_after
+):
+    engine = make_engine(
+        hooks={"engine_build_optimizer": two_rates},
+        optim={"lr": 0.4, "decay_steps": decay_steps},
+        total_steps=4,
+    )
+    assert rates(engine, batch, steps=3) == pytest.approx(expected)
+    engine.set_lr(0.8)
+    assert engine.lr == pytest.approx(2 * rate_after)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda optimizer: optimizer, "SGD"),
+        (lambda optimizer: (optimizer,), r"tuple of 1 \(SGD\)"),
+        (lambda optimizer: (None, optimizer), r"tuple of 2 \(NoneType, SGD\)"),
+        (lambda optimizer: (optimizer, lambda step: 1), r"tuple of 2 \(SGD, function\)"),
+        (lambda optimizer: False, "bool"),
+    ],
+)
+def test_an_optimizer_hook_that_returns_something_else_is_told_so(make_engine, answer, found):
+    def engine_build_optimizer(module):
+        return answer(torch.optim.SGD(module.parameters(), lr=0.1))
+
+    with pytest.raises(
+        PluginError,
+        match=rf"^Plugin of a test: engine_build_optimizer \(actor\) returned {found}; expected "
+        r"\(optimizer, lr_scheduler\), or \(optimizer, None\)",
+    ):
+        make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
+
+
+def test_an_optimizer_that_leaves_trainable_parameters_out_is_refused(make_engine):
+    def engine_build_optimizer(module):
+        return torch.optim.SGD([p for p in module.parameters() if p.ndim >= 2], lr=0.1), None
+
+    with pytest.raises(
+        PluginError,
+        match=r"The optimizer \(SGD\) of the role 'actor' has 9 of its 24 trainable parameters in no group: "
+        r"'model\.layers\.0\.self_attn\.q_norm\.weight', '[^']+', '[^']+' and 6 more\. Put them in a group, or set "
+        "requires_grad to False",
+    ):
+        make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
+
+
+def test_frozen_parameters_may_be_in_no_group(make_engine, batch):
+    def engine_build_optimizer(module):
+        module.get_input_embeddings().requires_grad_(False)
+        return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), None
+
+    engine = make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
+    assert rates(engine, batch, steps=1) == [0.1]
+
+
+on_cpu = pytest.mark.skipif(
+    os.environ.get("ENGINE_TEST_DEVICE", "cpu") != "cpu", reason="ways of computing that are the CPU's"
+)
+
+
+@on_cpu
+@pytest.mark.parametrize("trainable", [True, False])
+def test_on_a_cpu_every_rms_norm_has_its_own_backward_pass(make_engine, trainable):
+    engine = make_engine(trainable=trainable)
+    norms = [part for part in engine.module.modules() if type(part).__name__.endswith("RMSNorm")]
+    assert len(norms) == 9  # of each of two layers four, with those of heads, and the last
+    for part in norms:
+        rows = torch.randn(3, len(part.weight), requires_grad=True)
+        assert type(part(rows).grad_fn).__name__ == "_RMSNormBackward"
+
+
+@on_cpu
+def test_on_a_cpu_with_a_quicker_library_every_linear_layer_multiplies_by_it(make_engine, monkeypatch):
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(linear_products, "_is_quicker", lambda: True)
+    monkeypatch.setattr(linear_products, "LEAST_WIDTH", 1)
+    engine = make_engine("llama")
+    layers = [part for part in engine.module.modules() if type(part) is nn.Linear]
+    assert len(layers) == 15  # seven of each of two layers, and the head
+    for part in layers:
+        rows = torch.randn(linear_products.LEAST_ROWS, part.in_features, requires_grad=True)
+        assert type(part(rows).grad_fn).__name__ == "_LinearBackward"

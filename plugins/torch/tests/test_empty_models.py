@@ -1,0 +1,44 @@
+"""Models without weights, built from a folder's config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine_core.config import ModelConfig
+from engine_core.contracts.weight_names import own_weights
+from engine_plugin_torch.empty_models import blank_model, empty_parameters, fresh_model
+
+
+def test_a_blank_model_has_names_shapes_and_types_and_no_weights(model_folder):
+    model = ModelConfig(path=model_folder("llama"), attention="eager")
+    blank, fresh = blank_model(model, "actor", torch.bfloat16), fresh_model(model, "actor", torch.bfloat16)
+    assert {name: (t.shape, t.dtype) for name, t in own_weights(blank).items()} == {
+        name: (t.shape, t.dtype) for name, t in own_weights(fresh).items()
+    }
+    assert {p.device.type for p in blank.parameters()} == {"meta"}
+    assert {p.dtype for p in blank.parameters()} == {torch.bfloat16}
+    for name, buffer in fresh.named_buffers():
+        assert torch.equal(blank.get_buffer(name), buffer)
+
+
+def test_a_critic_has_one_value(model_folder):
+    blank = blank_model(ModelConfig(path=model_folder("llama"), attention="eager"), "critic", torch.float32)
+    assert blank.score.weight.shape[0] == 1
+
+
+def test_tied_weights_stay_one(model_folder):
+    blank = blank_model(ModelConfig(path=model_folder("qwen3"), attention="eager"), "actor", torch.float32)
+    assert blank.lm_head.weight is blank.get_input_embeddings().weight
+
+
+def test_modules_are_built_as_ever_after_an_error():
+    def stopped():
+        with empty_parameters():
+            assert nn.Linear(2, 2).weight.device.type == "meta"
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        stopped()
+    assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -1,0 +1,57 @@
+"""Model folders written from a stream."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_core.config import ModelConfig
+from engine_plugin_torch import export
+from engine_plugin_torch.empty_models import blank_model, fresh_model
+from engine_plugin_torch.export import write_model
+from engine_plugin_torch.weights import published_weights
+
+
+@pytest.fixture
+def model(model_folder):
+    torch.manual_seed(0)
+    return fresh_model(ModelConfig(path=model_folder("llama"), attention="eager"), "actor", torch.bfloat16)
+
+
+@pytest.mark.parametrize("limit", [5 * 10**9, 2**13])
+def test_transformers_loads_what_was_written_in_one_file_or_several(
+    model, model_folder, tmp_path, monkeypatch, limit
+):
+    monkeypatch.setattr(export, "FILE_BYTES", limit)
+    blank = blank_model(ModelConfig(path=model_folder("llama"), attention="eager"), "actor", torch.float32)
+    write_model(tmp_path / "out", blank, published_weights(model))
+    names = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert (names == ["model.safetensors"]) == (limit > 2**13)
+    assert names[0] in ("model.safetensors", f"model-00001-of-{len(names):05d}.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+def test_the_index_names_the_file_of_each_weight_and_the_bytes_of_all(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "FILE_BYTES", 2**13)
+    write_model(tmp_path, model, published_weights(model))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 2 for p in model.parameters())
+    assert index["weight_map"].keys() == dict(model.named_parameters()).keys()
+
+
+def test_the_config_says_the_class_and_the_type_of_what_was_written(model, tmp_path):
+    write_model(tmp_path, model, published_weights(model))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+
+
+def test_a_module_without_a_config_has_its_weights_written(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    write_model(tmp_path, module, ((name, p.detach()) for name, p in module.named_parameters()))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]

@@ -1,0 +1,238 @@
+"""Estimates of memory against what real models hold and what autograd really keeps."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+from engine_core.types import LossCall
+from engine_plugin_torch import attention, memory
+from engine_plugin_torch import build as torch_build
+from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.memory import (
+    Activations,
+    Decoder,
+    Estimate,
+    Held,
+    Settings,
+    activations,
+    optimizer_bytes,
+)
+
+CPU = torch.device("cpu")
+NLL = LossCall("nll")
+WITHIN = 0.04  # of what is really kept
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, head_dim=24),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=24, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=101, n_embd=64, n_inner=160, n_layer=3, n_head=4),
+}
+TYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
+LENGTHS = [60] * 6  # of one length: rectangles without padding
+
+
+class Kept:
+    """Bytes that autograd keeps in a context, each storage once, without the weights of a module."""
+
+    def __init__(self, module):
+        self.bytes, self.held = 0, []
+        self.seen = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.seen:
+            self.seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+            self.held.append(tensor)  # so that its place is not given to another
+        return tensor
+
+    def __enter__(self):
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *found):
+        self.hooks.__exit__(*found)
+
+
+@pytest.fixture(autouse=True)
+def as_on_accelerators(monkeypatch):
+    """What is estimated is an accelerator's memory: the operators are those of one, not the CPU's own ways."""
+    for name in ("use_fused_rmsnorm_backward", "use_quicker_products"):
+        monkeypatch.setattr(torch_build, name, lambda module: 0)
+    monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
+
+
+@pytest.fixture
+def engine_of(make_engine, tmp_path):
+    def make(family, **options):
+        CONFIGS[family].save_pretrained(tmp_path / family)
+        options = {"log_prob_recompute": True} | options  # as on devices that tell their memory
+        return make_engine(model={"path": str(tmp_path / family)}, budget=100_000, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(("param", "compute"), TYPES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_a_token_keeps_is_counted(engine_of, batch_of, family, param, compute):
+    engine = engine_of(family, param_dtype=param, compute_dtype=compute)
+    batch = batch_of(LENGTHS)
+    engine.forward(batch, ("log_probs",))  # the trial on a few tokens
+    with Kept(engine.module) as kept:
+        found = engine.forward(batch, ("log_probs",))
+    assert found["log_probs"].requires_grad
+    act = activations(Decoder.of(engine.module), engine._settings)
+    expected = act.token(False) * batch.num_tokens + act.copies
+    assert kept.bytes == pytest.approx(expected, rel=WITHIN)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_with_checkpointing_a_layer_keeps_its_input_and_one_at_a_time_the_rest(engine_of, batch_of, family):
+    engine = engine_of(family, activation_checkpointing=True)
+    batch = batch_of(LENGTHS)
+    engine.forward(batch, ("log_probs",))
+    act = activations(Decoder.of(engine.module), engine._settings)
+    with Kept(engine.module) as kept:
+        engine.forward(batch, ("log_probs",))
+    carried = act.token(True) - act.layer
+    assert kept.bytes == pytest.approx(carried * batch.num_tokens, rel=WITHIN)
+    assert act.layer > 5 * act.carried
+
+
+def test_feed_forwards_in_chunks_keep_nothing_wide(engine_of, batch_of):
+    engine = engine_of("qwen3", sequence_chunk_tokens=30)
+    batch = batch_of(LENGTHS)
+    engine.forward(batch, ("log_probs",))
+    act = activations(Decoder.of(engine.module), engine._settings)
+    with Kept(engine.module) as kept:
+        engine.forward(batch, ("log_probs",))
+    assert kept.bytes == pytest.approx(act.token(False) * batch.num_tokens, rel=0.05)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_weights_gradients_and_optimizer_are_counted_to_the_byte(engine_of, batch_of, family, lora):
+    engine = engine_of(family, lora=lora)
+    held = Held.of(engine.module, trained=True)
+    engine.forward_backward(batch_of(LENGTHS), NLL)
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    assert held.gradients == sum(g.numel() * g.itemsize for g in gradients)
+    assert held.weights == sum(p.numel() * p.itemsize for p in engine.module.parameters())
+    engine.optimizer_step()
+    counts = 4 * len(gradients)  # Adam's number of steps, one float32 a tensor
+    assert optimizer_bytes(engine.optimizer, CPU) == held.optimizer + counts
+
+
+def test_the_figures_of_an_h200_are_met():
+    """benchmarks/train/README.md: Qwen3-0.6B in bf16, 49,152 tokens a micro-batch; peaks as measured there."""
+    shape = Decoder(
+        hidden=1024, wide=3072, layers=28, queries=2048, keys=1024, heads=16, vocabulary=151936,
+        gated=True, rms=True, normed=True, in_steps=False, reads=5,
+    )  # fmt: skip
+    half, held = torch.bfloat16, 596_049_920 * 8 / memory.GIB  # weights, gradients, two of Adam
+
+    def peak(checkpointing=False, **how):
+        act = activations(shape, Settings(param=half, compute=half, kernel=True, **how))
+        return held + (act.token(checkpointing) * 49152 + act.chunks) / memory.GIB
+
+    assert peak(compiled=False) == pytest.approx(105, rel=0.06)
+    assert peak(compiled=True) == pytest.approx(69, rel=0.06)
+
+
+class With(TorchEngine):
+    """An engine on a device that has so many bytes."""
+
+    free = 0
+
+    def _free_bytes(self):
+        return self.free
+
+
+def test_auto_takes_as_many_tokens_as_fit_and_says_so(make_engine, batch_of, caplog):
+    need = estimate_of(make_engine("qwen3"))
+    With.free = int((need.activations.chunks + 3000 * need.activations.token(False)) / (1 - memory.RESERVE))
+    With.free += need.held.gradients + need.held.optimizer
+    engine = make_engine("qwen3", budget="auto", cls=With)
+    with caplog.at_level(logging.INFO, logger="engine"):
+        output = engine.forward_backward(batch_of([50] * 100), NLL)
+    assert engine.config.max_tokens_per_rank == 2560  # 3000, a multiple of 512
+    assert output.num_micro_batches == 2
+    assert "actor: max_tokens_per_rank = 2560" in caplog.text
+    assert "a token, recomputed" in caplog.text
+    With.free = 0
+    assert engine.forward_backward(batch_of([50] * 100), NLL).num_micro_batches == 2  # settled
+
+
+def test_auto_counts_what_the_role_holds_already_once(make_engine, batch_of):
+    With.free = 50 * 2**20
+    new = make_engine("qwen3", budget="auto", cls=With)
+    trained = make_engine("qwen3", budget=1000, cls=With)
+    trained.forward_backward(batch_of([20]), NLL)
+    trained.optimizer_step()
+    trained.set_token_budget("auto")
+    taken = optimizer_bytes(trained.optimizer, CPU)
+    With.free = 50 * 2**20 - taken  # the optimizer's state has come from the free bytes
+    after = trained.token_budget
+    With.free = 50 * 2**20
+    assert abs(after - new.token_budget) <= memory.ROUND
+
+
+def test_activations_are_recomputed_where_the_tokens_would_else_not_fit(make_engine):
+    need = estimate_of(make_engine("qwen3"))
+    for tokens, expected in ((4000, False), (2000, True)):
+        With.free = int(
+            (need.activations.chunks + 3000 * need.activations.token(False)) / (1 - memory.RESERVE)
+        )
+        With.free += need.held.gradients + need.held.optimizer
+        budget = {4000: 2000, 2000: 4000}[tokens]
+        engine = make_engine("qwen3", budget=budget, activation_checkpointing="auto", cls=With)
+        assert bool(engine._recomputed_share) is expected
+        assert hasattr(engine.module.get_decoder().layers[0].forward, "func") is expected
+
+
+def test_where_nothing_is_known_the_choice_is_fixed(make_engine, batch_of, caplog):
+    with caplog.at_level(logging.INFO, logger="engine"):
+        cpu = make_engine("qwen3", budget="auto", activation_checkpointing="auto")
+        assert cpu.token_budget == 8192
+    assert not cpu._recomputed_share
+    assert "max_tokens_per_rank = 8192; there is no estimate of memory" in caplog.text
+    With.free = 2**30
+    assert make_engine("qwen3_moe", budget="auto", cls=With).token_budget == 8192  # a mixture of experts
+
+
+def test_a_budget_of_a_model_that_is_not_trained_needs_no_kept_activations(make_engine):
+    With.free = 8 * 2**20
+    trained = make_engine("qwen3", budget="auto", cls=With).token_budget
+    frozen = make_engine("qwen3", budget="auto", cls=With, trainable=False, role="ref").token_budget
+    assert frozen > 2 * trained
+
+
+def test_a_schedule_may_go_back_to_auto(make_engine):
+    engine = make_engine("qwen3", budget=100)
+    engine.set_token_budget("auto")
+    assert engine.token_budget == 8192
+
+
+def test_a_token_of_a_model_with_some_recomputed_layers_lies_between():
+    act = Activations(layer=100, carried=10, layers=4, ends=7, chunks=0, copies=0, passing=1)
+    assert (act.token(0), act.token(1)) == (407, 147)
+    assert act.token(0.5) == 2 * 100 + 2 * 10 + 100 + 7  # two of four, and the one that is computed again
+
+
+def estimate_of(engine):
+    """Of an engine, with a settled amount of memory."""
+    act = activations(Decoder.of(engine.module), engine._settings)
+    return Estimate(Held.of(engine.module, True), act, 0)

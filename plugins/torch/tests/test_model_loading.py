@@ -1,0 +1,145 @@
+"""Models from folders: what is refused, and how."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_core.config import ModelConfig
+from engine_core.errors import ConfigError, DataError
+from engine_plugin_torch.model_loading import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weights_folder(model_folder, tmp_path):
+    """A folder with a config and weights."""
+    load_model(ModelConfig(path=model_folder()), CPU, torch.float32).save_pretrained(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def load(path, dtype=torch.float32, **model):
+    return load_model(ModelConfig(path=str(path), **model), CPU, dtype)
+
+
+def test_a_config_alone_is_a_random_model_from_its_seed(model_folder, caplog):
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING, "engine"):
+        one = load(model_folder(), seed=3)
+    assert "holds a config and no weights: random weights from model.seed 3" in caplog.text
+    assert torch.equal(torch.get_rng_state(), state)
+    same, other = load(model_folder(), seed=3), load(model_folder(), seed=4)
+    assert torch.equal(one.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    half = load(model_folder(), dtype=torch.bfloat16, seed=3)
+    assert torch.equal(one.lm_head.weight.bfloat16(), half.lm_head.weight)
+    assert half.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_weights_are_loaded_in_the_asked_type(weights_folder):
+    found = load(weights_folder, dtype=torch.bfloat16)
+    saved = load_file(weights_folder / "model.safetensors")
+    assert torch.equal(found.model.norm.weight, saved["model.norm.weight"].bfloat16())
+    assert found.config._attn_implementation == "varlen"
+
+
+def test_overrides_reach_the_config(model_folder):
+    found = load(model_folder(), override={"num_hidden_layers": 1, "rope_theta": 5e5})
+    assert len(found.model.layers) == 1
+    assert found.config.rope_parameters["rope_theta"] == 5e5
+    nested = load(model_folder(), override={"rope_parameters": {"rope_theta": 7e5}})
+    assert nested.config.rope_parameters == {"rope_type": "default", "rope_theta": 7e5}
+
+
+def test_an_unknown_override_is_named(model_folder):
+    with pytest.raises(
+        ConfigError, match=r"Unknown key in model.override: 'hiden_size'. Did you mean 'hidden_size'\?"
+    ):
+        load(model_folder(), override={"hiden_size": 3})
+    with pytest.raises(ConfigError, match=r"Unknown key in model.override.rope_parameters: 'rope_teta'"):
+        load(model_folder(), override={"rope_parameters": {"rope_teta": 3}})
+
+
+def test_an_override_of_the_wrong_type_is_refused(model_folder):
+    with pytest.raises(
+        ConfigError, match=r"model.override is refused by Qwen3Config: .*hidden_size.*expected int"
+    ):
+        load(model_folder(), override={"hidden_size": "big"})
+
+
+def test_weights_that_do_not_fit_are_named(weights_folder):
+    file = weights_folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.extra.weight"] = weights.pop("model.norm.weight")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(
+        DataError,
+        match=r"not in the folder: model.norm.weight; not in the model: model.extra.weight. Is model.override",
+    ):
+        load(weights_folder)
+
+
+def test_weights_of_another_shape_are_named(weights_folder):
+    with pytest.raises(DataError, match=r"do not fit Qwen3ForCausalLM: of another shape: .*mlp.*and \d more"):
+        load(weights_folder, override={"intermediate_size": 40})
+
+
+def test_pickled_weights_are_not_opened(model_folder):
+    folder = model_folder()
+    torch.save({}, f"{folder}/pytest.bin")
+    with pytest.raises(
+        ConfigError,
+        match=r"as a pickle \(pytest.bin\) only, which is not opened. Convert them to safetensors",
+    ):
+        load(folder)
+
+
+def test_a_path_that_leads_nowhere_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path is empty. Give a folder"):
+        load("")
+    with pytest.raises(
+        ConfigError, match=r"model.path '.*/nowhere' is not a folder. Expected one with a config.json"
+    ):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"model.path '.*' (cannot be read|has a config that fails)"):
+        load(tmp_path)
+
+
+@pytest.fixture
+def folder_with_code(tmp_path):
+    """A model folder that brings its own Python."""
+    folder = tmp_path / "with_code"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"model_type": "mine_own", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"},'
+        ' "vocab_size": 97, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,'
+        ' "num_attention_heads": 1, "num_key_value_heads": 1}'
+    )
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Mine(LlamaConfig):\n    model_type = 'mine_own'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Mine\n"
+    )
+    return folder
+
+
+def test_code_of_a_folder_runs_only_when_asked_and_is_logged(folder_with_code, caplog):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs Python code of its own. Read that code, then set model.trust_remote_code = true",
+    ):
+        load(folder_with_code)
+    with caplog.at_level(logging.WARNING, "engine"):
+        found = load(folder_with_code, trust_remote_code=True)
+    assert "Python code of" in caplog.text
+    assert type(found).__name__ == "Model"
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"'nobody/nothing' cannot be read: .*give a local folder in"):
+        load("nobody/nothing")

@@ -1,0 +1,149 @@
+"""Which models may be packed and taken apart, and what happens to the others."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, NanoChatConfig
+
+from engine_core.types import Batch, LossCall
+from engine_plugin_torch import packed_forward
+from engine_plugin_torch.packed_forward import PackedForward
+
+
+def test_a_head_with_unknown_scaling_falls_back_to_the_models_own_logits(make_engine, batch, caplog):
+    engine = make_engine("llama")
+    expected = make_engine("llama").infer(batch, ["log_probs"])["log_probs"]
+    own = type(engine.module).forward
+
+    def doubled(self, *args, **kwargs):
+        output = own(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    engine.module.forward = doubled.__get__(engine.module)
+    with caplog.at_level(logging.WARNING, "engine"):
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert "has a head that its config does not describe: full logits" in caplog.text
+    assert engine.forward.packs
+    halved = batch.with_columns({})
+    halved.temperature = 0.5
+    torch.testing.assert_close(found, make_engine("llama").infer(halved, ["log_probs"])["log_probs"])
+    assert not torch.allclose(found, expected)
+
+
+def test_a_config_key_that_speaks_of_logits_and_is_not_known_gives_full_logits():
+    config = NanoChatConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    config.final_logit_multiplier = 3.0
+    module = torch.nn.Module()
+    module.config, module.get_output_embeddings = config, lambda: torch.nn.Linear(2, 3)
+    assert PackedForward(module, torch.device("cpu"), torch.float32, 8).head is None
+
+
+def test_a_model_that_mixes_packed_sequences_gets_one_at_a_time(make_engine, batch, caplog):
+    engine = make_engine("llama")
+    right = engine.infer(batch, ["log_probs"])["log_probs"]
+    engine.forward = PackedForward(engine.module, engine.device, torch.float32, 64)
+    decoder = engine.module.get_decoder()
+    own = decoder.forward
+    decoder.forward = lambda input_ids, position_ids, use_cache, **_: own(
+        input_ids=input_ids,
+        position_ids=torch.arange(input_ids.shape[1], device=input_ids.device)[None],
+        use_cache=use_cache,
+    )
+    with caplog.at_level(logging.WARNING, "engine"):
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert "LlamaForCausalLM mixes packed sequences: one sequence at a time, which is slower" in caplog.text
+    torch.testing.assert_close(found, right)
+
+
+def test_a_recurrent_model_is_never_packed(make_engine, batch, tmp_path):
+    MambaConfig(
+        vocab_size=97,
+        hidden_size=16,
+        state_size=4,
+        num_hidden_layers=2,
+        initializer_range=0.2,
+        pad_token_id=0,
+    ).save_pretrained(tmp_path / "mamba")
+    engine = make_engine(model={"path": str(tmp_path / "mamba"), "attention": "eager"})
+    assert not engine.forward.packs
+    whole = engine.infer(batch, ["log_probs"])["log_probs"]
+    for index, start in enumerate(batch.offsets[:-1].tolist()):
+        alone = batch.select([index])
+        found = engine.infer(alone, ["log_probs"])["log_probs"]
+        torch.testing.assert_close(found, whole[start : start + len(found)])
+    assert engine.forward_backward(batch, LossCall("nll")).loss > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_transformers_own_attention_gives_the_same_log_probs(make_engine, batch, attention):
+    found = make_engine(model={"attention": attention}).infer(batch, ["log_probs"])["log_probs"]
+    torch.testing.assert_close(
+        found, make_engine().infer(batch, ["log_probs"])["log_probs"], rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "computed", "cast_to"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.float32, None),  # gathered in half precision by a sharded engine
+    ],
+)
+def test_a_forward_pass_is_cast_downwards_only(make_engine, weights, computed, cast_to):
+    engine = make_engine("llama")
+    forward = PackedForward(engine.module.to(weights), torch.device("cuda"), computed, 8)
+    context = forward.autocast()  # is entered nowhere: on CUDA, autocast to float32 is possible
+    assert getattr(context, "fast_dtype", None) == cast_to
+
+
+def test_rounding_that_depends_on_the_kernel_is_not_taken_for_a_leak(make_engine, caplog):
+    """On a GPU, a model of 8B in bfloat16 gives logits that are several percent apart by shape and kernel."""
+    module = make_engine("llama").module
+
+    def rounded(_, inputs, output):
+        hidden = output.last_hidden_state
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(hidden.shape[1]))
+        output.last_hidden_state = hidden + 0.08 * hidden.pow(2).mean().sqrt() * noise
+
+    module.get_decoder().register_forward_hook(rounded)
+    forward = PackedForward(module, torch.device("cpu"), torch.float32, 64)
+    forward.settle()
+    assert forward.packs
+    assert forward.head is not None
+    assert "full logits" not in caplog.text
+
+
+def test_a_leak_as_small_as_that_rounding_is_found(make_engine):
+    module = make_engine("llama").module
+
+    def leaking(_, inputs, output):
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden + 0.08 * hidden[:, :1]
+
+    module.get_decoder().register_forward_hook(leaking)
+    forward = PackedForward(module, torch.device("cpu"), torch.float32, 64)
+    forward.settle()
+    assert not forward.packs
+
+
+@pytest.mark.parametrize(
+    ("kept", "recompute", "times"), [(10**6, "auto", 1), (0, "auto", 2), (0, False, 1), (10**6, True, 2)]
+)
+def test_few_logits_are_kept_for_the_backward_pass(model_folder, monkeypatch, kept, recompute, times):
+    monkeypatch.setattr(packed_forward, "KEPT_BYTES", kept)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder("qwen3"))).eval()
+    batch = Batch(torch.arange(1, 9), torch.tensor([8]), {"loss_mask": torch.arange(8) > 2}, {})
+    forward = PackedForward(model, torch.device("cpu"), torch.float32, chunk=8, recompute=recompute)
+    forward.settle()
+    calls = []
+    model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    forward(batch, ("log_probs",))["log_probs"].sum().backward()
+    assert len(calls) == times

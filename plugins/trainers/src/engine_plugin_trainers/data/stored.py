@@ -1,0 +1,220 @@
+"""Stored rollouts as training data: whole groups from the files that runs and ``engine generate`` write.
+
+Everything is looked at once before anything is built: columns, the tokenizer that the files name, token
+ids, lengths, log-probs, rewards, the sizes of groups. Afterwards only the groups of a step are read.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.inputs import files_of, stored_files
+from engine_core.data.prepare import Outcome
+from engine_core.data.source import Source
+from engine_core.errors import DataError
+from engine_core.runs.rollout_files import TENSORS, RolloutFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from engine_core.config.models import DataConfig
+    from engine_core.types import Rollout
+
+logger = logging.getLogger("engine")
+
+OPEN_FILES = 16
+NOT_GREEDY = (
+    "greedy_reward is missing, here and in all rows, which algorithm.advantage needs: the run that sampled them sampled "
+    "no greedy responses. Use another estimator."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What stored rollouts must fit.
+
+    Args:
+        tokenizer: hash of the run's tokenizer.
+        vocabulary: token ids are below it.
+        temperature: of the run.
+        unequal_groups: groups may have different sizes.
+        greedy: the algorithm needs ``greedy_reward``.
+    """
+
+    tokenizer: str
+    vocabulary: int
+    temperature: float
+    unequal_groups: bool = False
+    greedy: bool = False
+
+
+class StoredGroups(Source[Any]):
+    """Groups of stored rollouts in a seeded order; an item is the list of a group's rollouts.
+
+    Args:
+        config: ``[data]``; `train` names files, folders of them, and runs.
+        seed: of the order.
+        fit: what they must fit.
+
+    Raises:
+        DataError: something does not fit; it names the file.
+    """
+
+    def __init__(self, config: DataConfig, seed: int, fit: Fit) -> None:
+        super().__init__(_Preparer(_Rows(_files(config), fit), config), seed)  # type: ignore[arg-type]
+
+    def columns(self) -> set[str]:
+        return set()  # their rewards are known
+
+
+class _Preparer:
+    """What a ``Source`` asks for an item: here, to read a group."""
+
+    def __init__(self, rows: _Rows, config: DataConfig) -> None:
+        self.rows, self.config = rows, config
+
+    def prepare(self, index: int) -> Outcome:
+        return Outcome("ok", self.rows.group(index))
+
+
+class _File:
+    """The groups of one file: rows by group, in the order of their first rows."""
+
+    def __init__(self, path: Path, groups: list[list[int]]) -> None:
+        self.path, self.name, self.groups = path, f"{path.parent.name}/{path.name}", groups
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+class _Rows:
+    """The groups of several files, numbered from 0."""
+
+    paths: Sequence[Path] = ()  # nothing is prepared ahead by other processes
+
+    def __init__(self, paths: Sequence[Path], fit: Fit) -> None:
+        self.files = [_File(path, _checked(path, fit)) for path in paths]
+        if not fit.unequal_groups:
+            _check_sizes(self.files)
+        self._places = [(file, rows) for file in self.files for rows in file.groups]
+        self._open = functools.lru_cache(maxsize=OPEN_FILES)(RolloutFile)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def group(self, index: int) -> list[Rollout]:
+        file, rows = self._places[index]
+        return self._open(file.path).rollouts(rows)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """Name, number of groups and SHA-256 of each file."""
+        prints = []
+        for file in self.files:
+            with file.path.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            prints.append({"file": file.name, "rows": len(file), "sha256": digest})
+        return prints
+
+
+def _files(config: DataConfig) -> list[Path]:
+    """The files that ``data.train`` names; of a folder, those with rollouts."""
+    found: list[Path] = []
+    for entry in map(Path, files_of(config.train)):
+        files = list(stored_files(entry))
+        held = [file for file in files if len(RolloutFile(file))]
+        if not held:
+            raise DataError(f"data.train: '{entry}' holds no rollouts. Expected a file or folder with some.")
+        for file in (file for file in files if file not in held):
+            logger.info("Left out: %s has no rollouts (all groups of that step were dropped).", file)
+        found += held
+    if twice := [file for file, count in collections.Counter(found).items() if count > 1]:
+        raise DataError(f"data.train: '{twice[0]}' is named twice. Each file may stand once.")
+    return found
+
+
+def _checked(path: Path, fit: Fit) -> list[list[int]]:
+    """The groups of a file that fits.
+
+    Raises:
+        DataError: it does not.
+    """
+    file = RolloutFile(path)
+    about = file.about
+    if about.get("tokenizer", fit.tokenizer) != fit.tokenizer:
+        raise DataError(
+            f"{path}: its rollouts were sampled with another tokenizer, so their token ids mean something else. "
+            "Set model.tokenizer to that of the run that sampled them."
+        )
+    if "tokenizer" not in about:
+        logger.warning("%s does not say with which tokenizer it was sampled: its ids are trusted.", path)
+    if about.get("temperature", fit.temperature) != fit.temperature:
+        logger.warning(
+            "%s was sampled at temperature %s; the policy that is trained has rollout.temperature = %s.",
+            path, about["temperature"], fit.temperature,
+        )  # fmt: skip
+    table = file.table([*TENSORS, "prompt_ids", "group_id", "reward", "valid", "greedy_reward"])
+    for row, wrong in itertools.islice(_wrong(table, fit), 1):
+        raise DataError(f"{path}, row {row}: {wrong}")
+    groups: dict[int, list[int]] = {}
+    for row, number in enumerate(table["group_id"].to_pylist()):
+        groups.setdefault(number, []).append(row)
+    return list(groups.values())
+
+
+def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
+    """The first row of each kind that cannot be used, and why."""
+    import numpy as np
+    import pyarrow.compute as pc
+
+    lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in (*TENSORS, "prompt_ids")}
+    tokens = lengths["token_ids"]
+    for name in TENSORS:
+        if len(rows := np.flatnonzero(lengths[name] != tokens)):
+            row = int(rows[0])
+            yield row, f"{name} has {lengths[name][row]} values, token_ids {tokens[row]}."
+            return  # values cannot be told apart by row
+    if len(rows := np.flatnonzero(lengths["prompt_ids"] > tokens)):
+        row = int(rows[0])
+        yield row, f"its prompt has {lengths['prompt_ids'][row]} tokens, the whole sequence {tokens[row]}."
+    owner = np.repeat(np.arange(len(table)), tokens)
+    values = {name: pc.list_flatten(table[name]).to_numpy() for name in TENSORS}
+    ids, log_probs = values["token_ids"], values["rollout_log_probs"]
+    if len(beyond := np.flatnonzero((ids < 0) | (ids >= fit.vocabulary))):
+        at = beyond[0]
+        yield (
+            int(owner[at]),
+            f"token id {ids[at]} is outside the model's vocabulary, 0 to {fit.vocabulary - 1}.",
+        )
+    sampled = values["loss_mask"].astype(bool)
+    if len(odd := np.flatnonzero(sampled & ~(np.isfinite(log_probs) & (log_probs <= 1e-4)))):
+        at = odd[0]
+        yield (
+            int(owner[at]),
+            f"a sampled token has the log-prob {log_probs[at]}; expected a finite one of at most 0.",
+        )
+    rewards = table["reward"].to_numpy()  # null: NaN
+    if len(odd := np.flatnonzero(table["valid"].to_numpy() & ~np.isfinite(rewards))):
+        yield int(odd[0]), f"its reward is {rewards[odd[0]]}; expected a finite number, or valid = false."
+    if fit.greedy and table["greedy_reward"].null_count == len(table):  # single ones may have failed
+        yield 0, NOT_GREEDY
+
+
+def _check_sizes(files: Sequence[_File]) -> None:
+    """Refuse groups of unequal size: most often a file that was cut or put together by hand."""
+    sizes = collections.Counter(len(rows) for file in files for rows in file.groups)
+    if len(sizes) == 1:
+        return
+    usual = sizes.most_common(1)[0][0]
+    file, rows = next((f, rows) for f in files for rows in f.groups if len(rows) != usual)
+    raise DataError(
+        f"{file.path}, row {rows[0]}: its group has {len(rows)} rollouts, most have {usual}. Was it cut off? Groups that a "
+        "stage made unequal are learned from with [offline] unequal_groups = true."
+    )

@@ -1,0 +1,220 @@
+"""On-policy distillation: the student samples, the teacher says what it would have done at each token.
+
+::
+
+    prompts -> rollouts of the student -> the teacher's likeliest tokens at each position -> divergence -> update
+
+What the teacher gives is large (tokens times K), so a step is done in parts: the teacher is asked, the
+gradient is added, the values are dropped, and after the last part comes one optimizer step. The weights of
+tokens are those of the whole step, so the result does not depend on the parts.
+
+Left out: rewards in the loss. Where ``[[reward]]`` is there, it only measures. Task rewards and a teacher
+together are trainer ``rl`` with the teacher as ``[ref]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.objectives import resolve_loss
+from engine_core.config.schedule import boundaries, config_at
+from engine_core.contracts.runtime import Role
+from engine_core.errors import ConfigError
+from engine_core.train.lengths import table_length
+from engine_core.train.policy import check_gap
+from engine_core.train.rollouts import sampling_seed
+from engine_core.train.sampled_run import SampledRun
+from engine_core.train.source_rows import rows_of
+from engine_core.train.teacher import check_teacher, common_vocabulary
+from engine_core.types import Batch, LossCall, TrainOutput
+from engine_plugin_trainers.data.sources import SFTSource
+from engine_plugin_trainers.options import SFTOptions
+from engine_plugin_trainers.sft import example_batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.types import Rollout
+    from engine_plugin_trainers.options import DistillOptions
+
+DEFAULT_TOP_K = 128
+OF_TEACHER = {
+    "top_ids": "candidate_ids",
+    "top_log_probs": "candidate_log_probs",
+    "top_log_rest": "candidate_log_rest",
+}
+"""Output of the teacher -> column that the student's objective reads."""
+
+
+class DistillTrainer(SampledRun):
+    """Learn a teacher's distribution at the tokens that the student itself comes to.
+
+    ``data.prompts_per_step`` times ``rollout.group_size`` responses and one optimizer step a step; the loss is
+    the mean divergence over their tokens. With ``distill.data_share`` some steps take the responses of the
+    data instead.
+    """
+
+    def prepare(self) -> None:
+        check_teacher(self)
+        self.top_k = self._candidates(common_vocabulary(self))
+        self.examples = self._examples() if self._uses_data() else None
+        super().prepare()
+
+    def roles(self, training: bool) -> dict[str, Role]:
+        sampler = super().roles(training)
+        return {"actor": sampler.pop("actor"), "teacher": Role("train", trainable=False), **sampler}
+
+    def start(self) -> None:
+        super().start()
+        backend: Any = self.plugins.spec("train_engines", self.config.role("teacher").backend)
+        if (
+            backend.frozen_only
+        ):  # it may tell fewer tokens than are wanted: that is found out here, not after a rollout
+            two = Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), temperature=self.temperature)
+            self.with_teacher(two.with_columns({"loss_mask": torch.tensor([False, True])}))
+
+    @property
+    def options(self) -> DistillOptions:
+        """``[distill]`` as it is in this step."""
+        options: DistillOptions = self.config_now.options
+        return options
+
+    @property
+    def temperature(self) -> float:
+        """Of both distributions."""
+        return self.options.temperature or self.config_now.rollout.temperature
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step: sequences of the student or of the data, what the teacher says of them, one update."""
+        if self.from_data(step):
+            assert self.examples is not None
+            batch = example_batch(self.examples.take(self.config_now.data.prompts_per_step))
+            metrics = {"tokens/total": float(batch.num_tokens)}
+        else:
+            batch, metrics = self.sampled(step)
+        metrics["distill/from_data"] = float(self.from_data(step))
+        batch = self.compared(batch)
+        if not bool(batch["loss_mask"].any()):
+            return metrics | {"actor/empty_updates": 1.0}
+        with self.phase("train"):
+            metrics |= self.learn(
+                map(self.with_teacher, self.parts(batch)), self.loss_call(), check=self.check
+            )
+        return metrics | self.sync()
+
+    def from_data(self, step: int) -> bool:
+        """Whether a step takes the responses of the data: drawn for each step by itself, so a resumed run draws the same."""
+        drawn = sampling_seed(self.config.run.seed, step, -1, -1) / 2**63
+        return drawn < self.options.data_share
+
+    def sampled(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """The rollouts of a step after rewards and stages, each token with its weight."""
+        rollouts, metrics = self.rollouts(step)
+        return with_weights(self.sampling.batch(rollouts), "token-mean"), self._without_rewards(metrics)
+
+    def compared(self, batch: Batch) -> Batch:
+        """A batch at the temperature of the divergence; where that is not the sampler's, the gap to it is not measured."""
+        if batch.temperature != self.temperature:
+            kept = {name: column for name, column in batch.tokens.items() if name != "rollout_log_probs"}
+            return dataclasses.replace(batch, tokens=kept, temperature=self.temperature)
+        return batch
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Refuse to learn from responses that are not this student's."""
+        check_gap(metrics.get("mismatch/mean_abs", 0.0), self.config.rollout.max_log_prob_gap)
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """Whole sequences, in order, of at most ``distill.max_values`` tokens times K together."""
+        most = self.options.max_values // self.top_k
+        chosen: list[int] = []
+        tokens = 0
+        for index, length in enumerate(batch.lengths.tolist()):
+            if chosen and tokens + length > most:
+                yield batch.select(chosen)
+                chosen, tokens = [], 0
+            chosen.append(index)
+            tokens += length
+        yield batch.select(chosen)
+
+    def with_teacher(self, part: Batch) -> Batch:
+        """Add what the teacher says: its likeliest tokens at each position, their log-probs, and that of all others."""
+        asked = dataclasses.replace(part, top_k=self.top_k)
+        made = self.groups["teacher"].call("infer", asked, outputs=tuple(OF_TEACHER)).result()
+        return part.with_columns(tokens={column: made[output] for output, column in OF_TEACHER.items()})
+
+    def loss_call(self) -> LossCall:
+        """The objective, by name and plain values."""
+        parameters = {"divergence": self.options.divergence, "jsd_beta": self.options.jsd_beta}
+        return LossCall(
+            "distill", parameters, outputs=("log_probs_at", "log_rest"), watched=("log_probs", "entropy")
+        )
+
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """Responses to the held-out prompts: their divergence from the teacher, and rewards where there are some."""
+        return self._without_rewards(super().evaluate(out))
+
+    def measured(self, rollouts: list[Rollout]) -> dict[str, float]:
+        batch = Batch.from_rollouts(rollouts, self.temperature)
+        batch.tokens.pop("rollout_log_probs")  # sampled at the temperature of [eval]
+        batch, call = with_weights(batch, "token-mean"), self.loss_call()
+        objective, found = resolve_loss(call, self.plugins), []
+        with self.runtime.phase("train"):
+            for part in map(self.with_teacher, self.parts(batch)):
+                names = (*call.outputs, *call.watched)
+                outputs = self.groups["actor"].call("infer", part, outputs=names).result()
+                metrics = {name: float(value) for name, value in objective(outputs, part)[1].items()}
+                found.append(TrainOutput(0.0, metrics))
+        told = TrainOutput.of_parts(found).metrics
+        return {name.removeprefix("actor/"): value for name, value in told.items()}
+
+    def state(self) -> dict[str, Any]:
+        examples = {"examples": self.examples.state()} if self.examples is not None else {}
+        return super().state() | examples
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        super().load_state(state, folder)
+        if self.training and self.examples is not None and "examples" in state:
+            self.examples.load_state(state["examples"])
+
+    def _candidates(self, vocabulary: int) -> int:
+        """K: what the run file says, or what is left of the vocabulary."""
+        chosen = self.config.options.top_k
+        if chosen is None:
+            return min(DEFAULT_TOP_K, vocabulary)
+        if chosen > vocabulary:
+            raise ConfigError(
+                f"distill.top_k: got {chosen}, expected at most {vocabulary}, the number of tokens of both models "
+                "(vocab_size); 0 takes them all."
+            )
+        return chosen or vocabulary
+
+    def _uses_data(self) -> bool:
+        steps = [config_at(self.config, step) for step in boundaries(self.config)]
+        return any(config.options.data_share > 0 for config in steps)
+
+    def _examples(self) -> SFTSource:
+        config = self.config
+        limits = SFTOptions(max_tokens=config.options.max_tokens)
+        rows, held = rows_of(self), table_length(self)
+        source = SFTSource(config.data, self.tokenizer, limits, config.run.seed, rows=rows, held=held)
+        self._cleanup.callback(source.close)
+        return source
+
+    def _without_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Without the metrics of rewards where there are none."""
+        if self.sampling.rewards.scorers:
+            return dict(metrics)
+        empty = ("mean", "std", "unrewarded", "failures", "timeouts", "zero_variance_groups")
+        told = {f"reward/{name}" for name in empty}
+        of_sets = ("reward_mean", "accuracy", "unscored")  # and the ends of their intervals
+        return {
+            name: value
+            for name, value in metrics.items()
+            if name not in told
+            and not (name.startswith("eval/") and name.rpartition("/")[2].startswith(of_sets))
+        }

@@ -1,0 +1,353 @@
+"""Steps that do not wait for their last responses: more groups are asked for than a step needs, and the rest is stopped.
+
+What was stopped goes on in the next step, from the token where it was (`rollout.carry_partial`), or is dropped. Whoever
+drops learns from short responses more often than the policy gives them; whoever carries learns from tokens of
+older policies, each with the log-prob and the version that it was sampled with.
+
+Left out: episodes of an environment, which have state of their own, and rewards while others are sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.contracts.parts import CARRIED
+from engine_core.runs.rollout_files import read_rollouts, write_rollouts
+from engine_core.types import Prompt, Request, Rollout
+from engine_plugin_trainers.policy_versions import version_runs
+
+if TYPE_CHECKING:
+    from engine_core.contracts.runtime import WorkerGroup
+    from engine_core.train.clock import Clock
+    from engine_core.train.rollouts import RolloutSource
+
+COUNTS = (
+    *("sampling/stopped", "sampling/stopped_tokens", "sampling/dropped_groups", "sampling/too_old_groups"),
+    *("sampling/carried_groups", "sampling/resumed_groups", "sampling/resumed_tokens"),
+)
+"""Metrics of a step."""
+
+"""Of a checkpoint."""
+
+ROUNDS_FOR_MORE = 8  # after which a call is of one round more
+MOST_AT_ONCE = 4  # rounds of a call
+
+log = logging.getLogger("engine")
+
+RequestOf = Callable[[Prompt, str], Request]
+
+
+class RoundArrivals:
+    """Rollouts in rounds of all samplers: which are finished by a round does not depend on how quick each sampler is.
+
+    A call is of one round at first, and of more after many, at most ``MOST_AT_ONCE``: what is still under way then is
+    long, and what a call samples after the last group that is waited for is little of it.
+
+    Args:
+        group: of the sampler.
+        requests: that it is asked.
+    """
+
+    def __init__(self, group: WorkerGroup, requests: Sequence[Request]) -> None:
+        self._group, self._requests = group, requests
+        self._rounds = 0  # so far
+
+    def __next__(self) -> list[Rollout]:
+        requests, self._requests = self._requests, []
+        count = min(1 + self._rounds // ROUNDS_FOR_MORE, MOST_AT_ONCE)
+        more: dict[str, Any] = {"rounds": count} if count > 1 else {}
+        found: list[Rollout] = self._group.call("advance", requests=requests, **more).result()
+        self._rounds += count
+        return found
+
+    def rest(self) -> list[list[Rollout]]:
+        """What has finished besides, once all were stopped: nothing, a round tells all."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is left of it."""
+
+
+class FlowArrivals:
+    """Rollouts as they finish, of samplers that go on by themselves and wait for no other.
+
+    consumes: requests, when it is made; waits for: ``next`` for a rollout, or for a sampler that rests or has failed;
+    unblocked by: the threads that read answers; produces: rollouts, once each.
+
+    Args:
+        group: of the sampler; it has a ``flow``.
+        requests: that it is asked.
+        clock: what ``next`` waits by.
+    """
+
+    def __init__(self, group: WorkerGroup, requests: Sequence[Request], clock: Clock) -> None:
+        self._arrived: deque[list[Rollout]] = deque()
+        self._changed = clock.condition()
+        self._requests = requests
+        self.flow = group.flow(self._put, partial(self._put, []))
+
+    def __next__(self) -> list[Rollout]:
+        assert self.flow is not None
+        requests, self._requests = self._requests, []
+        if requests:
+            self.flow.go(requests)
+        while self.flow.resting and self.flow.error is None:  # also of one that was lost while it was told
+            self.flow.go()
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived)
+            found = self._arrived.popleft()
+        if self.flow.error is not None:
+            raise self.flow.error
+        return found
+
+    def rest(self) -> list[list[Rollout]]:
+        """What has finished besides, once all were stopped: samplers tell it before they answer the stop."""
+        with self._changed:
+            found = list(self._arrived)
+            self._arrived.clear()
+        return found
+
+    def close(self) -> None:
+        """Nobody waits for anything of it any more."""
+        if self.flow is not None:
+            self.flow.close()
+
+    def _put(self, rollouts: list[Rollout]) -> None:
+        """These have finished; none: there is something to look at. In a thread that reads answers."""
+        with self._changed:
+            self._arrived.append(rollouts)
+            self._changed.notify()
+
+
+def _arrivals(group: WorkerGroup, requests: Sequence[Request], clock: Clock) -> RoundArrivals | FlowArrivals:
+    """In rounds where a run is to take the same course again, and where samplers wait for each other."""
+    if group.repeatable:
+        return RoundArrivals(group, requests)
+    flowing = FlowArrivals(group, requests, clock)
+    return flowing if flowing.flow is not None else RoundArrivals(group, requests)
+
+
+@dataclass
+class Group:
+    """The responses of one prompt, under way."""
+
+    prompt: Prompt
+    requests: dict[str, Request]  # of all its responses, by id, in order
+    done: dict[str, Rollout] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """All its responses have finished."""
+        return len(self.done) == len(self.requests)
+
+    @property
+    def left(self) -> list[Request]:
+        """Of responses that are not finished."""
+        return [request for id, request in self.requests.items() if id not in self.done]
+
+    def rollouts(self, number: int, stopped: dict[str, Rollout]) -> list[Rollout]:
+        """Copies of its responses in order, as group ``number``; of unfinished ones what there is.
+
+        Args:
+            number: of the group.
+            stopped: what the sampler gave back of unfinished ones.
+        """
+        held = self.done | {r.id: stopped.get(r.id) or r.unsampled() for r in self.left}
+        return [
+            dataclasses.replace(held[id], group_id=number, rewards={}, extras=dict(held[id].extras))
+            for id in self.requests
+        ]
+
+
+class Stragglers:
+    """See the module.
+
+    Args:
+        source: of the rollouts of a run.
+    """
+
+    def __init__(self, source: RolloutSource) -> None:
+        self.source = source
+        self.carried: list[Rollout] = []  # groups together, the oldest first; never changed in place
+        self._counts: Counter[str] = Counter()
+        self._wanted = 0  # groups of this round
+        self._step = self._drawn = 0  # prompts that this step has taken so far
+
+    @property
+    def used(self) -> bool:
+        """Whether steps end early."""
+        return self.source.run.config.rollout.over_sampling > 1
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether tokens of older policies come into the update."""
+        return self.used and self.source.run.config.rollout.carry_partial
+
+    def to_take(self, wanted: int) -> int:
+        """Prompts to take from the data for a round of ``wanted`` groups."""
+        self._wanted = wanted
+        if not self.used or not wanted:
+            return wanted
+        self._forget_old()
+        under_way = math.ceil(wanted * self.source.run.config.rollout.over_sampling)
+        return max(under_way - len(_groups(self.carried)), 0)
+
+    def sample(
+        self, prompts: Sequence[Prompt], step: int, first_group: int, request_of: RequestOf
+    ) -> list[Rollout]:
+        """The groups of a round: carried ones go on, new ones begin, until as many as wanted are complete.
+
+        Args:
+            prompts: new ones.
+            step: with the number of a prompt in its step and of a response in its group, the id of a request.
+            first_group: number of the first group that is returned.
+            request_of: makes the request of a prompt under such an id.
+
+        Returns:
+            The wanted groups, the carried ones first; where more were complete, the first of them.
+        """
+        groups = [*self._resumed(request_of), *self._new(prompts, step, request_of)]
+        stopped = self._run(groups)
+        complete = [group for group in groups if group.complete][: self._wanted]
+        chosen = {id(group) for group in complete}
+        self._put_away([group for group in groups if id(group) not in chosen], stopped)
+        return [
+            rollout
+            for number, group in enumerate(complete, first_group)
+            for rollout in group.rollouts(number, {})
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """``sampling/...`` of the rounds since it was last asked; nothing where steps do not end early and nothing was dropped."""
+        counts, self._counts = self._counts, Counter()
+        return {name: float(counts[name]) for name in COUNTS} if self.used or counts else {}
+
+    def files(self) -> dict[str, Callable[[Path], object]]:
+        """What writes the carried groups as they are now, by the name of the file."""
+        if not self.carried:
+            return {}
+        return {CARRIED: partial(write_rollouts, step=0, rollouts=tuple(self.carried))}
+
+    def load(self, folder: Path) -> None:
+        """Take what a checkpoint holds of them.
+
+        Args:
+            folder: of the checkpoint. Without the file nothing was carried.
+        """
+        self.carried = read_rollouts(folder / CARRIED) if (folder / CARRIED).is_file() else []
+        if self.carried and not self.off_policy:
+            log.warning(
+                "%d groups that an earlier attempt had carried over are dropped: rollout.carry_partial is off now.",
+                len(_groups(self.carried)),
+            )
+            self._drop(self.carried)
+            self.carried = []
+
+    def _new(self, prompts: Sequence[Prompt], step: int, request_of: RequestOf) -> Iterator[Group]:
+        if step != self._step:
+            self._step, self._drawn = step, 0
+        size = self.source.run.config_now.rollout.group_size
+        for number, prompt in enumerate(prompts, self._drawn):
+            made = [request_of(prompt, f"{step}:{number}:{index}") for index in range(size)]
+            yield Group(prompt, {request.id: request for request in made})
+        self._drawn += len(prompts)
+
+    def _resumed(self, request_of: RequestOf) -> Iterator[Group]:
+        """What was carried, asked for anew; each request has the id that it had."""
+        for members in _groups(self.carried):
+            group = Group(
+                members[0].prompt, {r.request_id: request_of(r.prompt, r.request_id) for r in members}
+            )
+            for rollout in members:
+                request = group.requests[rollout.request_id]
+                if rollout.finish_reason != "abort" or rollout.failure:
+                    group.done[request.id] = rollout
+                elif rollout.response_length >= request.sampling.max_response_tokens:  # of a [schedule]
+                    group.done[request.id] = dataclasses.replace(rollout, finish_reason="length")
+                elif rollout.response_length:
+                    group.requests[request.id] = dataclasses.replace(request, begun=rollout)
+                self._counts["sampling/resumed_tokens"] += rollout.response_length
+            self._counts["sampling/resumed_groups"] += 1
+            yield group
+        self.carried = []
+
+    def _run(self, groups: Sequence[Group]) -> dict[str, Rollout]:
+        """Sample until enough groups are complete; what was stopped, by request."""
+        sampler = self.source.run.groups["rollout"]
+        running = {request.id: group for group in groups for request in group.left}
+        complete = sum(group.complete for group in groups)
+        if not running or complete >= self._wanted:  # what was never asked for needs no stop
+            return {}
+        asked = [request for group in groups for request in group.left]
+        arrivals = _arrivals(sampler, asked, self.source.run.clock)
+        try:
+            while running and complete < self._wanted:
+                complete += _settle(next(arrivals), running)
+            found = sampler.call("advance", stopped=sorted(running)).result() if running else []
+            _settle([r for part in arrivals.rest() for r in part], running)
+        except BaseException:  # a signal included: whoever goes on after it finds nothing of ours queued
+            sampler.call("advance", dropped=sorted(running)).result()
+            raise
+        finally:
+            arrivals.close()
+        _settle([r for r in found if r.finish_reason != "abort" or r.failure], running)  # had just finished
+        return {rollout.request_id: rollout for rollout in found}
+
+    def _put_away(self, groups: Sequence[Group], stopped: dict[str, Rollout]) -> None:
+        """Carry groups over that this step does not use, or drop them."""
+        unfinished = [request.id for group in groups for request in group.left]
+        self._counts["sampling/stopped"] += len(unfinished)
+        if self.source.run.config.rollout.carry_partial:
+            self.carried = [r for i, group in enumerate(groups) for r in group.rollouts(i, stopped)]
+            self._counts["sampling/carried_groups"] = len(groups)
+            return
+        self._counts["sampling/dropped_groups"] += len(groups)
+        self._counts["sampling/stopped_tokens"] += sum(
+            stopped[id].response_length for id in unfinished if id in stopped
+        )
+
+    def _drop(self, rollouts: Sequence[Rollout]) -> None:
+        """Count groups, and the tokens of their unfinished responses, that are dropped without having been asked again."""
+        self._counts["sampling/dropped_groups"] += len(_groups(rollouts))
+        self._counts["sampling/stopped_tokens"] += sum(
+            rollout.response_length for rollout in rollouts if rollout.finish_reason == "abort"
+        )
+
+    def _forget_old(self) -> None:
+        """Drop carried groups whose oldest token is of too old a policy."""
+        oldest = self.source.version - self.source.run.config.rollout.carry_max_age
+        versions = version_runs(self.carried).oldest()
+        old = {self.carried[place].group_id for place, version in versions.items() if version < oldest}
+        self._counts["sampling/too_old_groups"] += len(old)
+        self.carried = [
+            rollout for group in _groups(self.carried) for rollout in group if rollout.group_id not in old
+        ]
+
+
+def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> int:
+    """These are done, and running no more: how many groups are complete by them.
+
+    Of a request that a lost sampler had, and another was asked, the first one counts.
+    """
+    completed = 0
+    for rollout in finished:
+        if (group := running.pop(rollout.request_id, None)) is not None:
+            group.done[rollout.request_id] = rollout
+            completed += group.complete
+    return completed
+
+
+def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """By ``group_id``, in the order of their first rollouts."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.group_id, []).append(rollout)
+    return list(found.values())

@@ -1,0 +1,85 @@
+"""KTO: learning from responses that were each judged good or bad, without pairs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.errors import ConfigError
+from engine_core.train.lengths import table_length
+from engine_core.types import Batch, LossCall
+from engine_plugin_trainers.algorithms.preference_columns import mismatched
+from engine_plugin_trainers.algorithms.preference_objectives import mismatch_kl
+from engine_plugin_trainers.data.preferences import Judged
+from engine_plugin_trainers.data.sources import JudgedSource
+from engine_plugin_trainers.preference import PreferenceRun
+
+if TYPE_CHECKING:
+    from engine_core.config.models import DataConfig
+    from engine_plugin_trainers.algorithms.preference_options import KTOOptions
+
+
+class KTOTrainer(PreferenceRun[Judged]):
+    """Make desirable responses likelier and undesirable ones less likely, against z.
+
+    z is the KL to the reference, estimated before each update from responses put after other prompts of
+    the mini-batch, cut to `kto.max_tokens` and to the model's positions: two more passes without gradient.
+    """
+
+    needs_reference = True
+
+    @property
+    def options(self) -> KTOOptions:
+        """``[kto]``"""
+        options: KTOOptions = self.config_now.options
+        return options
+
+    def prepare(self) -> None:
+        if self.options.loss == "kto" and self.config.data.prompts_per_step < 2:
+            raise ConfigError(
+                "data.prompts_per_step: got 1, expected at least 2: trainer 'kto' puts each response after the "
+                "prompt of another row of the step."
+            )
+
+    @functools.cached_property
+    def _positions(self) -> int | None:
+        return table_length(self)
+
+    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> JudgedSource:
+        config, limit, held = self.config, self.options.max_tokens, self._positions
+        return JudgedSource(
+            data or config.data, self.tokenizer, limit, "kto", config.run.seed, split, rows, held
+        )
+
+    def batch(self, items: Sequence[Judged]) -> Batch:
+        desirable = torch.tensor([item.desirable for item in items], dtype=torch.bool)
+        kinds = torch.where(desirable, desirable.sum(), (~desirable).sum())
+        loss_mask = torch.tensor([m for item in items for m in item.loss_mask], dtype=torch.bool)
+        tokens = loss_mask.float() / loss_mask.sum().clamp(min=1)
+        return Batch(
+            token_ids=torch.tensor([token for item in items for token in item.token_ids], dtype=torch.int64),
+            lengths=torch.tensor([len(item.token_ids) for item in items], dtype=torch.int64),
+            tokens={"loss_mask": loss_mask, "weights": tokens, "token_share": tokens},
+            sequences={
+                "desirable": desirable,
+                "share": torch.full((len(items),), 1 / max(len(items), 1)),
+                "kind_share": 1 / kinds.clamp(min=1).float(),
+            },
+        )
+
+    def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
+        kl = self.mismatch_kl(batch) if self.options.loss == "kto" else 0.0
+        batch = self.with_reference(batch).with_columns(sequences={"kl": torch.full((len(batch),), kl)})
+        return batch, {"rewards/kl": kl, "rewards/desirable_share": float(batch["desirable"].double().mean())}
+
+    def mismatch_kl(self, batch: Batch) -> float:
+        """z, of this batch's responses after other prompts."""
+        most = self.options.max_tokens
+        others = mismatched(batch, min(self._positions or most, most))
+        return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
+
+    def loss_call(self) -> LossCall:
+        return LossCall("kto", self.options.model_dump(exclude={"max_tokens", "loss"}))

@@ -1,0 +1,177 @@
+"""Offline RL: the policy update of ``rl`` on rollouts that were sampled before, by this model or another one.
+
+Advantages, losses, correction, KL and critic are those of ``[algorithm]``; every token counts as one of an
+older policy. A sampler is built only where ``[eval]`` asks for scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.config.evaluation import held_out_sets
+from engine_core.data import PromptSource, tokenizer_hash
+from engine_core.errors import ConfigError
+from engine_core.model_config import load_hf_config
+from engine_core.rewards.reward_statistics import reward_statistics
+from engine_core.train.rollouts import RolloutSource
+from engine_core.train.rounds import Rounds
+from engine_core.train.trainer import Trainer
+from engine_plugin_trainers.data.stored import Fit, StoredGroups
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine_core.contracts.parts import EarlyScores
+    from engine_core.contracts.runtime import Role
+    from engine_core.rewards.models import Known
+    from engine_core.types import Batch, Prompt, Rollout
+
+
+class StoredRollouts(RolloutSource):
+    """Groups of the run's files in place of sampled ones; stages that refill take further groups.
+
+    Args:
+        run: the trainer that it serves.
+    """
+
+    def __init__(self, run: OfflineTrainer) -> None:
+        super().__init__(run, scores=run.evaluates)
+
+    def sync(self, updated: bool = True) -> dict[str, float]:
+        if "rollout" in self.run.groups:
+            return super().sync(updated)
+        self.version += updated
+        return {"policy_version": float(self.version)}
+
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        rounds = Rounds(self, step, greedy=False)
+        while groups := self.run.source.take(rounds.missing):
+            rounds.sample(groups)
+            rounds.score()
+        return rounds.finish()
+
+    def sample_and_score(
+        self, groups: Sequence[Any], step: int, first_group: int = 0
+    ) -> tuple[list[Rollout], None]:
+        """The rollouts of these groups, numbered anew; their rewards are there already."""
+        found = [
+            dataclasses.replace(rollout, group_id=number)
+            for number, group in enumerate(groups, first_group)
+            for rollout in group
+        ]
+        return found, None
+
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScores | Known | None = None,
+    ) -> dict[str, float]:
+        """The metrics of the rewards that they have; in evaluation, new ones."""
+        if not training:
+            return super().score(rollouts, step, training=False)
+        given = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
+        values = {
+            name: [r.rewards[name] for r in rollouts if r.rewards.get(name) is not None] for name in given
+        }
+        means = {f"reward/{name}": statistics.fmean(held) for name, held in values.items() if held}  # type: ignore[arg-type]
+        return means | reward_statistics(rollouts)
+
+    def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
+        for reward in self.run.config.reward:
+            if reward.weight:
+                yield reward.name, reward.weight, reward.clipped
+
+    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        described = super().describe(rollouts)
+        del described["tokens/generated"]
+        return described
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"fresh": torch.zeros(batch.num_tokens, dtype=torch.bool)}
+
+
+class OfflineTrainer(Trainer):
+    """``trainer = "offline"``: what ``rl`` learns from rollouts, from files.
+
+    ``[data] train`` names files of rollouts, folders of them and runs; `prompts_per_step` are groups.
+    """
+
+    off_policy = True
+    samples = False
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether ``[eval]`` asks for scores, and so for a sampler."""
+        return self.config.eval.during_training
+
+    def make_source(self) -> StoredGroups:
+        if "data" in self.live:
+            raise ConfigError("data: trainer 'offline' reads files of rollouts. Name them in data.train.")
+        fit = Fit(
+            tokenizer=tokenizer_hash(self.tokenizer),
+            vocabulary=self._vocabulary(),
+            temperature=self.config.rollout.temperature,
+            unequal_groups=self.config.options.unequal_groups,
+            greedy="greedy_rewards" in self.plugins.spec("advantages", self.config.algorithm.advantage).needs,  # type: ignore[attr-defined]
+        )
+        return StoredGroups(self.config.data, self.config.run.seed, fit)
+
+    def make_sampling(self) -> StoredRollouts:
+        return StoredRollouts(self)
+
+    def reward_columns(self) -> set[str]:
+        columns: set[str] = set()
+        for held_out in held_out_sets(self.config):
+            with closing(PromptSource(held_out.data(self.config), self.tokenizer, 0, "validation")) as source:
+                columns |= source.columns()
+        return columns
+
+    def reward_rows(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        return ()  # those of held-out sets are looked at where these are read
+
+    def roles(self, training: bool) -> dict[str, Role]:
+        return {
+            name: role
+            for name, role in super().roles(training).items()
+            if name != "rollout" or self.evaluates
+        }
+
+    def start(self) -> None:
+        if self.evaluates:
+            super().start()
+
+    def generate(self, prompts: list[Prompt]) -> list[Rollout]:
+        raise ConfigError("trainer = 'offline' samples nothing. Use a file with trainer = \"rl\".")
+
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        if not self.evaluates:
+            raise ConfigError(
+                "trainer = 'offline' has a sampler only where [eval] asks for scores. Add --set eval.at_end=true, "
+                "with [[reward]] and data.validation in the file."
+            )
+        return super().evaluate(out)
+
+    def derived(self) -> list[str]:
+        config = self.config
+        return [
+            f"{self.total_steps} steps of {config.data.prompts_per_step} groups ({len(self.source)} in data.train),",
+            f"{self.optimizer_steps_per_step} optimizer step(s) each,",
+            config.actor.micro_batch,
+        ]
+
+    def _vocabulary(self) -> int:
+        """Token ids that the model embeds; of a model that a plugin builds, those that the tokenizer gives."""
+        config: Any = getattr(self.live.get("model"), "config", None)
+        if "model" not in self.live and not self.plugins.overrides("engine_build_model"):
+            config = load_hf_config(self.config.model)
+        if config is None:
+            return len(self.tokenizer)
+        return int(config.get_text_config().vocab_size)

@@ -1,0 +1,79 @@
+"""Supervised fine-tuning on the same train engine: rows in, ``-mean log p(response)`` down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.algorithms.aggregation import with_weights
+from engine_core.contracts.runtime import Role
+from engine_core.train.lengths import table_length
+from engine_core.train.run import TrainingRun
+from engine_core.train.source_rows import evaluated, rows_of
+from engine_core.types import Batch, LossCall
+from engine_plugin_trainers.data.sources import SFTSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from engine_core.config.models import DataConfig
+    from engine_core.data import Example
+
+
+class SFTTrainer(TrainingRun):
+    """Learn responses token by token; one optimizer step a step, over `data.prompts_per_step` sequences.
+
+    The loss is the mean over all response tokens of the step, whatever the micro-batches.
+    """
+
+    def prepare(self) -> None:
+        self._examples: dict[str, list[Example]] = {}  # by held-out set
+
+    def roles(self, training: bool) -> dict[str, Role]:
+        return {"actor": Role("train", trainable=training)}
+
+    def make_source(self) -> SFTSource:
+        return self._source("train", rows_of(self))
+
+    def step(self, step: int) -> dict[str, float]:
+        batch = example_batch(self.source.take(self.config_now.data.prompts_per_step))
+        with self.phase("train"):
+            metrics = self.learn(batch, LossCall("nll"))
+        return metrics | {
+            "tokens/total": float(batch.num_tokens),
+            "tokens/learned": float(batch["loss_mask"].sum()),
+        }
+
+    def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """Mean negative log-likelihood of the response tokens of each held-out set."""
+        self.setup()
+        metrics = {}
+        for held_out in evaluated(self):
+            if held_out.name not in self._examples:
+                rows = rows_of(self, held_out)
+                source = self._source("validation", rows, held_out.data(self.config))
+                self._examples[held_out.name] = source.all(held_out.max_prompts)
+                source.close()
+            batch = example_batch(self._examples[held_out.name])
+            made = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()
+            nll = -(made["log_probs"].double() * batch["token_share"]).sum()
+            metrics[f"{held_out.prefix}nll"] = float(nll)
+        return metrics
+
+    def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
+        config, held = self.config, table_length(self)
+        return SFTSource(
+            data or config.data, self.tokenizer, config.options, config.run.seed, split, rows, held
+        )
+
+
+def example_batch(examples: Sequence[Example]) -> Batch:
+    """Examples one after another, with token-mean weights."""
+    packed = Batch(
+        token_ids=torch.tensor([token for e in examples for token in e.token_ids], dtype=torch.int64),
+        lengths=torch.tensor([len(e.token_ids) for e in examples], dtype=torch.int64),
+        tokens={"loss_mask": torch.tensor([m for e in examples for m in e.loss_mask], dtype=torch.bool)},
+    )
+    return with_weights(packed, "token-mean")

@@ -1,0 +1,76 @@
+"""The engines of one process: which sampler uses the actor's module, and which backends may be on several ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_core.config import EngineConfig
+from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
+from engine_core.contracts.runtime import Role
+from engine_core.errors import ConfigError
+from engine_core.local.engine_host import EngineHost, RankPlacement
+
+ROLES = {"actor": Role("train"), "rollout": Role("rollout")}
+
+
+class Alone(TrainEngine):
+    def __init__(self, config, model_config, context, *, trainable=True):
+        super().__init__(config, model_config, context, trainable=trainable)
+        self.module = torch.nn.Linear(2, 2)
+
+
+class OnRanks(Alone):
+    @property
+    def layout(self):
+        return Layout(self.context.rank, self.context.world_size)
+
+
+class Sampler(RolloutEngine):
+    trainer = None
+
+    def share_module(self, engine):
+        self.trainer = engine
+
+
+for engine in (Alone, OnRanks, Sampler):
+    engine.__abstractmethods__ = frozenset()
+
+
+class Plugins:
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def resolve(self, kind, name):
+        return self.trainer if kind == "train_engines" else Sampler
+
+    def spec(self, kind, name):
+        return SimpleNamespace(capabilities={"generation_module", "share_module"})
+
+
+def built(trainer, world_size, weights="auto", sharing=True):
+    place = RankPlacement(torch.device("cpu"), rank=0, world_size=world_size)
+    plugins = Plugins(trainer)
+    if not sharing:
+        plugins.spec = lambda kind, name: SimpleNamespace(capabilities=set())
+    config = EngineConfig.model_validate({"rollout": {"weights": weights}})
+    host = EngineHost(config, plugins, {}, place)
+    host.build(ROLES, 1)
+    return host
+
+
+def test_a_backend_that_knows_no_ranks_is_refused_on_several():
+    with pytest.raises(
+        ConfigError, match=r"actor\.backend = 'torch' trains in one process, and the pool of 'actor' has 2"
+    ):
+        built(Alone, 2)
+    assert built(Alone, 1).engines["actor"].context.world_size == 1
+
+
+def test_alone_a_sampler_uses_the_actors_module_unless_it_is_told_not_to_or_cannot():
+    alone = built(OnRanks, 1)
+    assert alone.shared
+    assert alone.engines["rollout"].trainer is alone.engines["actor"]
+    for host in (built(OnRanks, 1, weights="own"), built(OnRanks, 1, sharing=False)):
+        assert not host.shared
+        assert host.engines["rollout"].trainer is None

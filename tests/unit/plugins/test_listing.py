@@ -1,0 +1,260 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine_core.plugins import listing as plugin_listing
+from engine_core.plugins.listing import PluginInfo, list_plugins
+from engine_core.plugins.metadata import installed
+
+GOOD = """
+    from engine_core import hookimpl
+    from engine_core.specs import Reward
+
+    print("chatter on import", end="")
+
+    def score(completions):
+        return [1.0 for _ in completions]
+
+    @hookimpl
+    def engine_rewards():
+        return {"good": Reward(load=score), "hollow": Reward(load="good_plugin.nothing:score")}
+"""
+
+
+def listed(*names: str, check: bool = False) -> dict[str, PluginInfo]:
+    return {f"{info.distribution}:{info.name}": info for info in list_plugins(check) if info.name in names}
+
+
+@pytest.fixture
+def only_fakes(install, monkeypatch):
+    """Take the real installation out of the list: checking it would import torch."""
+    everything = plugin_listing.installed
+    monkeypatch.setattr(
+        plugin_listing,
+        "installed",
+        lambda: tuple(o for o in everything() if not o.distribution.name.startswith("engine-")),
+    )
+    return install
+
+
+def test_the_cores_own_names_are_listed_and_healthy():
+    grpo = listed("grpo")["engine-core-rl:grpo"]
+
+    assert (grpo.kind, grpo.module, grpo.healthy, grpo.problem) == (
+        "advantages",
+        "engine_core.builtin",
+        True,
+        None,
+    )
+
+
+def test_what_metadata_shows_to_be_wrong_is_told_without_importing_anything(install):
+    install(
+        "fine",
+        {"rewards": {"fine": "fine_mod"}},
+        {"fine_mod": "raise RuntimeError('imported!')"},
+        version="1.2",
+    )
+    install("gone", {"rewards": {"gone": "gone_pkg.plugin"}})
+    install("old", {"rewards": {"old": "fine_mod"}}, requires=["engine-core-rl<0.0.1"])
+    install("group", {"reward": {"group": "fine_mod"}})
+    install("twin-a", {"losses": {"twin": "fine_mod"}})
+    install("twin-b", {"losses": {"twin": "fine_mod"}})
+
+    found = listed("fine", "gone", "old", "group", "twin")
+
+    assert found["fine:fine"] == PluginInfo("fine", "rewards", "fine", "1.2", "fine_mod")
+    assert found["gone:gone"].problem == "its module 'gone_pkg.plugin' is absent; reinstall gone"
+    assert found["old:old"].problem.startswith("needs engine-core-rl<0.0.1, but this is engine-core-rl ")
+    assert found["group:group"].problem.startswith(
+        "there is no group 'engine.reward'. Did you mean 'engine.rewards'? Known: "
+    )
+    assert found["twin-a:twin"].problem == "also offered by twin-b 1.0; write 'twin-a:twin' to pick this one"
+    assert not found["twin-b:twin"].healthy
+    assert "fine_mod" not in sys.modules
+
+
+def test_check_imports_each_and_shows_what_breaks(only_fakes):
+    only_fakes("good", {"rewards": {"good": "good_plugin", "hollow": "good_plugin"}}, {"good_plugin": GOOD})
+    only_fakes("raises", {"rewards": {"raises": "raises_mod"}}, {"raises_mod": "raise RuntimeError('boom')"})
+    only_fakes("crash", {"plugins": {"crash": "crash_mod"}}, {"crash_mod": "import os\nos._exit(9)"})
+    only_fakes("watch", {"plugins": {"watch": "watch_mod"}}, {"watch_mod": "value = 1"})
+
+    found = listed("good", "hollow", "raises", "crash", "watch", check=True)
+
+    assert found["good:good"].healthy
+    assert found["watch:watch"].healthy
+    assert "its module 'good_plugin.nothing' is not" in found["good:hollow"].problem
+    assert "is broken, it does not import: RuntimeError: boom" in found["raises:raises"].problem
+    assert found["crash:crash"].problem == "its import ended the process with exit code 9: no message"
+    assert not {"good_plugin", "raises_mod", "watch_mod"} & set(sys.modules)
+
+
+def test_sound_plugins_are_imported_in_one_process_and_those_with_a_problem_once_more_alone(
+    only_fakes, tmp_path
+):
+    source = f"""
+import os, pathlib
+from engine_core import hookimpl
+with open({str(tmp_path / "imports")!r}, "a") as file:
+    file.write(f"{{__name__}} {{os.getpid()}}\\n")
+"""
+    spoils = source + "os.environ['SPOILT'] = 'yes'\nprint('[\"chatter\"]')"
+    touchy = source + "assert 'SPOILT' not in os.environ"
+    crash = source + "os._exit(9)"
+    # by name, as they are sorted: the crash comes between others
+    for name, text in [
+        ("a", source),
+        ("b", spoils),
+        ("c", crash),
+        ("d", spoils),
+        ("e", touchy),
+        ("f", source),
+    ]:
+        only_fakes(f"dist-{name}", {"plugins": {name: f"{name}_mod"}}, {f"{name}_mod": text})
+
+    found = listed(*"abcdef", check=True)
+
+    assert {info.name: info.problem for info in found.values()} == {
+        **dict.fromkeys("abdef"),  # 'e' fails beside 'd' and is sound alone
+        "c": "its import ended the process with exit code 9: no message",
+    }
+    imports = [line.split() for line in (tmp_path / "imports").read_text().splitlines()]
+    processes = {name: [pid for module, pid in imports if module == f"{name}_mod"] for name in "abcdef"}
+    assert processes["a"] == processes["b"] == processes["c"][:1]
+    assert processes["d"] == processes["f"] == processes["e"][:1]
+    assert [len(processes[name]) for name in "abcdef"] == [1, 1, 2, 1, 2, 1]
+    assert len({pid for _, pid in imports}) == 4
+
+
+def test_an_import_that_never_ends_is_told(only_fakes, monkeypatch):
+    monkeypatch.setattr(plugin_listing, "CHECK_SECONDS", 1.0)
+    only_fakes("hangs", {"rewards": {"hangs": "hangs_mod"}}, {"hangs_mod": "import time\ntime.sleep(60)"})
+
+    assert listed("hangs", check=True)["hangs:hangs"].problem == "its import took more than 1 s"
+
+
+def test_names_from_metadata_are_never_run_as_code(only_fakes, tmp_path):
+    proof = tmp_path / "proof"
+    name = f"__import__('os').mkdir('{proof}')"
+    only_fakes("sly", {"rewards": {name: "sly_mod"}}, {"sly_mod": ""})
+
+    (info,) = listed(name, check=True).values()
+
+    assert not info.healthy
+    assert not proof.exists()
+
+
+def test_the_list_reads_as_json():
+    rows = json.loads(plugin_listing.as_json(list_plugins()))
+
+    assert {
+        "name",
+        "kind",
+        "distribution",
+        "version",
+        "module",
+        "healthy",
+        "problem",
+        "health",
+        "fit",
+    } == set(rows[0])
+
+
+def test_two_hundred_installed_distributions_are_read_in_a_fraction_of_a_second(install, tmp_path):
+    site = install("acme", {"rewards": {"x": "mod"}})
+    for number in range(200):
+        info = site / f"other{number}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: other{number}\nVersion: 1.0\n" + "Requires-Dist: x\n" * 50)
+        (info / "entry_points.txt").write_text("[console_scripts]\nx = y:z\n")
+    code = (
+        "from engine_core.plugins.listing import list_plugins; list_plugins();"
+        "import time; print(time.process_time())"  # of the processor: other work on the machine does not count
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+
+    assert float(child.stdout) < 0.5
+
+
+def test_a_plugin_tells_what_the_machine_lacks(install):
+    source = """
+from engine_core import hookimpl
+from engine_core.errors import EnvironmentProblem
+from engine_core.specs import Reward
+
+def lacks():
+    raise EnvironmentProblem("no sandbox")
+
+@hookimpl
+def engine_rewards():
+    return {
+        "well": Reward(load=lambda completions: completions, health=lambda: "all well"),
+        "ill": Reward(load=lambda completions: completions, health="acme_health:lacks"),
+        "mute": Reward(load=lambda completions: completions),
+    }
+"""
+    install(
+        "acme", {"rewards": dict.fromkeys(("well", "ill", "mute"), "acme_health")}, {"acme_health": source}
+    )
+
+    offers = [offer for offer in installed() if offer.distribution.name == "acme"]
+    found, _ = plugin_listing._import_elsewhere(offers)  # list_plugins(check=True) imports all others too
+
+    assert {offer.name: said for offer, said in found.items()} == {
+        "well": (None, "all well", True),
+        "ill": (None, "no sandbox", False),
+        "mute": (None, "", True),
+    }
+
+
+TABLE = """
+from engine_core.hooks import hookspec
+from engine_core.specs import Spec
+
+class Parser(Spec):
+    kind, noun = "query_parsers", "query parser"
+
+SPECS = {"query_parsers": Parser}
+
+@hookspec
+def engine_query_parsers():
+    "Offer parsers."
+"""
+
+
+def test_check_passes_what_has_nothing_to_load_a_column_of_a_role_and_a_table(install):
+    install("acme", {"tables": {"query_parsers": "acme_tables"}}, {"acme_tables": TABLE})
+    offers = [
+        o for o in installed() if (o.kind, o.name) in {("columns", "values"), ("tables", "query_parsers")}
+    ]
+    assert len(offers) == 2
+
+    found, _ = plugin_listing._import_elsewhere(offers)
+
+    assert list(found.values()) == [(None, "", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "problem"),
+    [
+        ("SPECS =", "OTHER =", "SPECS of 'acme_tables' must give 'query_parsers' a subclass of Spec."),
+        ("@hookspec", "", "'acme_tables' must have the hook engine_query_parsers, marked @hookspec."),
+        ("from engine_core.specs", "from engine_core.nowhere", "is broken, it does not import"),
+    ],
+)
+def test_check_shows_a_table_that_is_none(install, was, becomes, problem):
+    install(
+        "acme", {"tables": {"query_parsers": "acme_tables"}}, {"acme_tables": TABLE.replace(was, becomes)}
+    )
+    offers = [o for o in installed() if (o.kind, o.name) == ("tables", "query_parsers")]
+
+    ((said, *_),) = plugin_listing._import_elsewhere(offers)[0].values()
+
+    assert said.startswith("Plugin 'query_parsers' (acme 1.0)")
+    assert problem in said

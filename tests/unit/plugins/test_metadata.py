@@ -1,0 +1,131 @@
+import json
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import engine_core
+from engine_core.plugins.metadata import installed, known_names, module_exists, nouns, our_plugins, split
+from engine_core.specs import TABLE_SPECS
+
+
+def test_every_table_of_the_core_and_of_a_plugin_has_a_noun(install, without_our_plugins):
+    assert set(nouns()) == {*TABLE_SPECS, "plugins", "tables"}
+
+    install("acme", {"tables": {"query_parsers": "acme_tables"}})
+
+    assert set(nouns()) == {*TABLE_SPECS, "plugins", "tables", "query_parsers"}
+    assert nouns()["query_parsers"] == "query parser"
+    assert nouns()["advantages"] == "advantage estimator"
+
+
+def test_a_distribution_found_twice_on_the_path_counts_once_and_the_first_wins(
+    install, tmp_path, monkeypatch
+):
+    site = install("acme", {"rewards": {"new": "mod"}}, version="2.0")
+    second = tmp_path / "second"
+    (second / "acme-1.0.dist-info").mkdir(parents=True)
+    (second / "acme-1.0.dist-info" / "METADATA").write_text("Name: Acme\nVersion: 1.0\n")
+    (second / "acme-1.0.dist-info" / "entry_points.txt").write_text("[engine.rewards]\nold = mod\n")
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path, str(second)])
+
+    acme = [offer for offer in installed() if offer.distribution.name == "acme"]
+
+    assert [(offer.name, offer.distribution.version) for offer in acme] == [("new", "2.0")]
+
+
+def test_metadata_that_is_missing_does_not_hide_the_others(install):
+    site = install("acme", {"rewards": {"x": "mod"}})
+    (site / "acme-1.0.dist-info" / "METADATA").unlink()
+
+    assert [(offer.name, offer.distribution.name) for offer in installed() if offer.module == "mod"] == [
+        ("x", "unknown")
+    ]
+    assert any(offer.name == "ppo_clip" for offer in installed())
+
+
+def test_other_groups_of_entry_points_are_not_ours(install):
+    site = install("acme", {"rewards": {"x": "mod"}})
+    entry_points = site / "acme-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text(entry_points.read_text() + "[console_scripts]\nacme = mod:main\n")
+
+    assert [offer.kind for offer in installed() if offer.distribution.name == "acme"] == ["rewards"]
+
+
+@pytest.mark.parametrize(
+    ("written", "parts"),
+    [("math", (None, "math")), ("acme:math", ("acme", "math")), ("plug.py:math", ("plug.py", "math"))],
+)
+def test_a_name_may_carry_its_distribution(written, parts):
+    assert split(written) == parts
+
+
+def test_a_module_is_found_without_importing_the_packages_above_it(install):
+    install("acme", {}, {"acme_pkg.inner.plugin": "raise RuntimeError", "acme_single": ""})
+
+    assert module_exists("acme_pkg.inner.plugin")
+    assert module_exists("acme_single")
+    assert not module_exists("acme_pkg.inner.other")
+    assert not module_exists("acme_pkg.nowhere.plugin")
+    assert not module_exists("acme_single.plugin")
+    assert not module_exists("acme_nowhere.plugin")
+    assert not any(name.startswith("acme_") for name in sys.modules)
+
+
+def test_install_hints_are_for_names_of_known_kinds_and_our_distributions_only():
+    tables = {name for kind, name in our_plugins() if kind == "tables"}
+    assert {kind for kind, _ in our_plugins()} <= {*TABLE_SPECS, "tables", *tables}
+    assert all(distribution.startswith("engine-plugin-") for distribution in our_plugins().values())
+    assert our_plugins()["rollout_engines", "vllm"] == "engine-plugin-vllm-rollout"
+
+
+def test_the_plugins_in_this_tree_offer_what_their_install_hints_say():
+    """Each folder of plugins/: its entry points are those of known_plugins.json, which names no other distribution."""
+    root = Path(engine_core.__file__).parent
+    hints = json.loads((root / "plugins" / "known_plugins.json").read_text())
+    projects = {}
+    for file in sorted(root.parent.glob("plugins/[a-z]*/pyproject.toml")):
+        project = tomllib.loads(file.read_text())["project"]
+        projects[project["name"]] = {
+            group.removeprefix("engine."): sorted(names)
+            for group, names in project["entry-points"].items()
+            if group.startswith("engine.")
+        }
+    assert hints == projects
+
+
+def test_what_is_installed_is_what_this_tree_offers():
+    """An entry point that was added since the last installation is in no test: install again."""
+    root = Path(engine_core.__file__).parents[1]
+    for file in [root / "pyproject.toml", *sorted(root.glob("plugins/[a-z]*/pyproject.toml"))]:
+        project = tomllib.loads(file.read_text())["project"]
+        offered = {
+            (group.removeprefix("engine."), name, module)
+            for group, names in project["entry-points"].items()
+            if group.startswith("engine.")
+            for name, module in names.items()
+        }
+        found = {(o.kind, o.name, o.module) for o in installed() if o.distribution.name == project["name"]}
+        assert found in (set(), offered), f"{project['name']}: pip install --no-deps -e {file.parent}"
+
+
+def test_a_reinstalled_plugin_is_seen_in_the_same_process(install):
+    site = install("first", {"rewards": {"one": "mod_one"}})
+    assert "one" in known_names("rewards")
+
+    shutil.rmtree(next(Path(site).glob("first-*")))
+    install("second", {"rewards": {"two": "mod_two"}})
+
+    assert "one" not in known_names("rewards")
+    assert known_names("rewards")["two"] == ["second"]
+
+
+def test_known_names_come_with_their_distributions(install):
+    install("acme", {"losses": {"ppo_clip": "mod_acme", "mine": "mod_acme"}})
+
+    losses = known_names("losses")
+
+    assert losses["mine"] == ["acme"]
+    assert sorted(losses["ppo_clip"]) == ["acme", "engine-core-rl"]

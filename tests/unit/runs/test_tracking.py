@@ -1,0 +1,463 @@
+"""The run folder and the hub that feeds trackers."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+
+from engine_core.config import EngineConfig
+from engine_core.errors import DataError, EnvironmentProblem, PluginError
+from engine_core.runs.tracking import RunFolder, Tracker, TrackerHub
+from engine_core.specs import Options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CANARY = "canary-4711-do-not-write"
+
+
+class Plugins:
+    """Resolves trackers from a dict, as a PluginSet does from entry points."""
+
+    def __init__(self, **trackers):
+        self.trackers = trackers
+
+    def resolve(self, kind, name):
+        assert kind == "trackers"
+        return self.trackers[name]
+
+    def versions(self):
+        return {"engine-plugin-x": "1.2.3"}
+
+
+class SpyOptions(Options):
+    password: str
+
+
+def config_in(folder: Path, name: str | None = "a", **tables) -> EngineConfig:
+    return EngineConfig(run={"dir": str(folder / "runs"), "name": name, "seed": 7}, **tables)
+
+
+def hub_of(run: RunFolder, folder: Path, **options) -> TrackerHub:
+    trackers = options.pop("trackers", {})
+    config = config_in(folder, tracking={"trackers": list(trackers)})
+    hub = TrackerHub(run, config, Plugins(**trackers), **options)
+    hub.start()
+    return hub
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunFolder.create(config_in(tmp_path))
+    yield run
+    run.close()
+
+
+# Folder
+
+
+def test_a_run_folder_describes_the_run(tmp_path, monkeypatch):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1"}\n')
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("NOT_ON_THE_LIST", "private")
+    run = RunFolder.create(config_in(tmp_path, data={"train": str(data)}), Plugins())
+    text = (run.path / "env.json").read_text()
+    env = json.loads(text)
+    assert env["plugins"] == {"engine-plugin-x": "1.2.3"}
+    assert env["seeds"] == {"run": 7, "model": 0}
+    assert env["data"][str(data)] == {"sha256": hashlib.sha256(data.read_bytes()).hexdigest(), "bytes": 16}
+    assert env["packages"]["torch"].startswith("2.")
+    assert env["environment"]["OMP_NUM_THREADS"] == "1"
+    assert "private" not in text
+    assert "prompts_per_step" in (run.path / "config.resolved.toml").read_text()
+    assert isinstance(json.loads((run.path / "config.origin.json").read_text()), dict)
+    assert run.checkpoints.is_dir()
+    assert run.rollouts_dir.is_dir()
+
+
+def test_describing_a_run_needs_no_torch(tmp_path):
+    code = (
+        "import sys, engine_core.runs.tracking, engine_core.runs.logs, engine_core.runs.progress, engine_core.runs.machine, engine_plugin_tools.report\n"
+        "engine_core.runs.machine.memory_metrics()\n"
+        "print([m for m in ('torch', 'matplotlib', 'pyarrow', 'numpy', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_git_commit_is_written_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert json.loads((RunFolder.create(config_in(tmp_path)).path / "env.json").read_text())["git"] is None
+    for command in (
+        "init -q",
+        "-c user.name=a -c user.email=a@b commit -q --allow-empty -m x",
+    ):
+        subprocess.run(["git", *command.split()], check=True)
+    sha = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    env = json.loads((RunFolder.create(config_in(tmp_path, "b")).path / "env.json").read_text())
+    assert env["git"] == {"sha": sha, "changed_files": 0}
+
+
+def test_paths_with_spaces_and_unicode_work(tmp_path):
+    run = RunFolder.create(config_in(tmp_path / "mit Leerzeichen", "Übung 1"))
+    assert RunFolder.open(run.path).path == run.path
+
+
+def test_latest_is_the_newest_run(tmp_path, monkeypatch):
+    first = RunFolder.create(config_in(tmp_path, "first"))
+    RunFolder.create(config_in(tmp_path, "second"))
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.open("latest").path.name == "second"
+    assert RunFolder.open("runs/latest").path.name == "second"
+    assert RunFolder.open("first").path.name == "first"
+    first.close()
+    again = RunFolder.open("first")
+    again.claim(0)
+    again.rewind(0, config_in(tmp_path, "first"))
+    again.close()
+    assert RunFolder.open("latest").path.name == "first"
+
+
+def test_a_run_that_is_not_there_names_the_nearest(tmp_path):
+    RunFolder.create(config_in(tmp_path, "arithmetic"))
+    with pytest.raises(DataError, match="Did you mean 'arithmetic'"):
+        RunFolder.open("arithmetik", runs=tmp_path / "runs")
+
+
+def test_a_misspelt_run_in_another_folder_names_its_neighbours(tmp_path, monkeypatch):
+    RunFolder.create(config_in(tmp_path, "arithmetic"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="Did you mean 'arithmetic'"):
+        RunFolder.open(tmp_path / "runs" / "arithmetik")
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
+    hub = hub_of(run, tmp_path)
+    for step in range(1, 6):
+        hub.log(step, {"reward/mean": step / 10})
+        run.rollout_file(step).touch()
+    hub.close()
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 6, "rew')  # killed while writing
+    run.close()
+    resumed = RunFolder.open(run.path)
+    resumed.claim(3)
+    assert len(run.read_metrics()) == 5, "claiming alone drops nothing"
+    resumed.rewind(3, config_in(tmp_path))
+    hub = hub_of(resumed, tmp_path)
+    hub.log(4, {"reward/mean": 0.9})
+    assert [(line["step"], line["reward/mean"]) for line in run.read_metrics()] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.9),
+    ]
+    assert sorted(file.name for file in run.rollouts_dir.iterdir()) == [
+        f"step_{i:06d}.parquet" for i in (1, 2, 3)
+    ]
+    assert resumed.attempt_dir.name == "attempt_1"
+    assert (resumed.attempt_dir / "config.resolved.toml").exists()
+    hub.close()
+
+
+@pytest.mark.parametrize(
+    "garbled", ["\0" * 40, '{"step": 2, "loss', "3", '{"loss": 1}'], ids=["zeros", "cut", "number", "no step"]
+)
+def test_lines_that_a_loss_of_power_garbled_are_left_out_with_a_warning(tmp_path, run, caplog, garbled):
+    hub = hub_of(run, tmp_path)
+    hub.log(1, {})
+    hub.close()
+    run.close()
+    with run.metrics_file.open("a") as file:
+        file.write(garbled + "\n")
+    resumed = RunFolder.open(run.path)
+    resumed.claim(1)
+    resumed.rewind(1, config_in(tmp_path))
+    assert "1 lines of" in caplog.text
+    assert [line["step"] for line in resumed.read_metrics()] == [1]
+    run.metrics_file.unlink()
+    resumed.rewind(1, config_in(tmp_path))
+    assert resumed.read_metrics() == []
+    resumed.close()
+
+
+def test_the_line_of_a_step_that_was_not_finished_is_written_again(tmp_path, run):
+    hub = hub_of(run, tmp_path)
+    for step in (1, 2):
+        hub.log(step, {})
+        run.rollout_file(step).touch()
+    hub.close()
+    run.close()
+    resumed = RunFolder.open(run.path)
+    resumed.claim(2)
+    resumed.rewind(2, config_in(tmp_path), unfinished=True)
+    assert [line["step"] for line in run.read_metrics()] == [1]
+    assert run.rollout_file(2).exists()
+    resumed.close()
+
+
+def test_a_run_goes_on_with_the_config_of_its_last_attempt_that_trained(tmp_path, run):
+    run.close()
+    assert run.config_file == run.path / "config.resolved.toml"
+    for _ in range(11):  # attempt_10 comes after attempt_9
+        resumed = RunFolder.open(run.path)
+        resumed.claim(0)
+        resumed.rewind(0, config_in(tmp_path))
+        resumed.close()
+    assert resumed.config_file == run.logs_dir / "attempt_11" / "config.resolved.toml"
+    failed = RunFolder.open(run.path)
+    failed.claim(0)  # and never came to training
+    failed.close()
+    assert failed.config_file == resumed.config_file
+
+
+def test_a_run_in_use_is_refused_with_its_holder(run):
+    with pytest.raises(EnvironmentProblem, match=r"is in use by process \d+ on"):
+        RunFolder.open(run.path).claim(0)
+    assert not (run.logs_dir / "attempt_1").exists()
+    run.close()
+    again = RunFolder.open(run.path)
+    again.claim(0)
+    again.close()
+
+
+def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run = RunFolder.create(config_in(tmp_path))
+    assert f"Cannot lock {run.path} ([Errno 37] No locks available)" in caplog.text
+    run.close()
+
+
+def test_secrets_are_in_no_file_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    monkeypatch.setattr(sys, "argv", ["engine", "train", f"--set=x={CANARY}"])
+    seen = {}
+
+    class Spy(Tracker):
+        def start(self, run, config):
+            seen.update(config)
+
+        def log(self, step, metrics):
+            pass
+
+    config = config_in(
+        tmp_path, model={"path": f"https://{CANARY}@host/x", "override": {"api_key": "hunter2secret"}}
+    )
+    config.tracking.trackers = ["spy"]
+    config.tracking.options = {"spy": SpyOptions(password="in-an-option-table")}
+    run = RunFolder.create(config)
+    hub = TrackerHub(run, config, Plugins(spy=Spy))
+    hub.start()
+    hub.close()
+    written = "".join(file.read_text() for file in run.path.rglob("*") if file.is_file())
+    for secret in (CANARY, "hunter2secret", "in-an-option-table"):
+        assert secret not in written + json.dumps(seen)
+    assert seen["tracking"]["spy"] == {"password": "[redacted]"}
+    assert seen["model"]["path"] == "https://[redacted]@host/x"
+
+
+# Metrics
+
+
+def test_every_step_is_one_line_written_at_once(tmp_path, run):
+    hub = hub_of(run, tmp_path)
+    hub.log(1, {"reward/mean": 0.5, "n": 3})
+    line = json.loads(run.metrics_file.read_text())
+    assert abs(line.pop("time") - time.time()) < 5
+    assert line == {"step": 1, "reward/mean": 0.5, "n": 3}
+    hub.close()
+
+
+def test_values_that_are_not_finite_are_null_and_counted(tmp_path, run):
+    seen = []
+
+    class Spy(Tracker):
+        def log(self, step, metrics):
+            seen.append(metrics)
+
+    hub = hub_of(run, tmp_path, trackers={"spy": Spy})
+    hub.log(1, {"a": float("nan"), "b": float("-inf"), "c": 1.0})
+    hub.close()
+    text = run.metrics_file.read_text()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (line["a"], line["b"], line["c"], line["tracking/non_finite"]) == (None, None, 1.0, 2)
+    assert seen == [{"c": 1.0, "tracking/non_finite": 2}]
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path, run):
+    hub = hub_of(run, tmp_path)
+    with pytest.raises(TypeError, match=r"Metric 'reward/mean' is 'high' \(str\), not a number\."):
+        hub.log(1, {"reward/mean": "high"})
+    hub.close()
+    assert run.metrics_file.read_text() == ""
+
+
+# Trackers that misbehave
+
+
+def test_a_healthy_tracker_gets_every_step_in_order(tmp_path, run):
+    calls = []
+
+    class Spy(Tracker):
+        def start(self, run, config):
+            calls.append("start")
+
+        def log(self, step, metrics):
+            calls.append((step, metrics["x"]))
+
+        def close(self):
+            calls.append("close")
+
+    hub = hub_of(run, tmp_path, trackers={"spy": Spy})
+    for step in range(50):
+        hub.log(step, {"x": step * 2})
+    hub.close()
+    assert calls == ["start", *((step, step * 2) for step in range(50)), "close"]
+
+
+def test_a_tracker_that_stalls_delays_nothing_and_its_losses_are_counted(tmp_path, run, caplog):
+    release = threading.Event()
+    healthy = []
+
+    class Stalled(Tracker):
+        def log(self, step, metrics):
+            release.wait(30)
+
+    class Healthy(Tracker):
+        def log(self, step, metrics):
+            healthy.append(step)
+            time.sleep(0.002)
+
+    hub = hub_of(run, tmp_path, trackers={"stalled": Stalled, "healthy": Healthy}, queue_size=4)
+    start = time.monotonic()
+    for step in range(20):
+        hub.log(step, {"x": 1.0})
+        time.sleep(0.005)
+    assert time.monotonic() - start < 2
+    with caplog.at_level(logging.WARNING, "engine"):
+        hub.close(timeout=0.5)
+    assert time.monotonic() - start < 4
+    lines = run.read_metrics()
+    assert len(lines) == 20
+    # one step is in its hands, four wait: the step after the sixth knows of the first loss
+    assert 13 <= lines[-1]["tracking/dropped"] <= 15
+    assert healthy == list(range(20))
+    assert "Tracker 'stalled' missed 20 steps; metrics.jsonl has them all." in caplog.text
+    assert "healthy" not in caplog.text
+    release.set()
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_a_tracker_that_raises_is_switched_off_and_training_goes_on(tmp_path, run, caplog, where):
+    class Broken(Tracker):
+        def log(self, step, metrics):
+            pass
+
+    def fail(*args):
+        raise ConnectionError("503 from upstream")
+
+    setattr(Broken, where, fail)
+    hub = hub_of(run, tmp_path, trackers={"broken": Broken})
+    hub.log(1, {"x": 1.0})
+    deadline = time.monotonic() + 5
+    while where != "close" and not hub.counters() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    hub.log(2, {"x": 1.0})
+    hub.close()
+    assert "Tracker 'broken' failed and is off for the rest of the run" in caplog.text
+    assert "503 from upstream" in caplog.text
+    assert hub.counters()["tracking/failed"] == 1
+    assert hub.counters().get("tracking/dropped", 0) == (0 if where == "close" else 2)
+    assert len(run.read_metrics()) == 2
+
+
+def test_a_server_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path, run):
+    listener = socket.create_server(
+        ("127.0.0.1", 0)
+    )  # connections are accepted by the kernel, never answered
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+    class Web(Tracker):
+        def log(self, step, metrics):
+            urllib.request.urlopen(url, json.dumps(metrics).encode(), timeout=30).read()
+
+    hub = hub_of(run, tmp_path, trackers={"web": Web}, queue_size=8)
+    slowest = 0.0
+    for step in range(100):
+        start = time.monotonic()
+        hub.log(step, {"x": 1.0})
+        slowest = max(slowest, time.monotonic() - start)
+    start = time.monotonic()
+    hub.close(timeout=1.0)
+    assert slowest < 0.5
+    assert time.monotonic() - start < 3
+    assert run.read_metrics()[-1]["tracking/dropped"] >= 90
+    listener.close()
+
+
+def test_a_server_that_answers_500_switches_the_tracker_off(tmp_path, run, caplog):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_error(500)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    class Web(Tracker):
+        def log(self, step, metrics):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", b"{}", timeout=10).read()
+
+    hub = hub_of(run, tmp_path, trackers={"web": Web})
+    hub.log(1, {"x": 1.0})
+    hub.close()
+    server.shutdown()
+    server.server_close()
+    assert "HTTP Error 500" in caplog.text
+    assert hub.counters() == {"tracking/dropped": 1, "tracking/failed": 1}
+
+
+def test_a_process_ends_although_a_tracker_hangs(tmp_path):
+    code = """
+import threading, sys
+from engine_core.runs.tracking import _Feeder, Tracker
+class Hang(Tracker):
+    def log(self, step, metrics): threading.Event().wait()
+feeder = _Feeder("hang", Hang(), lambda: None, 4)
+feeder.start(); feeder.offer(1, {}); feeder.end(); feeder.join(0.2)
+print("ended")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout == "ended\n"
+
+
+def test_a_tracker_that_refuses_its_set_up_ends_the_run_before_it_starts(tmp_path, run):
+    class Refusing(Tracker):
+        def __init__(self, options=None):
+            raise PluginError("Tracker 'x' needs a package.")
+
+    with pytest.raises(PluginError, match="needs a package"):
+        hub_of(run, tmp_path, trackers={"x": Refusing})

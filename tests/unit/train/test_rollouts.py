@@ -1,0 +1,34 @@
+"""What an update of the sampler reports; sampling itself is in tests/integration."""
+
+from types import SimpleNamespace
+
+from engine_core.contracts.weight_sync import SyncResult
+from engine_core.train.rollouts import RolloutSource
+
+
+def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one():
+    pushed = iter([SyncResult(1, 8, 0.25, ""), SyncResult(2, 8, 0.5, "")])
+    runtime = SimpleNamespace(
+        traded_seconds=3.0, push_weights=lambda *_: next(pushed), loss_metrics=lambda: {"sampling/lost": 0.0}
+    )
+    source = RolloutSource.__new__(RolloutSource)
+    source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None, folder=None)
+    source.version, source._traded = 0, 1.0
+    assert source.sync()["time/switch"] == 2.0 + 0.25
+    runtime.traded_seconds = 7.0
+    assert source.sync()["time/switch"] == 4.0 + 0.5
+
+
+def test_an_update_has_the_runtime_look_for_requests_in_the_folder_of_the_run(tmp_path):
+    looked = []
+    runtime = SimpleNamespace(
+        traded_seconds=0.0, push_weights=lambda *_: looked.append("pushed") or SyncResult(1, 8, 0.25, ""), loss_metrics=dict,
+        look_for_requests=looked.append,
+    )  # fmt: skip
+    source = RolloutSource.__new__(RolloutSource)
+    source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None, folder=None)
+    source.version, source._traded = 0, 0.0
+    source.sync()  # an evaluation has no folder
+    source.run.folder = SimpleNamespace(path=tmp_path)
+    source.sync()
+    assert looked == ["pushed", tmp_path, "pushed"]
