@@ -84,7 +84,7 @@ class TrainBackend(Spec):
     """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
     Each capability must be implemented by the class (a method that is not the base's):
-    see ``engine_core.plugins.checks.TRAIN_CAPABILITIES``.
+    see ``engine_core.plugins.modules.TRAIN_CAPABILITIES``.
 
     Args:
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
@@ -106,7 +106,7 @@ class TrainBackend(Spec):
 class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    For capabilities see ``engine_core.plugins.checks.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
+    For capabilities see ``engine_core.plugins.modules.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
     the keys by which it samples from another policy than the weights that it is given (fewer bits), empty where
     there are none. Tokens are then always weighed; a run that switches this off is refused. And a field ``adapter``: true
     where the engine has the base and ``update_weights`` takes ``contracts.weight_sync.stream_of`` an adapter alone. And a field

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.completeness import transport_problem
 from engine_core.config.models import PlacementConfig
-from engine_core.config.weight_sharing import transport_problem
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.errors import ConfigError

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine_core.types import Request
 
-TIMEOUT = "timeout"
-"""``Rollout.failure`` of a response that was stopped at its limit."""
-
 
 class Deadlines:
     """When requests with ``Sampling.timeout_s`` must be over, counted from when they are queued."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import PluginError
-from engine_core.sampling.deadlines import TIMEOUT
 from engine_core.sampling.group_buffer import GroupBuffer
+from engine_core.types import TIMEOUT
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine

@@ -19,11 +19,9 @@ from engine_core.errors import TrainingFailed
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import check_rewards, check_rows
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
-from engine_core.sampling.deadlines import TIMEOUT
-from engine_core.train.lengths import model_length
-from engine_core.train.rounds import Rounds
-from engine_core.train.stages import Stages
-from engine_core.types import CUT, Batch, Request, Sampling, sampled_tokens
+from engine_core.train.models import model_length
+from engine_core.train.stages import Rounds, Stages
+from engine_core.types import CUT, TIMEOUT, Batch, Request, Sampling, sampled_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

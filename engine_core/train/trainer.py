@@ -18,11 +18,10 @@ from engine_core.algorithms.kl import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed
 from engine_core.train.capabilities import check_other_policy, replays_support
-from engine_core.train.critic import CriticUpdate
-from engine_core.train.policy import PolicyUpdate, check_columns, with_derived
+from engine_core.train.models import check_teacher
 from engine_core.train.run import combine
 from engine_core.train.sampled_run import SampledRun
-from engine_core.train.teacher import check_teacher
+from engine_core.train.update import CriticUpdate, PolicyUpdate, check_columns, with_derived
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ import torch
 from engine_core import Trainer, load_config
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
 from engine_core.runs.checkpoint import Checkpoints, read_state
-from engine_core.train.resuming import Resume
+from engine_core.train.checkpointing import Resume
 
 STEPS = 3
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engine_core.errors import TrainingFailed
-from engine_core.train.stop_signals import Stop, StopSignals
+from engine_core.train.stopping import Stop, StopSignals
 
 FAILING = """
 SPEC = {"rewards": frozenset({"good"})}
@@ -162,7 +162,7 @@ def test_no_sequence_is_longer_than_the_limit(environment, scripted, requests, p
 
 def test_the_file_may_allow_less_than_the_model_and_not_more(environment):
     assert environment(LIMITS, max_tokens=50).limits.tokens == 50
-    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.config.models import EnvironmentConfig
 
     for given, expected in ((30, 30), (300, 50), (None, 50)):
         runner = environment(LIMITS, max_tokens=50)

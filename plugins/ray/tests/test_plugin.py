@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine_core.cli.main import main
-from engine_core.config.assemble import check_complete, load_config
+from engine_core.config.assemble import load_config
+from engine_core.config.completeness import check_complete
 from engine_core.errors import ConfigError
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_ray.plugin import RayOptions

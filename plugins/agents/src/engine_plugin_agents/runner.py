@@ -17,7 +17,7 @@ from engine_plugin_agents.event_loop import Finished, LoopThread, News, Session
 from engine_plugin_agents.policy import Limits, Policy
 
 if TYPE_CHECKING:
-    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.config.models import EnvironmentConfig
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment

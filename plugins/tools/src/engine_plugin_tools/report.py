@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError
-from engine_core.runs.progress import with_interval
+from engine_core.runs.logs import with_interval
 from engine_core.runs.tracking import RunFolder, read_rollouts
 from engine_plugin_tools.advice import advice
 from engine_plugin_tools.packages import require_package

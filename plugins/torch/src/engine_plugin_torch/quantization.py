@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.config.frozen_roles import quantize_problem
+from engine_core.config.completeness import quantize_problem
 from engine_core.errors import ConfigError
 from engine_plugin_torch.quantized import FOUR_BITS, QuantizedLinear
 

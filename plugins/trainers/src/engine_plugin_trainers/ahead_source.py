@@ -23,7 +23,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.rewards.models import Known
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.train.rollouts import RolloutSource
-from engine_core.train.rounds import Rounds
+from engine_core.train.stages import Rounds
 from engine_core.types import Prompt, sampled_tokens
 from engine_plugin_trainers.ahead import AheadQueue, Group
 from engine_plugin_trainers.policy_versions import VersionRuns, joined, version_runs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.errors import ConfigError
-from engine_core.train.lengths import table_length
+from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms.preference_columns import mismatched
 from engine_plugin_trainers.algorithms.preference_objectives import mismatch_kl

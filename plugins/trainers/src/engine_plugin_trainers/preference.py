@@ -16,7 +16,7 @@ import torch
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
-from engine_core.train.lengths import table_length
+from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.train.source_rows import evaluated, rows_of
 from engine_core.types import Batch, LossCall

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.train.lengths import table_length
+from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.data.preferences import Pair
 from engine_plugin_trainers.data.sources import PairSource

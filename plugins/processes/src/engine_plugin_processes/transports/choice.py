@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.config.choices import AUTO
-from engine_core.config.weight_sharing import transport_problem
+from engine_core.config.completeness import transport_problem
 from engine_core.errors import ConfigError
 from engine_plugin_processes.transports.options import TRANSPORTS
 

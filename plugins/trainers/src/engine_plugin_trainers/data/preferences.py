@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_core.data import layouts
-from engine_core.data.prepare import Preparer
+from engine_core.data.source import Preparer
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import pytest
 
 from engine_core import faults
 from engine_core.errors import EnvironmentProblem
-from engine_core.runs.pending_writes import MOST, LineFile, PendingWrites
+from engine_core.runs.folders import MOST, LineFile, PendingWrites
 
 
 class Disk:

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from engine_core.train.rounds import combined
+from engine_core.train.stages import combined
 
 
 def test_one_round_is_as_it_is():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_core.runs.checkpoint import Checkpoints
-from engine_core.train.ending import report_failure, report_stop, resume_command, resume_hint, standing
+from engine_core.train.stopping import report_failure, report_stop, resume_command, resume_hint, standing
 
 BIG = 6 * 2**30  # bytes with no block on the disk; hashing them takes seconds
 
@@ -135,7 +135,7 @@ def test_nothing_is_looked_at_but_in_the_thread_that_reads(stale, monkeypatch):
         return []
 
     monkeypatch.setattr(Checkpoints, "steps", hangs)
-    monkeypatch.setattr("engine_core.train.ending.FAILED_SECONDS", 0.2)
+    monkeypatch.setattr("engine_core.train.stopping.FAILED_SECONDS", 0.2)
     report_failure(stale, RuntimeError("the cause"), began=True)
     left.set()
     assert looked == ["verify-checkpoint"]

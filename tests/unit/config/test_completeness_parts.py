@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine_core.config.assemble import check_complete, load_config
+from engine_core.config.assemble import load_config
+from engine_core.config.completeness import check_complete
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins import metadata
 

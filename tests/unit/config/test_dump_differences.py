@@ -1,8 +1,7 @@
 import pytest
 
 from engine_core import load_config
-from engine_core.config.differences import check, differences, judge
-from engine_core.config.dump import as_data
+from engine_core.config.dump import as_data, check, differences, judge
 from engine_core.errors import ConfigError
 
 WAS = {"model": {"path": "a"}, "actor": {"optim": {"lr": 0.1}}, "reward": [{"name": "math", "weight": 1.0}]}

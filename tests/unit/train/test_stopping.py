@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from engine_core.train.stop_signals import SAVED, Stop, StopSignals, Terminated
+from engine_core.train.stopping import SAVED, Stop, StopSignals, Terminated
 
 
 def send(number):

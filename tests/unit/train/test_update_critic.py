@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from engine_core.train.critic import explained_variance
+from engine_core.train.update import explained_variance
 from engine_core.types import Batch
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from engine_core.train.lengths import POSITION_TABLES, model_length, table_length
+from engine_core.train.models import POSITION_TABLES, model_length, table_length
 
 POSITIONS = 16
 SMALL = {

@@ -6,7 +6,7 @@ import pytest
 
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
-from engine_core.train.teacher import _check_temperature
+from engine_core.train.models import _check_temperature
 
 
 def run_of(rollout, own="absent", frozen_only=True):

@@ -13,7 +13,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from engine_core.runs.progress import Progress, clock, figures, phase_bar, sparkline, step_line
+from engine_core.runs.logs import Progress, clock, figures, phase_bar, sparkline, step_line
 
 RL = {
     "reward/mean": 0.4123,
@@ -120,7 +120,7 @@ import logging, sys, time
 from types import SimpleNamespace
 from pathlib import Path
 from engine_core.runs.logs import setup_logging
-from engine_core.runs.progress import Progress
+from engine_core.runs.logs import Progress
 from engine_core.redaction import Redactor
 undo = setup_logging(SimpleNamespace(attempt_dir=Path(sys.argv[1]), redactor=Redactor([])))
 with Progress(3) as progress:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.config.dump import _table_lines
-from engine_core.config.lines import MAX_DEPTH, MAX_KEYS, key_lines
+from engine_core.config.read import MAX_DEPTH, MAX_KEYS, key_lines
 from engine_core.errors import ConfigError
 
 SAMPLE = '''\
