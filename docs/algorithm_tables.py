@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from engine_core import builtin
-from engine_core.algorithms import aggregation, correction, entropy, evaluation, kl, losses_value
+from engine_core.algorithms import correction, entropy, evaluation, kl, losses_value, objectives
 from engine_plugin_trainers import plugin as trainers
 from engine_plugin_trainers.algorithms import preference, preference_columns
 
@@ -127,7 +127,7 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     """Yield each kind, as the key that names it, and everything of that kind; a plugin's names may be a kind ``KEY of PLUGIN``."""
     for heading, functions in TABLES.values():
         yield heading.replace("`", ""), described(functions())
-    yield "loss_aggregation", listed(aggregation)
+    yield "loss_aggregation", listed(objectives)
     yield "kl_estimator", listed(kl)
     yield "kl_target", described({"kl_target": kl.AdaptiveKL})
     yield "entropy_target", described({"entropy_target": entropy.AdaptiveEntropy})

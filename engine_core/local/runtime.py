@@ -15,7 +15,7 @@ from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import Engine, EngineHost, RankPlacement, default_device
-from engine_core.sampling.driver import stream
+from engine_core.sampling import stream
 
 if TYPE_CHECKING:
     from engine_core.contracts.weight_sync import SyncResult

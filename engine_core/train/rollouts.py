@@ -352,13 +352,12 @@ class RolloutSource:
         sampler = self.run.groups["rollout"]
         if self.environment:
             return self.environment.run(sampler, requests, *([seen] if seen else []))
-        if seen is None:
-            return sampler.call("generate", requests=requests).result()
         found: dict[str, Rollout] = {}
         with contextlib.closing(sampler.stream(requests)) as parts:
             for part in parts:
                 found |= {rollout.request_id: rollout for rollout in part}
-                seen(part)
+                if seen is not None:
+                    seen(part)
         return [found[request.id] for request in requests]
 
     def _requests(

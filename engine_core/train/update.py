@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.correction import Correction, normalizing_scale
 from engine_core.algorithms.entropy import AdaptiveEntropy, high_entropy
 from engine_core.algorithms.kl import AdaptiveKL
+from engine_core.algorithms.objectives import with_weights
 from engine_core.config import requirements
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role

@@ -338,7 +338,7 @@ def test_importing_the_package_loads_its_hooks_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module, limit",
+    ("module", "limit"),
     [("engine_core.train.loop", LOOP_MODULES), ("engine_core.train.trainer", TRAINER_MODULES)],
 )
 def test_importing_the_loop_loads_a_part_of_the_kernel_and_no_plugin(module, limit, tmp_path):

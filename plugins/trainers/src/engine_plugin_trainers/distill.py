@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
-from engine_core.algorithms.objectives import resolve_loss
+from engine_core.algorithms.objectives import resolve_loss, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError

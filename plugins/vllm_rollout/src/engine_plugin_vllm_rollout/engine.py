@@ -21,7 +21,7 @@ from engine_core.contracts.weight_names import published
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_core.model_config import has_no_weights, load_hf_config
-from engine_core.sampling.requests import check_request
+from engine_core.sampling import check_request
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions

@@ -6,7 +6,7 @@ import torch
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import PluginError
 from engine_core.local.runtime import LocalGroup
-from engine_core.sampling.driver import flow
+from engine_core.sampling import flow
 from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_trainers.early_stop import RoundArrivals
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.objectives import with_weights
 from engine_core.types import Batch
 
 LENGTHS = [4, 3, 2]

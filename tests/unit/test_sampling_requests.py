@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_core.errors import DataError
-from engine_core.sampling.requests import check_request
+from engine_core.sampling import check_request
 from engine_core.types import Prompt, Request, Sampling
 
 
