@@ -35,7 +35,7 @@ from engine_core.algorithms import correction as gap
 from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
-from engine_core.algorithms.losses_value import value as value_loss
+from engine_core.algorithms.losses import value as value_loss
 from engine_core.types import counted
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, 
 def value_objective(
     outputs: Mapping[str, Tensor], batch: Batch, *, value_clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's: ``sum_t w_t loss_t``, see ``losses_value``.
+    """The critic's: ``sum_t w_t loss_t``, see ``losses.value``.
 
     Args:
         outputs: ``values`` [T], with gradient.
