@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -162,30 +163,37 @@ def run(
             env={**os.environ, "TMPDIR": str(folder)},
         )
     try:
-        count = 0
+        done: list[dict[str, Any]] = []  # kept: the benchmark deletes its run folder at its end
         while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.5)
-            if len(steps := steps_of(folder)) > count:
-                count = len(steps)
-                tell(medians(steps))
+            time.sleep(0.1)
+            if len(steps := steps_of(folder)) > len(done):
+                done = steps
+                tell(medians(done))
         code_of_end = process.poll()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
         process.wait()
     if code_of_end == 0:
-        text = out.read_text()
-        found: dict[str, Any] = json.loads(text[text.index("{") :])
-        return found | {"all_steps": medians(steps_of(folder))["all_steps"]}
+        return result_in(out.read_text(errors="replace")) | {"all_steps": medians(done)["all_steps"]}
     why = "the time was up" if code_of_end is None else f"exit {code_of_end}"
     print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
-    return medians(steps_of(folder)) | {"ended": f"{why}, with {len(steps_of(folder))} steps done"}
+    return medians(done) | {"ended": f"{why}, with {len(done)} steps done"}
+
+
+def result_in(text: str) -> dict[str, Any]:
+    """Return the last JSON document of an output in which vLLM logs lines of its own, with braces in them."""
+    start = max(found.start() for found in re.finditer(r"^\{$", text, re.MULTILINE))
+    document: dict[str, Any] = json.JSONDecoder().raw_decode(text, start)[0]
+    return document
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """Metrics of the steps that have ended."""
-    lines = [line for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines(True)]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Metrics of the steps that have ended; none where the run folder is being deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = [line for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines(True)]
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    return []
 
 
 def medians(steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 They are for machines that CI does not have; without this, a name that moved is noticed on such a machine.
 """
 
+import importlib
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,38 @@ def told():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_script_starts_and_tells_its_options(told, script):
     assert told[script].startswith("usage:"), told[script]
+
+
+ENGINE = """
+import json, os, shutil, time
+from pathlib import Path
+
+def main(words):
+    run = Path(os.environ["TMPDIR"], "bench", "run")
+    run.mkdir(parents=True)
+    print("INFO engine.py: Initializing with compilation_config={'level': 3, 'cache': {}}")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(4):
+            file.write(json.dumps({"step": step + 1, "time/step": 1.0 + step, "reward/mean": 0.5}) + "\\n")
+    time.sleep(1)
+    shutil.rmtree(run.parent)
+    print(json.dumps({"part": "step", "time/step": 3.5, "devices": {"cpu": 1}}, indent=2))
+    print("INFO core.py: {shutting down}")
+"""
+
+
+def test_the_benchmark_of_whole_steps_reads_a_result_among_the_log_lines_of_vllm(tmp_path, monkeypatch):
+    (tmp_path / "engine_core" / "cli").mkdir(parents=True)
+    for file, text in {"__init__.py": "", "cli/__init__.py": "", "cli/main.py": ENGINE}.items():
+        (tmp_path / "engine_core" / file).write_text(text)
+    monkeypatch.chdir(tmp_path)  # where `python -c` looks first
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "vllm"))
+    step, heard = importlib.import_module("step"), []
+    try:
+        found = step.run(tmp_path, Namespace(steps=2, budget=60), heard.append)
+    finally:
+        for name in ("step", "setting"):
+            sys.modules.pop(name, None)
+    assert (found["part"], found["time/step"], found["devices"]) == ("step", 3.5, {"cpu": 1})
+    assert [each["time/step"] for each in found["all_steps"]] == [1.0, 2.0, 3.0, 4.0]
+    assert heard[-1]["time/step"] == 3.5
