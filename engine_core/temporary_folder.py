@@ -1,7 +1,7 @@
 """Temporary folders that go with their process, however that ends.
 
 A process that is killed removes nothing. So a small one beside it reads a pipe whose other end the first holds: when that
-has ended, it removes the folders that it was told of. ``python -I -S private_folder.py FD`` is that one, without any
+has ended, it removes the folders that it was told of. ``python -I -S temporary_folder.py FD`` is that one, without any
 import but of the standard library.
 """
 

@@ -46,15 +46,19 @@ def until(found):
         time.sleep(0.02)
 
 
-def ignores(pid, number):
+def ignored(pid):
+    """The signals that a process ignores."""
     with open(f"/proc/{pid}/status") as file:
-        mask = next(line for line in file if line.startswith("SigIgn:"))
-    return bool(int(mask.split()[1], 16) & 1 << number - 1)
+        mask = int(next(line for line in file if line.startswith("SigIgn:")).split()[1], 16)
+    return {number for number in signal.Signals if mask & 1 << number - 1}
 
 
-def start(folder, how):
+def start(folder, how, prepare=None):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(folder), how], stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", HOLDS, str(folder), how],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=prepare,
     )
     assert process.stdout.readline() == b"made\n"
     return process
@@ -81,11 +85,14 @@ def test_a_process_that_ends_leaves_none_without_being_told_to(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_signals_of_the_terminal_do_not_end_the_one_that_looks_after_folders(tmp_path):
-    process = start(tmp_path, "waits")
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_signals_of_the_terminal_do_not_end_the_one_that_looks_after_folders(tmp_path, under_nohup):
+    hangup = signal.SIG_IGN if under_nohup else signal.SIG_DFL
+    process = start(tmp_path, "waits", lambda: signal.signal(signal.SIGHUP, hangup))
     (beside,) = psutil.Process(process.pid).children()
-    until(lambda: ignores(beside.pid, signal.SIGHUP))  # it has begun
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    terminal = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    until(lambda: terminal <= ignored(beside.pid))  # all of them: SIGHUP may be ignored from the start
+    for number in terminal:
         beside.send_signal(number)
     process.kill()
     process.wait()
