@@ -230,6 +230,8 @@ class CheckpointConfig(Table):
     """Save after the step in which so much time has passed since the last save; 0: not by the clock."""
     at_end: bool = True
     """Save after the last step."""
+    at_stop: bool = True
+    """Save the last finished step when a signal stops the run or a sampler is lost."""
     keep_last: PositiveInt = 2
     """Checkpoints kept; older ones are deleted once a newer one is verified."""
     keep_best: PositiveInt = 1

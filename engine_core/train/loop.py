@@ -201,7 +201,9 @@ class Loop:
         self.saver.save(self.point, must=last)
 
     def save_for(self, stop: Stop) -> bool:
-        """Save the last finished step because of a stop; return False where that cannot be written."""
+        """Save the last finished step because of a stop; return False where that is not wanted or cannot be written."""
+        if not self.saver.config.at_stop:
+            return False
         try:
             self.saver.save(self.point, must=True)
         except EnvironmentProblem as error:
@@ -212,7 +214,7 @@ class Loop:
 
     def save_finished_step(self) -> None:
         """Save the last finished step because a sampler was lost, if the failed step has changed no weight."""
-        if self.run.weights_changed or not self.point.step:
+        if self.run.weights_changed or not self.point.step or not self.saver.config.at_stop:
             return
         try:
             self.saver.save(self.point, must=True)

@@ -65,6 +65,15 @@ def test_a_run_stopped_in_its_last_evaluation_is_complete_after_one_resume(engin
     assert "Nothing to do: step 5 is done" in again.err
 
 
+def test_a_benchmark_that_is_stopped_saves_nothing(engine, tiny):
+    folders = {"ENGINE_FAULT": "step.generate@3:term", "TMPDIR": str(engine.folder)}
+    run = engine("bench", "step", tiny(RUN), "--steps", "4", "--warmup", "0", env=folders)
+    assert return_code(run) == 143, run.err
+    assert "Stopped by SIGTERM; nothing new was saved." in run.err
+    assert "Checkpoint:" not in run.err
+    assert not list(engine.folder.rglob("step_*"))
+
+
 SLOW = """
 import pathlib
 import time

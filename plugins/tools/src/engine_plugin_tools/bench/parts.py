@@ -151,7 +151,7 @@ def bench_step(
     """
     with tempfile.TemporaryDirectory() as folder:
         config.run.dir, config.run.steps = folder, warmup + steps
-        config.checkpoint = CheckpointConfig(at_end=False)
+        config.checkpoint = CheckpointConfig(at_end=False, at_stop=False)
         config.tracking.trackers = []  # no service hears of it
         config.eval.every_steps = 0
         config.eval.at_start = config.eval.at_end = False
