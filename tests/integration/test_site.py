@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import runpy
@@ -9,19 +10,26 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import typing
 from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_core import hooks as hookspecs
+from engine_core.algorithms.kl import kl_estimate
+from engine_core.algorithms.loss_options import PPOClipOptions
+from engine_core.config.models import AlgorithmConfig
 from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import ConfigError
-from engine_core.plugins.metadata import TABLES, installed
+from engine_core.plugins.metadata import TABLES, installed, known_names
 from engine_core.plugins.modules import table_module
 from engine_core.plugins.plugin_set import CAPABILITIES
 from engine_core.specs import TABLE_SPECS
+from engine_core.types import Prompt
 from engine_plugin_tools.commands.schema import installed_specs
+from engine_plugin_trainers.algorithms.preference_options import KTOOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -110,6 +118,71 @@ def test_our_keys_beside_those_of_other_trainers_are_keys(page, least):
     assert len(keys) >= least
     for line, key in keys:
         assert is_key(schema, key), f"{page}:{line}: {key}"
+
+
+def remark_on(page: str, theirs: str, key: str) -> str:
+    """Return the remark of the row of a page about another trainer that holds its name beside our key."""
+    rows = ((DOCS / page).read_text("utf-8")).splitlines()
+    (row,) = (row for row in rows if row.startswith(f"| `{theirs}`") and f"| `{key}` |" in row)
+    return row.split(" | ")[2]
+
+
+MISSING = {
+    "SGLang samplers": lambda: not any("sglang" in name for name in known_names("rollout_engines")),
+    "images": lambda: (
+        {field.name for field in dataclasses.fields(Prompt)} == {"id", "token_ids", "text", "columns"}
+    ),
+}
+"""What pages say is not here, and whether that holds."""
+
+
+@pytest.mark.parametrize("page", ["from_verl.md", "from_trl.md"])
+def test_what_a_page_says_is_not_here_is_not_here(page):
+    said = (DOCS / page).read_text("utf-8").partition("## What is not here\n")[2]
+    listed = re.findall(r"^\* (.+)\.$", said, re.MULTILINE)
+    assert listed
+    for thing in listed:
+        assert MISSING[thing](), f"{page}: {thing} exist"
+    for engine in ("megatron", "deepspeed"):
+        assert "experimental" in (DOCS / f"{engine}.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kind", "key"),
+    [("r.name", "rollout_engines", "rollout.backend"), ("a.strategy", "train_engines", "actor.backend")],
+)
+def test_the_engines_beside_those_of_verl_are_all_that_are_installed(theirs, kind, key):
+    specs = installed_specs()[kind]
+    policies = {name for name, spec in specs.items() if not spec.frozen_only}
+    assert set(re.findall(r"`(\w+)`", remark_on("from_verl.md", theirs, key))) == policies
+
+
+def test_names_in_remarks_on_trl_are_names_here():
+    losses = re.findall(r"`(\w+)`", remark_on("from_trl.md", "importance_sampling_level", "algorithm.loss"))
+    assert set(losses) - {"sequence"} <= set(known_names("losses"))
+    values = set(re.findall(r"`(\w+)`", remark_on("from_trl.md", "loss_type", "kto.loss")))
+    assert values == set(typing.get_args(KTOOptions.model_fields["loss"].annotation))
+    theirs, ours = "loss_type", "algorithm.loss_aggregation"
+    ways = set(re.findall(r"`([a-z]+-[a-z-]+)`", remark_on("from_trl.md", theirs, ours)))
+    assert ways < set(typing.get_args(AlgorithmConfig.model_fields["loss_aggregation"].annotation))
+
+
+def test_delta_and_the_kl_of_trl_are_what_the_rows_say():
+    delta = PPOClipOptions.model_fields["delta"].description
+    assert "the ratio of the unclipped term is at most this" in delta
+    assert "the ratio of the unclipped term is at most this" in remark_on(
+        "from_trl.md", "delta", "algorithm.ppo_clip.delta"
+    )
+    log_probs, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    gap = ref - log_probs
+    torch.testing.assert_close(kl_estimate(log_probs, ref, "k3"), gap.exp() - 1 - gap)  # no importance ratio
+    assert "use_bias_correction_kl=False" in remark_on("from_trl.md", "beta", "algorithm.kl_coef")
+
+
+def test_no_page_puts_off_what_may_have_come_since():
+    for page in [ROOT / "README.md", *DOCS.glob("*.md"), *ROOT.glob("plugins/*/README.md")]:
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+            assert not re.search(r"Not yet:|[|—:] *not yet|` today\b", line), f"{page.name}:{number}: {line}"
 
 
 def is_key(schema, key):
