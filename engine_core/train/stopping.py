@@ -103,15 +103,6 @@ class StopSignals:
         finally:
             self._open = before
 
-    @contextmanager
-    def shield(self) -> Iterator[None]:
-        """A part within a window that must come to its end."""
-        before, self._open = self._open, False
-        try:
-            yield
-        finally:
-            self._open = before
-
     def check(self) -> None:
         """Raise ``Stop`` if a signal has come."""
         if self.requested is not None:

@@ -36,17 +36,6 @@ def test_outside_of_a_window_a_signal_waits_for_the_next_one():
     assert done == ["came to its end"]
 
 
-def test_a_shield_in_a_window_comes_to_its_end():
-    done = []
-    with StopSignals() as signals, signals.window():
-        with signals.shield():
-            send(signal.SIGTERM)
-            done.append("came to its end")
-        with pytest.raises(Stop):
-            signals.check()
-    assert done
-
-
 @pytest.mark.parametrize(
     ("number", "ending"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)]
 )
