@@ -6,6 +6,7 @@ Only strings and option models here: what is named is imported where it is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from engine_core.algorithms.advantage_options import (
     DistillAdvantageOptions,
@@ -54,6 +55,7 @@ def engine_advantages() -> Mapping[str, Advantage]:
     baseline = "engine_core.algorithms.advantages_token_baseline:"
     rewards, grouped = frozenset({"rewards"}), frozenset({"rewards", "group_ids"})
     energies = grouped | {"old_log_probs", "sum_pi_squared"}
+    compared = partial(Advantage, min_group_size=2)
     return {
         "batch_mean": Advantage(load=whole + "batch_mean", needs=rewards),
         "distill": Advantage(
@@ -61,31 +63,31 @@ def engine_advantages() -> Mapping[str, Advantage]:
             config=DistillAdvantageOptions,
             needs=frozenset({"old_log_probs", "teacher_log_probs"}),
         ),
-        "dr_grpo": Advantage(load=whole + "dr_grpo"),
+        "dr_grpo": compared(load=whole + "dr_grpo"),
         "gae": Advantage(
             load=tokens + "gae",
             config=GAEOptions,
             needs=rewards | {"values"},
             makes=frozenset({"advantages", "returns"}),
         ),
-        "gdpo": Advantage(
+        "gdpo": compared(
             load=whole + "gdpo", config=GDPOOptions, needs=frozenset({"reward_terms", "group_ids"})
         ),
-        "gpg": Advantage(load=whole + "gpg", config=GPGOptions),
-        "grpo": Advantage(load=whole + "grpo", config=GRPOOptions),
-        "grpo_passk": Advantage(load=whole + "grpo_passk", config=GRPOPassKOptions),
-        "opo": Advantage(load=whole + "opo", needs=grouped | {"response_lengths"}),
-        "optimal_token_baseline": Advantage(load=baseline + "optimal_token_baseline", needs=energies),
-        "optimal_token_baseline_multi_turn": Advantage(
+        "gpg": compared(load=whole + "gpg", config=GPGOptions),
+        "grpo": compared(load=whole + "grpo", config=GRPOOptions),
+        "grpo_passk": compared(load=whole + "grpo_passk", config=GRPOPassKOptions),
+        "opo": compared(load=whole + "opo", needs=grouped | {"response_lengths"}),
+        "optimal_token_baseline": compared(load=baseline + "optimal_token_baseline", needs=energies),
+        "optimal_token_baseline_multi_turn": compared(
             load=baseline + "optimal_token_baseline_multi_turn", needs=energies
         ),
         "reinforce": Advantage(load=tokens + "reinforce", config=RewardToGoOptions, needs=rewards),
         "reinforce_plus_plus": Advantage(
             load=tokens + "reinforce_plus_plus", config=RewardToGoOptions, needs=rewards
         ),
-        "reinforce_plus_plus_baseline": Advantage(load=whole + "reinforce_plus_plus_baseline"),
+        "reinforce_plus_plus_baseline": compared(load=whole + "reinforce_plus_plus_baseline"),
         "remax": Advantage(load=tokens + "remax", needs=rewards | {"greedy_rewards"}),
-        "rloo": Advantage(load=whole + "rloo"),
+        "rloo": compared(load=whole + "rloo"),
     }
 
 
@@ -138,7 +140,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
             load="engine_core.train.trainer:Trainer",
             sections=SHARED_SECTIONS | SAMPLING_SECTIONS | {"ref", "critic", "teacher", "algorithm"},
             required=frozenset({"reward", "data"}),
-        ),
+        )
     }
 
 

@@ -38,7 +38,7 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except OSError as error:
         raise ConfigError(unreadable(model.path, error)) from error
-    except ValueError as error:
+    except Exception as error:  # the config classes validate with several exception types
         if "trust_remote_code" not in str(error):
             raise ConfigError(
                 f"model.path '{model.path}' has a config that fails: {first_line(error)}"
@@ -107,4 +107,6 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any], key: str) -> dic
 
 
 def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """Return the first line of a message; with the next one where it announces that."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

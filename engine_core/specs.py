@@ -162,6 +162,8 @@ class Advantage(Spec):
             (``ref_log_probs``, ``old_log_probs``, ``greedy_rewards``, ...) and refuses what nobody can
             make. Without ``rewards`` a KL in the reward is refused: it would have no effect.
         makes: the columns it gives; more than ``advantages`` come as a mapping.
+        min_group_size: fewest responses to a prompt with which it gives anything but 0: 2 where it compares the responses of
+            a group. A run with fewer (`rollout.group_size`) would learn nothing and is refused.
     """
 
     kind = "advantages"
@@ -169,6 +171,7 @@ class Advantage(Spec):
     given = ("batch",)
     needs: frozenset[str] = frozenset({"rewards", "group_ids"})
     makes: frozenset[str] = frozenset({"advantages"})
+    min_group_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

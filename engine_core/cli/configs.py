@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import read
+from engine_core.cli.loading import print_remarks, read
 from engine_core.cli.options import AllowCode, File, Files, Json, More, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import check_inputs, plugins_for
@@ -38,11 +38,11 @@ def validate(
         print_json({"valid": False, "problems": str(error).splitlines()})
         return error.exit_code
     if as_json:
-        print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions()})
+        found = {"unread": config.unread, "warnings": config.warnings, "plugins": plugins.versions()}
+        print_json({"valid": True, **found})
         return 0
     print(f"{', '.join([*files, *(more or ())])}: valid, trainer '{config.trainer}'")
-    for entry in config.unread:
-        print(f"not read: {entry}")
+    print_remarks(config)
     return 0
 
 

@@ -67,3 +67,10 @@ def trainer_of(config: EngineConfig) -> Any:
     if problems := check_inputs(config):
         raise DataError("\n".join(problems))
     return plugins_for(config).resolve("trainers", config.trainer)(config)
+
+
+def print_remarks(config: EngineConfig) -> None:
+    """Print what a config says in vain or hardly means, one line each."""
+    for kind, entries in (("warning", config.warnings), ("not read", config.unread)):
+        for entry in entries:
+            print(f"{kind}: {entry}")

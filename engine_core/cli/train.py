@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import read, read_run, trainer_of
+from engine_core.cli.loading import print_remarks, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, More, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
@@ -41,7 +41,8 @@ def train(
     if dry_run:
         with closing(trainer_of(config)) as trainer:
             trainer.load_inputs()
-            print("\n".join([*trainer.derived(), *(f"not read: {entry}" for entry in config.unread)]))
+            print("\n".join(trainer.derived()))
+            print_remarks(config)
         return
     print(_to_the_end(config))
 

@@ -293,6 +293,14 @@ def without_effect(config: EngineConfig) -> dict[str, str]:
     return {key: why for key, why in first.items() if all(key in idle for idle in later)}
 
 
+def without_learning(config: EngineConfig) -> Iterator[str]:
+    """Yield a warning for each trained role whose learning rate is 0 in every step."""
+    steps = [dict(_optims(config_at(config, step))) for step in boundaries(config)]
+    for role in steps[0]:
+        if all(optims[role].lr == 0 for optims in steps):
+            yield f"{role}.optim.lr is 0 in every step: the weights of '{role}' do not change."
+
+
 def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     algorithm = config.algorithm
     if algorithm.kl_coef == 0:

@@ -78,6 +78,11 @@ def check_complete(
         missing.append(
             "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
         )
+    missing += [
+        f"{key}: got '{name}', but the run evaluates nothing. Set eval.every_steps, or name a metric of the steps."
+        for key, name in config.chosen_metrics
+        if name.startswith("eval/") and not evaluates
+    ]
     if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
         missing += _unjudged(config, plugins, "rewards" in live)
     if "algorithm" in reads:

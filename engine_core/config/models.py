@@ -19,6 +19,7 @@ from engine_core.config.tables import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seed,
     Table,
 )
 
@@ -69,7 +70,7 @@ class CorrectionConfig(Table):
     cap: PositiveFloat | None = None
     """Upper bound of the weights; default: 2, or `mask_high` where tokens are weighed and masked (IcePop) or sequences are (MIS)."""
     normalize: bool = False
-    """Divide the weights by their mean over the mini-batch."""
+    """Divide the weights by their mean over the mini-batch's tokens that `mask` and `reject` keep."""
     mask: Literal["off", "token", "sequence", "geometric"] = "off"
     """Learn only where the ratio is within bounds: of a token, of a sequence (product), of a sequence per token (geometric mean)."""
     mask_low: PositiveFloat | None = None
@@ -213,7 +214,7 @@ class RunConfig(Table):
     """Training steps; default: `epochs` passes over the data."""
     epochs: PositiveInt = 1
     """Passes over the training files, where `steps` is not set."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of data order and sampling."""
     stop_above: dict[str, PositiveFloat] = {}
     """Metrics and their bounds, ``{ "actor/approx_kl" = 0.5 }``: a step over one ends the run (exit code 6) and is not saved."""
@@ -338,6 +339,18 @@ class EngineConfig(Table):
     def unread(self) -> list[str]:
         """Tables that are present and that this run does not read, with the reason."""
         return list(self._source.unread) if self._source is not None else []
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the files and the environment say that is allowed and hardly meant."""
+        return list(self._source.warnings) if self._source is not None else []
+
+    @property
+    def chosen_metrics(self) -> list[tuple[str, str]]:
+        """Each metric that the run names, after its key."""
+        best = self.checkpoint.best_metric
+        bounded = [("run.stop_above", name) for name in self.run.stop_above]
+        return [*bounded, ("checkpoint.best_metric", best)] if best else bounded
 
     def rewarding(self, role: str) -> RewardConfig | None:
         """The reward whose model has this role; None for a role of another kind."""

@@ -205,6 +205,8 @@ class RawConfig:
     files: list[Path] = field(default_factory=list)  # those that were named, not those that they extend
     allow_code: bool = False
     unread: list[str] = field(default_factory=list)  # tables that are present and that the run does not read
+    strays: list[str] = field(default_factory=list)  # environment variables of no key, ENGINE_...
+    warnings: list[str] = field(default_factory=list)  # what is allowed and hardly meant
 
     @property
     def folder(self) -> Path:
@@ -251,16 +253,18 @@ def read_config(
     tree = _Tree([Path(file) for file in files], allow_code)
     for file in tree.files:
         tree.merge_file(file, str(file), ())
-    environment = os.environ if env is None else env
+    environment, strays = os.environ if env is None else env, list[str]()
     for variable in sorted(environment):
         if variable.upper().startswith(ENV_PREFIX):
             path = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
             tree.assign(path, _parse_value(environment[variable]), Origin(env=variable))
+        elif variable.upper().startswith(ENV_PREFIX[:-1]):
+            strays.append(variable)
     for path, value in _override_items(overrides):
         tree.assign(path, value, Origin(override=key_text(path)))
     kept = set(_paths(tree.data))  # a later file may have replaced a table by a value
     origins = {key_text(path): origin for path, origin in tree.origins.items() if path in kept}
-    return RawConfig(tree.data, origins, tree.files, allow_code)
+    return RawConfig(tree.data, origins, tree.files, allow_code, strays=strays)
 
 
 class _Tree:

@@ -13,6 +13,7 @@ from engine_core.config.tables import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seed,
     Table,
 )
 
@@ -30,7 +31,7 @@ class ModelConfig(Table):
     """Attention implementation: ``auto`` chooses by model and device, and the log says what and why; ``varlen`` (packed sequences, ours), or one of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` (needs flash-attn), ``flash_attention_3``, ``flash_attention_4``, ``flex_attention``."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of weights that the folder does not hold (a folder with a config alone is a random model)."""
 
 

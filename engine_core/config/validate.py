@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from engine_core.algorithms.columns import COLUMNS
-from engine_core.config.checks import cross_problems, without_effect
+from engine_core.config.checks import cross_problems, without_effect, without_learning
 from engine_core.config.choices import (
     OPTIONAL_ROLES,
     ChoiceTable,
@@ -28,7 +29,7 @@ from engine_core.config.choices import (
     prepared,
 )
 from engine_core.config.models import EngineConfig
-from engine_core.config.read import Path_, RawConfig, key_text
+from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
@@ -53,7 +54,7 @@ def validate(
         context: for validators of option models (``info.context``): ``folder``, ``allow_code``.
 
     Returns:
-        The config; ``_source`` is ``raw`` with ``unread`` filled in.
+        The config; ``_source`` is ``raw`` with ``unread`` and ``warnings`` filled in.
 
     Raises:
         ConfigError: every problem, with file and line.
@@ -108,12 +109,14 @@ class _Validation:
             self.attach(config)
             self.judge_critic(config, sections)
             self.judge_teacher(config, sections)
+            self.judge_groups(config, sections)
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
         idle = without_effect(config)
         self.unread += [f"{key}: {why}" for key, why in idle.items() if key in self.raw.origins]
-        config._source = dataclasses.replace(self.raw, unread=self.unread)
+        doubts = [*self.misnamed(), *without_learning(config)]
+        config._source = dataclasses.replace(self.raw, unread=self.unread, warnings=doubts)
         return config
 
     def sections_read(self) -> Collection[str]:
@@ -213,6 +216,26 @@ class _Validation:
         if not needs & ({"teacher_log_probs"} | set(self.known("columns")) - COLUMNS.keys()):
             self.unread.append(f"[teacher]: algorithm.advantage = '{config.algorithm.advantage}' asks none")
             config.teacher = None
+
+    def judge_groups(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """Refuse groups that are too small for the advantage estimator to give anything but 0."""
+        name, size = config.algorithm.advantage, config.rollout.group_size
+        least = getattr(self.spec_of("advantages", name), "min_group_size", 1)
+        if {"algorithm", "rollout"} <= set(sections) and size < least:
+            text = (
+                f"got {size}, expected at least {least}: algorithm.advantage = '{name}' compares the responses to a prompt, and with "
+                "fewer every advantage is 0. Raise it, or use an estimator without groups, such as 'batch_mean'."
+            )
+            self.problems.append(Problem(("rollout", "group_size"), text))
+
+    def misnamed(self) -> Iterator[str]:
+        """Yield a warning for each environment variable that is a key's but for its underscores."""
+        keys = {"_".join((*t, key)): (*t, key) for t, model in self.tables.items() for key in keys_of(model)}
+        for variable in self.raw.strays:
+            path = keys.get(re.sub("_+", "_", variable[len(ENV_PREFIX) - 1 :].lower()), ("reward",))
+            if path[0] not in ("reward", "stage", "schedule") and path[:2] != ("eval", "set"):  # not by name
+                right = ENV_PREFIX + "__".join(path).upper()
+                yield f"{variable} sets nothing: the environment variable of {key_text(path)} is {right}."
 
     def unknown(self, path: Path_, owner: str = "") -> None:
         """An unknown key: the nearest known one, the tables that do have it, who owns this one."""

@@ -212,6 +212,8 @@ class Source(Generic[Item]):
         """Usable rows of an epoch. The first call prepares every row once, in the workers if there are any."""
         if self._usable is None:
             self._usable = sum(1 for _ in self._whole())
+        if not self._usable:
+            raise self._none_usable()
         return self._usable
 
     def take(self, n: int) -> list[Item]:
@@ -231,9 +233,7 @@ class Source(Generic[Item]):
             if item:
                 items.append(item)
             elif unusable >= 2 * len(self._rows) - 1:  # end of one epoch and beginning of the next
-                raise DataError(
-                    f"[data] None of the {len(self._rows)} rows is usable. Last: {outcome.problem}."
-                )
+                raise self._none_usable()
         return items
 
     def all(self, limit: int | None = None) -> list[Item]:
@@ -250,15 +250,20 @@ class Source(Generic[Item]):
         }
 
     def columns(self) -> set[str]:
-        """Names of the columns that rewards receive, as far as the first usable rows of each file show them."""
-        names: set[str] = set()
+        """Return the names of the columns that rewards receive, as far as the first usable rows of each file show them.
+
+        Raises:
+            DataError: no row is usable.
+        """
+        items: list[Any] = []
         first = 0
         for file in self._rows.files:
             outcomes = map(self._preparer.prepare, range(first, first + min(len(file), COLUMN_ROWS)))
-            items = (outcome.item for outcome in outcomes if outcome.item is not None)
-            names |= {column for item in items for column in getattr(item, "columns", ())}
+            items += [outcome.item for outcome in outcomes if outcome.item is not None]
             first += len(file)
-        return names
+        if not items and not (items := self.all(1)):
+            raise self._none_usable()
+        return {column for item in items for column in getattr(item, "columns", ())}
 
     def spread(self, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Place and columns of at most so many rows, spread evenly from the first on; unusable ones are left out."""
@@ -386,6 +391,11 @@ class Source(Generic[Item]):
                 logger.warning("Further skipped rows are counted (data/bad_rows, data/over_long), not named.")
         self._skipped.add(index)
         return None
+
+    def _none_usable(self) -> DataError:
+        last = len(self._rows) - 1
+        problem = self._preparer.prepare(last).problem
+        return DataError(f"[data] None of the {last + 1} rows is usable. Last: {problem}.")
 
     def _too_many(self, problem: str) -> DataError:
         return DataError(

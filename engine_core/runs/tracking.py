@@ -42,6 +42,7 @@ from engine_core.runs.folders import (
     is_unused,
     replace_text,
 )
+from engine_core.runs.logs import FILE_ONLY
 from engine_core.runs.machine import describe_environment
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
 
@@ -344,11 +345,13 @@ class _Feeder(threading.Thread):
                 self.tracker.log(*item)
                 self._taken += 1
             self.tracker.close()
-        except Exception:
+        except BaseException as error:  # a library may also end its thread by SystemExit
             self.failed = True
-            logger.exception(
-                "Tracker '%s' failed and is off for the rest of the run; training goes on.", self.label
-            )
+            logger.error("Tracker '%s' failed.", self.label, exc_info=True, extra=FILE_ONLY)
+            logger.error(
+                "Tracker '%s' failed and is off for the rest of the run; training goes on. %s: %s",
+                self.label, type(error).__name__, error,
+            )  # fmt: skip
 
 
 class TrackerHub:

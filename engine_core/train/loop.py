@@ -69,7 +69,8 @@ class Loop:
         self.run, self.saver = run, Saver(run)
         self.total = run.total_steps
         self.point = point or ResumePoint.take(run, {}, unfinished={})
-        self._measured: set[str] = set()  # names of all metrics so far
+        before = run.folder.read_metrics() if point and run.folder else []
+        self._measured = set[str]().union(*before)  # names of all metrics so far
         self._first: list[dict[str, float]] = []  # metrics of the first steps of this attempt
 
     def run_steps(self) -> dict[str, float]:
@@ -83,9 +84,7 @@ class Loop:
         progress = Progress(self.total, run.step_done, run.folder.path.name)
         with progress as run.progress, frozen_gc(run.clock.now) as collect_garbage:
             try:
-                if (
-                    self.point.unfinished is not None
-                ):  # metrics of a step that an earlier attempt did not finish
+                if self.point.unfinished is not None:  # of a step that an earlier attempt did not finish
                     if run.step_done:  # it is evaluated under its own settings
                         apply_schedule(run, run.step_done)
                     metrics = self.finish_step(dict(self.point.unfinished))
@@ -167,16 +166,15 @@ class Loop:
 
         Raises:
             TrainingFailed: it is; the step is not saved.
-            ConfigError: no step measures a metric that has a bound.
+            ConfigError: no step measures a metric that has a bound or chooses the best checkpoint.
         """
         self._measured |= set(metrics)
         evaluated = any(name.startswith("eval/") for name in self._measured)
-        for name, bound in self.run.config.run.stop_above.items():
+        for key, name in self.run.config.chosen_metrics:
             waits = "actor/loss" not in self._measured or (name.startswith("eval/") and not evaluated)
             if name not in self._measured and not waits:
-                raise ConfigError(
-                    f"run.stop_above: no step measures '{name}'.{did_you_mean(name, self._measured)}"
-                )
+                raise ConfigError(f"{key}: no step measures '{name}'.{did_you_mean(name, self._measured)}")
+        for name, bound in self.run.config.run.stop_above.items():
             if name in metrics and not metrics[name] <= bound:  # NaN is over every bound
                 raise TrainingFailed(
                     f"{name} is {metrics[name]:.4g} after step {self.run.step_done}, over run.stop_above = {bound:g}. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
@@ -27,6 +28,9 @@ POSITION_TABLES = frozenset(
 )
 """Decoders (``model_type``) that are known to look positions up in a table of ``max_position_embeddings`` rows, and to fail beyond it.
 Where positions are computed, the number is what the model was trained for, and longer sequences can be learned."""
+
+WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".txt"))
+"""Endings of the files of a model folder that hold no weights."""
 
 
 def held_tokens(run: TrainingRun) -> int:
@@ -165,3 +169,16 @@ def start_groups(
     groups = runtime.start({name: role for name, role in roles.items() if name != "ref"}, total_steps)
     log.info("The reference is the actor without its adapter: no second model is built.")
     return {**groups, "ref": WithoutAdapter(groups["actor"])}
+
+
+def warn_of_random_weights(run: TrainingRun, roles: Mapping[str, Role]) -> None:
+    """Log each model folder without weights that a role starts from."""
+    if "model" in run.live or run.plugins.overrides("engine_build_model"):
+        return
+    for name in (name for name, role in roles.items() if role.kind == "train"):
+        table = run.config.role(name)
+        path = table.path or run.config.model_of(name).path
+        elsewhere = getattr(run.plugins.spec("train_engines", table.backend), "elsewhere", False)
+        kinds = {file.suffix for file in Path(path).glob("*") if file.is_file()}
+        if not elsewhere and kinds and kinds <= WITHOUT_WEIGHTS:
+            log.warning("%s holds a config and no weights: random weights from model.seed.", path)

@@ -170,9 +170,7 @@ class RolloutSource:
             return rollouts, None
         requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
         early = None
-        if (
-            config.score_early and config.group_size > 1
-        ):  # fewer at a time would hide a wrong number of rewards
+        if config.score_early and config.group_size > 1:  # one at a time would hide a wrong number of rewards
             early = self.rewards.early(requests, step)
         if early is None:
             return self._sample(requests, None), None
@@ -198,9 +196,7 @@ class RolloutSource:
         early: EarlyScores | Known | None = None,
     ) -> dict[str, float]:
         """Fill in the rewards; metrics of the rewards and of their failures."""
-        with self.run.runtime.phase(
-            REWARD_PHASE
-        ):  # also in an evaluation, where no phase of the step does it
+        with self.run.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is no phase of a step
             return self.rewards.score(rollouts, step, training=training, early=early)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:

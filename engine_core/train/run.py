@@ -29,7 +29,7 @@ from engine_core.runs.tracking import RunFolder, TrackerHub
 from engine_core.train.checkpointing import Resume, seed_random
 from engine_core.train.clock import Clock
 from engine_core.train.loop import train
-from engine_core.train.models import start_groups
+from engine_core.train.models import start_groups, warn_of_random_weights
 from engine_core.train.stopping import Stop, StopSignals, report_failure, report_stop
 from engine_core.types import Batch, TrainOutput
 
@@ -83,7 +83,7 @@ class TrainingRun(abc.ABC):
         self.signals = StopSignals()  # takes signals only within ``train``
         self.times: dict[str, float] = {}  # seconds in each phase of this step
         self.progress: Progress | None = None
-        self._trains = self._trained = False
+        self._trains = self._trained = self._restores = False
         self._updated = False  # an optimizer step of this step was done: it must come to its end
         self._cleanup = ExitStack()  # workers and data
         self._attempt = ExitStack()  # run folder, logs, trackers
@@ -166,6 +166,8 @@ class TrainingRun(abc.ABC):
         if "rollout" in roles:
             roles |= self._reward_roles()
         self.groups = start_groups(self.runtime, self.config, roles, steps)
+        if resume is None and not self._restores:
+            warn_of_random_weights(self, roles)
         self.start()
 
     def _reward_roles(self) -> dict[str, Role]:
@@ -243,8 +245,8 @@ class TrainingRun(abc.ABC):
 
     def load_checkpoint(self, path: Path) -> None:
         """Take weights and state from a checkpoint folder; in training also optimizer and position in the data."""
+        found, self._restores = Resume.at(path), True
         self.setup()
-        found = Resume.at(path)
         if found.state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
@@ -404,6 +406,8 @@ class TrainingRun(abc.ABC):
             log.info(said, before - 1)
         for message in machine.check_start(self.folder.path):
             log.warning("%s", message)
+        for warning in self.config.warnings:
+            log.warning("%s", warning)
         for unread in self.config.unread:
             log.info("Not read: %s", unread)
         log.info("Plugins: %s", json.dumps(self.plugins.versions()))

@@ -391,11 +391,13 @@ def test_a_metric_over_its_bound_ends_the_run_without_saving_the_step(grpo):
     assert len(metrics_of(run)) == 1
 
 
-def test_a_bound_on_a_metric_that_nothing_measures_is_named(grpo):
-    run = trainer(grpo, {"run.stop_above": {"actor/grad_nrm": 1.0}})
-    with pytest.raises(
-        ConfigError, match=r"no step measures 'actor/grad_nrm'. Did you mean 'actor/grad_norm'"
-    ):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("run.stop_above", {"actor/grad_nrm": 1.0}), ("checkpoint.best_metric", "actor/grad_nrm")],
+)
+def test_a_chosen_metric_that_nothing_measures_is_named(grpo, key, value):
+    run = trainer(grpo, {key: value})
+    with pytest.raises(ConfigError, match=rf"{key}: no step measures .* mean 'actor/grad_norm'"):
         run.train()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +27,9 @@ def load(path, dtype=torch.float32, **model):
     return load_model(ModelConfig(path=str(path), **model), CPU, dtype)
 
 
-def test_a_config_alone_is_a_random_model_from_its_seed(model_folder, caplog):
+def test_a_config_alone_is_a_random_model_from_its_seed(model_folder):
     state = torch.get_rng_state()
-    with caplog.at_level(logging.WARNING, "engine"):
-        one = load(model_folder(), seed=3)
-    assert "holds a config and no weights: random weights from model.seed 3" in caplog.text
+    one = load(model_folder(), seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     same, other = load(model_folder(), seed=3), load(model_folder(), seed=4)
     assert torch.equal(one.lm_head.weight, same.lm_head.weight)
@@ -86,6 +85,26 @@ def test_weights_that_do_not_fit_are_named(weights_folder):
 def test_weights_of_another_shape_are_named(weights_folder):
     with pytest.raises(DataError, match=r"do not fit Qwen3ForCausalLM: of another shape: .*mlp.*and \d more"):
         load(weights_folder, override={"intermediate_size": 40})
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.01, 0.0])
+def test_weights_that_are_cut_are_named(weights_folder, kept):
+    file = weights_folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(
+        ConfigError, match=rf"model\.path: {file} is no whole safetensors file .* Take another"
+    ):
+        load(weights_folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"model_type": "qwen3", "hidden_size": "many"}'])
+def test_a_config_that_is_none_is_named(model_folder, text):
+    folder = Path(model_folder())
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"model\.path '{folder}' has a config that fails: ") as error:
+        load(folder)
+    assert ("hidden_size" in text) == ("expected int, got str" in str(error.value))
 
 
 def test_pickled_weights_are_not_opened(model_folder):

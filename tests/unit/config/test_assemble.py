@@ -326,3 +326,14 @@ def test_a_backend_for_models_that_are_never_trained_is_refused_for_other_roles(
     words = rf"{role}\.backend: 'only' runs models that are never trained, .* Choose another {table} for \[{role}\]"
     with pytest.raises(ConfigError, match=words):
         check_complete(load_config(run(text)))
+
+
+@pytest.mark.parametrize(
+    "text", ["[checkpoint]\nbest_metric = 'eval/x'", "[run]\nstop_above = { 'eval/x' = 1.0 }"]
+)
+def test_a_metric_of_an_evaluation_that_never_happens_is_refused(run, text):
+    key = "checkpoint.best_metric" if "best" in text else "run.stop_above"
+    with pytest.raises(ConfigError, match=rf"{key}: got 'eval/x', but the run evaluates nothing\. Set eval"):
+        check_complete(load_config(run(f"{SFT}\n{text}\n")))
+    held_out = SFT.replace("[data]", '[data]\nvalidation = "train.jsonl"')
+    check_complete(load_config(run(f"{held_out}\n{text}\n[eval]\nat_end = true\n")))

@@ -286,3 +286,17 @@ def test_sft_follows_its_own_limit_in_workers_too(config_of, tokenizer):
 def test_a_source_knows_the_columns_of_its_first_rows(config_of, tokenizer):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "hint": "c"}]
     assert PromptSource(config_of(rows), tokenizer, seed=0).columns() == {"answer", "hint"}
+
+
+def test_a_source_knows_its_columns_where_the_first_rows_are_too_long(config_of, tokenizer):
+    long = [{"prompt": f"{i} " * 400, "answer": "1"} for i in range(20)]
+    rows = [*long, {"prompt": "ab", "hint": "c"}]
+    source = PromptSource(config_of(rows, max_prompt_tokens=50), tokenizer, seed=0)
+    assert source.columns() == {"hint"}
+    none = PromptSource(config_of(long, max_prompt_tokens=3), tokenizer, seed=0)
+    for asked in (none.columns, none.__len__):
+        with pytest.raises(
+            DataError,
+            match=r"None of the 20 rows is usable\. Last: train\.jsonl:20: .* max_prompt_tokens is 3",
+        ):
+            asked()

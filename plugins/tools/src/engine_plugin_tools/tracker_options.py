@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from engine_core.specs import Options
 
 
@@ -19,5 +21,5 @@ class WandbOptions(Options):
     """Project name."""
     entity: str | None = None
     """Team or user; default: your own."""
-    mode: str = "online"
-    """``online``, ``offline`` or ``disabled``."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """Whether metrics are sent at once, kept in the run folder for ``wandb sync``, or dropped."""

@@ -204,3 +204,11 @@ def test_export_is_a_folder_that_transformers_loads(engine, trained):
     again = engine("export", "first", "exported")
     assert again.code == 2
     assert "'exported' exists already" in again.err
+
+
+def test_random_weights_are_warned_about_at_the_start_and_not_once_they_are_trained(engine, sft_run):
+    assert "holds a config and no weights: random weights from model.seed" in engine("train", "run.toml").err
+    for words in (["export", "first", "out"], ["eval", "first"], ["resume", "first", "--steps", "3"]):
+        answer = engine(*words)
+        assert answer.code == 0, answer.err
+        assert "no weights" not in answer.err

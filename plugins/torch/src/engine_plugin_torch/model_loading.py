@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -46,9 +48,6 @@ def load_model(
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
         refuse_to_place(model.path, placing)
-        log.warning(
-            "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
-        )
         built = cast_parameters(random_model(config, model, device), dtype)
     else:
         built, _ = load_weights(AutoModelForCausalLM, config, model, dtype, placing=placing)
@@ -144,8 +143,8 @@ def load_weights(
             ignore_mismatched_sizes=True,  # they are reported below, by name
             **(placing or {}),
         )
-    except OSError as error:
-        raise ConfigError(unreadable(model.path, error)) from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(damaged_file(model.path) or unreadable(model.path, error)) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     fresh = [str(name) for name in info["missing_keys"] if _module(name) in absent]
@@ -166,6 +165,19 @@ def load_weights(
             "Is model.override right, or is it a folder of another model?"
         )
     return built, fresh
+
+
+def damaged_file(path: str) -> str:
+    """Return what is wrong with the first weight file of a folder that is no safetensors file; "" where all are."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(str(file), "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return (
+                f"model.path: {file} is no whole safetensors file ({error}). Take another copy of the model."
+            )
+    return ""
 
 
 def _module(name: object) -> str:

@@ -79,9 +79,6 @@ def load_value_model(
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
         refuse_to_place(model.path, placing)
-        log.warning(
-            "%s holds a config and no weights: random weights from model.seed %d.", model.path, model.seed
-        )
         return _on(
             cast_parameters(with_value_head(random_model(config, model, device), model.seed), dtype), device
         )

@@ -150,7 +150,7 @@ def bench_step(
         make: the trainer of a config.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config.run.dir, config.run.steps = folder, warmup + steps
+        config.run.dir, config.run.steps, config.run.stop_above = folder, warmup + steps, {}
         config.checkpoint = CheckpointConfig(at_end=False, at_stop=False)
         config.tracking.trackers = []  # no service hears of it
         config.eval.every_steps = 0
