@@ -69,7 +69,8 @@ def main(words):
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(4):
             file.write(json.dumps({"step": step + 1, "time/step": 1.0 + step, "reward/mean": 0.5}) + "\\n")
-    time.sleep(1)
+    while not Path(os.environ["TMPDIR"], "heard").exists():
+        time.sleep(0.05)
     shutil.rmtree(run.parent)
     print(json.dumps({"part": "step", "time/step": 3.5, "devices": {"cpu": 1}}, indent=2))
     print("INFO core.py: {shutting down}")
@@ -83,8 +84,13 @@ def test_the_benchmark_of_whole_steps_reads_a_result_among_the_log_lines_of_vllm
     monkeypatch.chdir(tmp_path)  # where `python -c` looks first
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "vllm"))
     step, heard = importlib.import_module("step"), []
+
+    def tell(so_far):
+        heard.append(so_far)
+        (tmp_path / "heard").touch()
+
     try:
-        found = step.run(tmp_path, Namespace(steps=2, budget=60), heard.append)
+        found = step.run(tmp_path, Namespace(steps=2, budget=60), tell)
     finally:
         for name in ("step", "setting"):
             sys.modules.pop(name, None)

@@ -143,12 +143,12 @@ def test_a_rank_past_its_deadline_is_lost_with_where_it_is(make):
 
 def test_a_deadline_counts_from_when_the_rank_is_at_the_command(make):
     def slow(message, channel):
-        time.sleep(0.25)
+        time.sleep(0.5)
         echo(message, channel)
 
-    crew = make(slow, stall=0.6)
-    replies = [send(crew) for _ in range(4)]  # the last is answered after a second
-    assert replies[-1].result(10) == "infer 4"
+    crew = make(slow, stall=2.0)
+    replies = [send(crew) for _ in range(5)]  # the last is answered after 2.5 seconds
+    assert replies[-1].result(30) == "infer 5"
 
 
 def test_results_that_come_later_are_a_future_of_all_ranks(make):

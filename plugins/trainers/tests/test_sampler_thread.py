@@ -20,7 +20,7 @@ class Slow(RolloutEngine):
 
     def __init__(self):
         super().__init__(None, None, None)
-        self.queue, self.fail = {}, None
+        self.queue, self.fail, self.steps = {}, None, 0
 
     def add(self, requests):
         for request in requests:
@@ -38,6 +38,7 @@ class Slow(RolloutEngine):
         time.sleep(0.002)
         if self.fail:
             raise self.fail
+        self.steps += 1
         done = []
         for id, (request, tokens, versions) in list(self.queue.items()):
             tokens.append(101 + len(tokens))
@@ -150,19 +151,22 @@ def test_within_a_hold_the_group_is_the_holders_alone(thread):
 
 def test_what_is_cut_off_goes_on_where_it_was(thread):
     found = []
-    thread.ask(requests(40, 40), found.extend)
+    engine = thread.group.engine
+    thread.ask(requests(400, 400), found.extend)  # of which each turn below takes a few
     for version in (1, 2, 3):
-        time.sleep(0.015)
+        before = engine.steps
+        while engine.steps < before + 3:
+            time.sleep(0.001)
         with thread.held():
             thread.cut_off()
-            thread.group.engine.version = version
+            engine.version = version
     thread.drained()
     assert sorted(r.request_id for r in found) == ["1:0:0", "1:1:0"]
     for rollout in found:
-        assert rollout.token_ids.tolist() == [40, *range(101, 141)]  # each token once, in its place
+        assert rollout.token_ids.tolist() == [400, *range(101, 501)]  # each token once, in its place
         versions = rollout.policy_versions[rollout.loss_mask].tolist()
         assert versions == sorted(versions)
-        assert rollout.prompt.token_ids == [40]
+        assert rollout.prompt.token_ids == [400]
     assert thread.cut >= 4
     assert thread.kept_tokens > 0
 

@@ -344,17 +344,16 @@ def test_a_tracker_that_stalls_delays_nothing_and_its_losses_are_counted(tmp_pat
     class Healthy(Tracker):
         def log(self, step, metrics):
             healthy.append(step)
-            time.sleep(0.002)
 
     hub = hub_of(run, tmp_path, trackers={"stalled": Stalled, "healthy": Healthy}, queue_size=4)
     start = time.monotonic()
     for step in range(20):
         hub.log(step, {"x": 1.0})
-        time.sleep(0.005)
-    assert time.monotonic() - start < 2
+        while len(healthy) <= step and time.monotonic() - start < 20:  # its queue never fills
+            time.sleep(0.001)
     with caplog.at_level(logging.WARNING, "engine"):
         hub.close(timeout=0.5)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20  # of 30 that the stalled one waits in each step
     lines = run.read_metrics()
     assert len(lines) == 20
     # one step is in its hands, four wait: the step after the sixth knows of the first loss
@@ -414,8 +413,8 @@ def test_a_server_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path
         slowest = max(slowest, time.monotonic() - start)
     start = time.monotonic()
     hub.close(timeout=1.0)
-    assert slowest < 0.5
-    assert time.monotonic() - start < 3
+    assert slowest < 10  # of 30 that the request would wait
+    assert time.monotonic() - start < 10
     assert run.read_metrics()[-1]["tracking/dropped"] >= 90
     listener.close()
 

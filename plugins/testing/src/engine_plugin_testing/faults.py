@@ -14,12 +14,15 @@ Left out on purpose: any fault that production code would have to know of; point
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import time
 from dataclasses import dataclass
 
 from engine_core.errors import ConfigError, did_you_mean
+
+log = logging.getLogger("engine")
 
 POINTS = (
     "checkpoint.begin",  # the partial folder is there
@@ -119,4 +122,5 @@ def _act(fault: _Fault) -> None:
     elif fault.action == "raise":
         raise RuntimeError(f"ENGINE_FAULT at {fault.point}")
     else:
+        log.warning("ENGINE_FAULT: sleeps at %s", fault.point)  # for a test that waits for it
         time.sleep(fault.value)
