@@ -89,10 +89,26 @@ class WorkerLost(TrainingFailed):
         super().__init__(f"Lost worker {role}[{rank}] on {host}: {cause}")
 
 
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "peak_lr"), "lr"),
+    **dict.fromkeys(("num_generations", "n", "n_samples_per_prompt"), "group_size"),
+    **dict.fromkeys(
+        ("max_completion_length", "max_new_tokens", "max_response_length"), "max_response_tokens"
+    ),
+    **dict.fromkeys(("train_batch_size", "batch_size"), "prompts_per_step"),
+    **dict.fromkeys(("ppo", "grpo", "gspo"), "rl"),
+    **{"max_steps": "steps", "num_train_epochs": "epochs", "save_steps": "every_steps", "beta": "kl_coef"},
+}
+"""What other trainers call a key or a name, and what it is called here; asked only where that is a name of the place."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was probably meant to be, or None."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """Return the known name that ``name`` was probably meant to be, or None."""
+    names = {known_name.lower(): known_name for known_name in known}
+    if (ours := ELSEWHERE.get(name.lower())) in names:
+        return ours
+    matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    return names[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

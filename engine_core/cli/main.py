@@ -141,7 +141,7 @@ def _group_help(commands: Sequence[str]) -> str:
     return ""
 
 
-app = typer.Typer(cls=CommandGroup, **PLAIN)
+app = typer.Typer(cls=CommandGroup, context_settings={"help_option_names": ["--help", "-h"]}, **PLAIN)
 
 
 def _print_version(wanted: bool) -> None:
@@ -182,7 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:  # a wrong option or argument
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "engine"
-        _complain(f"{error.format_message().rstrip('.')}. See '{command} --help'.")
+        option = getattr(error, "option_name", "").lstrip("-")
+        key = f" A key is set by --set {option}=VALUE." if "." in option else ""
+        _complain(f"{error.format_message().rstrip('.')}.{key} See '{command} --help'.")
         return 2
     except Terminated:
         return Terminated.code

@@ -169,6 +169,14 @@ ENV_PREFIX = "ENGINE__"
 Path_ = tuple[str, ...]
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
+_FIXES = {
+    "Invalid value": ' A text needs quotes: name = "first".',
+    "Cannot overwrite": " The key stands twice in its table: keep one.",
+    "Cannot declare": " The table stands twice: write its keys below one header.",
+    "Expected '=' after": ' A line is a header, [run], or a key and its value, steps = 100. YAML ("key: value") is not read.',
+}
+"""How an error of tomllib begins -> what to do."""
+
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _KEY_PART = r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
 _KEY = re.compile(rf"{_KEY_PART}(?:\.{_KEY_PART})*")
@@ -360,7 +368,8 @@ def _read_toml(file: Path, shown: str) -> tuple[dict[str, Any], dict[KeyPath, in
         line = match[1] if match and match[1] else text.count("\n") + 1
         column = f":{match[2]}" if match and match[2] else ""
         what = str(error)[: match.start()] if match else str(error)
-        raise ConfigError(f"{shown}:{line}{column}: this is no TOML: {what}.") from None
+        fix = next((fix for start, fix in _FIXES.items() if what.startswith(start)), "")
+        raise ConfigError(f"{shown}:{line}{column}: this is no TOML: {what}.{fix}") from None
 
 
 def _read_text(file: Path, shown: str) -> str:

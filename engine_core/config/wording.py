@@ -113,6 +113,8 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
     origin, quoted = raw.origin(path), ""
     if "string_type" in kinds and origin and not origin.file:
         quoted = f" (a text that looks like something else needs quotes of its own: '\"{value}\"')"
+    if kinds == {"list_type"} and isinstance(value, dict):
+        expected += f" of tables, each below a header of its own: [[{key_text(path)}]]"
     return f"{got}, expected {expected}{quoted}."
 
 

@@ -236,3 +236,15 @@ def test_quick_commands_need_little_time(sft_run, command, seconds):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert min(times) < seconds, f"{times} seconds, {seconds} are allowed"
+
+
+def test_a_key_that_is_given_as_an_option_is_led_to_set(engine, sft_run):
+    answer = engine("train", "run.toml", "--run.steps=3")
+    assert answer.code == 2
+    assert "A key is set by --set run.steps=VALUE. See 'engine train --help'." in answer.err
+    assert "--set" not in engine("validate", "run.toml", "--jsno").err.partition("Possible")[0]
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["bench"], ["bench", "step"]])
+def test_h_is_help(engine, command):
+    assert engine(*command, "-h").out == engine(*command, "--help").out != ""

@@ -269,3 +269,20 @@ def test_merging_keeps_all_of_the_later_tree(one, two):
 @given(TREES)
 def test_merging_a_tree_with_itself_or_nothing_changes_nothing(tree):
     assert merged(tree, tree) == merged(tree, {}) == merged({}, tree) == tree
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("[run]\nname = first\n", r'Invalid value\. A text needs quotes: name = "first"\.$'),
+        ("[run]\nsteps = 1\nsteps = 2\n", r"The key stands twice in its table: keep one\.$"),
+        (
+            "[run]\nsteps = 1\n[run]\nepochs = 2\n",
+            r"The table stands twice: write its keys below one header\.$",
+        ),
+        ("run:\n  steps: 1\n", r'steps = 100\. YAML \("key: value"\) is not read\.$'),
+    ],
+)
+def test_a_syntax_error_says_what_to_do(write, text, fix):
+    with pytest.raises(ConfigError, match=rf"run\.toml:\d+:\d+: this is no TOML: .*{fix}"):
+        read_config([write("run.toml", text)], env={})

@@ -3,7 +3,7 @@ import pytest
 from engine_core.config.choices import used_names
 from engine_core.config.read import RawConfig
 from engine_core.config.validate import validate
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, nearest
 
 
 def test_a_good_file_has_typed_tables_and_options(config_of, good):
@@ -343,3 +343,39 @@ def test_a_trainer_that_names_no_sections_reads_all(specs):
     raw = RawConfig({"trainer": "mine", "rollout": {"temperature": 0}})
     with pytest.raises(ConfigError, match="a greedy sampler"):
         validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "[reward]\nname = 'math'",
+            "1: reward: got {'name': 'math'}, expected a list of tables, each below a header of its own: [[reward]].",
+        ),
+        (
+            "[actor.optim]\nlearning_rate = 1e-6",
+            "2: actor.optim.learning_rate: unknown key. Did you mean 'lr'?",
+        ),
+        (
+            "[rollout]\nnum_generations = 4",
+            "2: rollout.num_generations: unknown key. Did you mean 'group_size'?",
+        ),
+        ("[rollout]\nGroup_Size = 4", "2: rollout.Group_Size: unknown key. Did you mean 'group_size'?"),
+    ],
+)
+def test_habits_from_elsewhere_are_led_to_the_right_key(problems_of, text, expected):
+    (problem,) = problems_of(text)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("GRPO", {"grpo", "gspo"}, "grpo"),
+        ("ppo", {"rl", "dpo"}, "rl"),
+        ("ppo", {"dpo"}, "dpo"),
+        ("beta", {"alpha"}, None),
+    ],
+)
+def test_the_nearest_name_is_found_in_any_case_and_by_what_others_call_it(name, known, meant):
+    assert nearest(name, known) == meant
