@@ -3,7 +3,7 @@ from pydantic import ValidationError
 
 from engine_core.errors import PluginError
 from engine_core.specs import PairLoss
-from engine_plugin_trainers.algorithms.preference_options import PAIR_LOSSES, DPOOptions, check_offered
+from engine_plugin_trainers.options import PAIR_LOSSES, DPOOptions, check_offered
 
 
 def test_every_loss_of_the_table_can_be_chosen():
