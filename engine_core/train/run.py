@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-PHASES_WITH_FAULTS = ("generate", "reward", "annotate", "train", "sync")
+PHASES_WITH_FAULTS = ("generate", "reward", "log_probs", "train", "sync")
 
 
 class TrainingRun(abc.ABC):

@@ -247,7 +247,7 @@ def squared(chosen, rejected, beta):
 
 @hookimpl
 def engine_pair_losses():
-    free = PairLoss(load=squared, reference=False, normalised=True)
+    free = PairLoss(load=squared, reference=False, normalized=True)
     return {"squared": PairLoss(load=squared), "free": free, "uncallable": PairLoss(load=lambda chosen: chosen)}
 """
 

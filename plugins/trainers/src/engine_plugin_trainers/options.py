@@ -21,7 +21,7 @@ class AsyncOptions(Options):
     """Which groups a step takes: those that are ready first, as long as no other becomes too old; or in the order of the data, whatever takes long."""
 
     @property
-    def changes_weights_under_way(self) -> bool:
+    def updates_weights_in_flight(self) -> bool:
         return self.max_staleness > 0 and self.weight_updates != "drain"
 
 
@@ -63,11 +63,13 @@ class DistillOptions(Options):
 class ReplayCacheOptions(Options):
     """``[stage.replay_cache]``"""
 
+    renamed = {"max_age": "max_staleness"}
+
     share: float = Field(0.5, ge=0, lt=1)
     """Share of the batch's groups that come from the cache; they are added to the new ones: with 0.5 as many again."""
     size: int = Field(256, gt=0)
     """Groups that are kept; the oldest leave first."""
-    max_age: int = Field(8, gt=0)
+    max_staleness: int = Field(8, gt=0)
     """A group leaves when its oldest token is more policy versions (weight updates) behind the sampler than this."""
     seed: int = Field(0, ge=0)
     """Seed of the draw; the step is added to it."""
@@ -92,25 +94,25 @@ PAIR_LOSSES: dict[str, PairLoss] = {
     "discopop": PairLoss(load=_HERE + "discopop", reads=frozenset({"discopop_tau"})),
     "exo_pair": PairLoss(load=_HERE + "exo_pair", reads=_SMOOTHED),
     "hinge": PairLoss(load=_HERE + "hinge"),
-    "ipo": PairLoss(load=_HERE + "ipo", normalised=True),
+    "ipo": PairLoss(load=_HERE + "ipo", normalized=True),
     "nca_pair": PairLoss(load=_HERE + "nca_pair"),
     "orpo": PairLoss(
         load=_HERE + "orpo",
         reference=False,
         divergence=False,
-        normalised=True,
-        may_normalise=False,
+        normalized=True,
+        may_normalize=False,
         sft_coef=1.0,
     ),
     "robust": PairLoss(load=_HERE + "robust", reads=_SMOOTHED),
     "sigmoid": PairLoss(load=_HERE + "sigmoid"),
-    "sigmoid_norm": PairLoss(load=_HERE + "sigmoid", normalised=True, may_normalise=False),
+    "sigmoid_norm": PairLoss(load=_HERE + "sigmoid", normalized=True, may_normalize=False),
     "simpo": PairLoss(
         load=_HERE + "simpo",
         reference=False,
         divergence=False,
-        normalised=True,
-        may_normalise=False,
+        normalized=True,
+        may_normalize=False,
         reads=_SMOOTHED | {"simpo_gamma"},
     ),
     "sppo_hard": PairLoss(load=_HERE + "sppo_hard"),
@@ -156,7 +158,7 @@ class DPOOptions(Options):
     """Divergence that keeps the policy near the reference (https://arxiv.org/abs/2309.16240)."""
     f_alpha: Annotated[float, Field(allow_inf_nan=False)] = 0.5
     """Of the divergence ``alpha``; 1 is the reverse KL."""
-    length_normalise: bool | None = None
+    length_normalize: bool | None = None
     """Log-ratios are means over the response's tokens, not sums; default: as the loss is defined (``ipo``, ``sigmoid_norm``, ``simpo``, ``orpo``: means)."""
     reference_free: bool = False
     """Compare with no reference: every response is equally likely there."""
@@ -198,11 +200,11 @@ class DPOOptions(Options):
             raise ValueError(f"loss = '{self.loss}' does not read f_divergence. Remove it.")
         if "f_alpha" in changed and self.f_divergence != "alpha":
             raise ValueError("f_alpha is read with f_divergence = 'alpha' only. Remove it, or set that.")
-        if not traits.may_normalise and self.length_normalise not in (None, traits.normalised):
+        if not traits.may_normalize and self.length_normalize not in (None, traits.normalized):
             raise ValueError(
-                f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalise."
+                f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalize."
             )
-        means = traits.normalised if self.length_normalise is None else self.length_normalise
+        means = traits.normalized if self.length_normalize is None else self.length_normalize
         if self.ld_alpha is not None and means:
             raise ValueError(
                 f"ld_alpha weighs the tail of a sum over tokens, and loss = '{self.loss}' is over means here. Remove it."
@@ -228,7 +230,7 @@ class DPOOptions(Options):
     @property
     def normalises(self) -> bool:
         """Log-ratios are means over tokens."""
-        return self.traits.normalised if self.length_normalise is None else self.length_normalise
+        return self.traits.normalized if self.length_normalize is None else self.length_normalize
 
     @property
     def nll_weight(self) -> float:

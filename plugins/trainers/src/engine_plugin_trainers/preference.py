@@ -75,7 +75,7 @@ class PreferenceRun(TrainingRun, Generic[Item]):
 
     def step(self, step: int) -> dict[str, float]:
         batch = self.batch(self.source.take(self.config_now.data.prompts_per_step))
-        with self.phase("annotate"):
+        with self.phase("log_probs"):
             batch, noted = self.annotate(batch, training=True)
         with self.phase("train"):
             metrics = self.learn(batch, self.loss_call())

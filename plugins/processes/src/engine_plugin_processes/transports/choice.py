@@ -103,7 +103,7 @@ def _between_accelerators(topology: Topology) -> tuple[str, str]:
         )
     if topology.may_leave:
         return "tcp", (
-            "samplers may be lost one by one (max_replacements, placement.most), and a group of NCCL would wait for one that is; "
+            "samplers may be lost one by one (max_replacements, placement.max_samplers), and a group of NCCL would wait for one that is; "
             "'broadcast' is faster where none is lost"
         )
     shared, nccl = len(set(gpus)) < len(gpus), all(seat.nccl for seat in topology.seats)

@@ -48,7 +48,7 @@ TRANSPORTS: Mapping[str, TransportSpec] = {
     "folder": TransportSpec(load=HERE + "folder:Folder", config=FolderOptions),
     "ipc": TransportSpec(load=HERE + "ipc:IPC", config=IPCOptions),
     "same_process": TransportSpec(
-        load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"together"})
+        load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"colocated"})
     ),
     "tcp": TransportSpec(load=HERE + "tcp:TCP", config=TCPOptions),
 }
