@@ -1,9 +1,17 @@
 """A run file with the old name of a key or of a metric gets an error that names the new one."""
 
+from pathlib import Path
+
 import pytest
 
 from engine_core.config.checks import RENAMED_METRICS
+from engine_core.config.models import PlacementConfig
 from engine_core.config.roles import OptimConfig
+from engine_core.config.tables import Table
+from engine_core.specs import Options
+from engine_plugin_ray.plugin import RayOptions
+from engine_plugin_tools.commands.schema import installed_specs
+from engine_plugin_trainers.algorithms.preference_options import DPOOptions
 
 
 @pytest.fixture
@@ -43,3 +51,25 @@ def test_an_old_metric_is_refused_with_its_new_name(problems_of, old, new):
     ] * 2
     assert problems[0].startswith("2: run.stop_above.")
     assert problems[1].startswith("4: checkpoint.best_metric: ")
+
+
+def tables(base):
+    """Every option or core table that derives from ``base``."""
+    for table in base.__subclasses__():
+        yield table
+        yield from tables(table)
+
+
+def test_every_new_name_is_a_key_of_its_table_and_no_old_name_is():
+    installed_specs()  # imports the option tables of all plugins
+    found = {table: table.renamed for base in (Table, Options) for table in tables(base) if table.renamed}
+    assert {PlacementConfig, DPOOptions, RayOptions} <= set(found)
+    for table, renamed in found.items():
+        keys = set(table.model_fields)
+        assert set(renamed.values()) <= keys, table
+        assert not keys & set(renamed), table
+
+
+def test_the_metrics_page_has_every_new_name_and_no_old_one():
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    assert all(f"`{new}`" in text and f"`{old}`" not in text for old, new in RENAMED_METRICS.items())
