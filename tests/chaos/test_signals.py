@@ -24,7 +24,15 @@ PHASES = {  # point and its pass, steps that are done when the signal comes
     "save": ("checkpoint.after_role@1", 2),
 }
 CODES = {"term": 75, "int": 130}
-QUICK = {("rollout", "int"), ("save", "int"), *((phase, "term") for phase in PHASES)}
+QUICK_PHASES = (
+    "rollout",
+    "reward",
+    "between backward and update",
+    "after the first of two updates",
+    "eval",
+    "save",
+)
+QUICK = {("rollout", "int"), *((phase, "term") for phase in QUICK_PHASES)}
 EACH = [
     pytest.param(phase, action, marks=[] if (phase, action) in QUICK else pytest.mark.slow)
     for phase in PHASES
