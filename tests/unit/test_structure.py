@@ -366,3 +366,9 @@ def test_every_folder_of_tests_is_run():
     paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     folders = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
     assert {"plugins/*/tests", *folders} == set(paths)
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.parent.name)
+def test_the_tests_of_a_plugin_run_alone_with_the_configuration_of_the_root(project):
+    """A table of pytest in a plugin would make its folder the root and hide ``conftest.py`` of the repository."""
+    assert "pytest" not in tomllib.loads(project.read_text("utf-8"))["tool"]
