@@ -24,7 +24,7 @@ SOURCES = [
     path
     for folder in ("engine_core", "plugins", "examples", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
-    if not {"build", "tests", "_template", "__pycache__"} & set(path.relative_to(ROOT).parts)
+    if not {"build", "tests", "__pycache__"} & set(path.relative_to(ROOT).parts)
 ]
 TESTS = [
     ROOT / "conftest.py",
