@@ -20,8 +20,9 @@ class Options(BaseModel):
     """Base of every option table: unknown keys are refused, every field has a docstring below it.
 
     Attributes:
-        chooses: keys of a trainer's table that choose something by name, and the kind of these names
-            (``{"loss": "pair_losses"}``); the plugins behind them are loaded.
+        chooses: keys of the table that choose something by name, and the kind of these names, of the core or of a
+            plugin (``{"loss": "pair_losses"}``). The schema of run files lists the names; the plugins behind those that
+            a trainer's table chooses are loaded with the run.
         renamed: old names of keys of this table, each with its new name; a run file with an old name is refused
             with an error that names the new one.
     """
