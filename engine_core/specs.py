@@ -397,7 +397,8 @@ class Column(Spec):
 
     Args:
         role: whose ``infer`` gives it: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes it.
-        output: the output of ``infer`` that it is.
+        output: the output of ``infer`` that it is: ``log_probs``, ``entropy``, ``sum_pi_squared``; of the critic ``values``,
+            ``scores``, for an estimator that needs ``values`` and makes ``returns``.
         needs: columns that ``load`` reads.
     """
 
