@@ -1,6 +1,7 @@
 """Rows that lie in no file: those given from Python, and those of a data source, ``[data] source = "NAME"``.
 
-The function of the source is called once for each split, before any model is built.
+A trainer calls ``rows_of`` in ``make_source``, and ``evaluated`` and ``rows_of`` in ``evaluate``. The function of the source is called once
+for each split, before any model is built.
 """
 
 from __future__ import annotations
