@@ -149,13 +149,15 @@ def test_the_rows_are_those_that_files_would_give(make, tmp_path):
     assert prompts < {f"{i} + {i} = " for i in range(6)}
 
 
-def test_license_revision_and_address_are_logged_once(make):
+def test_license_revision_and_address_are_logged_once_and_recorded(make):
     run = make({"eval.at_end": True})
     run.train()
 
     log = log_of(run)
     assert log.count("Data source 'sums' of Plugin file") == 1
     assert "license CC0-1.0, revision 2026-01, url https://example.org/sums." in log
+    about = {"license": "CC0-1.0", "revision": "2026-01", "url": "https://example.org/sums"}
+    assert json.loads((run.folder.path / "env.json").read_text())["data_source"] == {"name": "sums", **about}
 
 
 def test_a_source_without_a_license_is_logged_as_such(make):
