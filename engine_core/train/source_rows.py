@@ -58,6 +58,12 @@ def evaluated(run: TrainingRun) -> list[HeldOut]:
     raise DataError(f"{at}: name files in data.validation, or evaluate nothing (eval.every_steps = 0).")
 
 
+def place_of_rows(run: TrainingRun) -> str:
+    """Return where the rows to train on come from, in the words of a message: a key of the run file or the argument of a program."""
+    key = "data.source" if run.config.data.source else "data.train"
+    return "the argument data" if "data" in run.live else key
+
+
 def _has_files(held_out: HeldOut) -> bool:
     return bool(held_out.name) or any(held_out.path)  # the set of `data.validation` alone may have none
 
