@@ -268,7 +268,7 @@ class Stage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(Spec):
-    """An environment ``async def f(episode, **options) -> Rollout``; see ``engine_plugin_agents``.
+    """An environment ``async def f(episode, **options) -> Rollout``; see docs/environments.md.
 
     Or a class, made once a run with the options as keyword arguments, whose instances have ``async def
     __call__(self, episode)``; where it has ``close``, that is called at the end of the run.

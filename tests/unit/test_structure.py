@@ -223,6 +223,13 @@ def test_the_kernel_imports_no_plugin(path):
     assert plugins_imported(path.read_text("utf-8")) == []
 
 
+def test_the_kernel_names_no_module_of_a_plugin():
+    """Docstrings and comments too; the modules of weight transports are the exception, which their contract refers to."""
+    found = re.compile(r"engine_plugin_(?!processes\.transports)\w+[\w.]*")
+    named = {name(path): found.findall(path.read_text("utf-8")) for path in CORE.rglob("*.py")}
+    assert {file: modules for file, modules in named.items() if modules} == {}
+
+
 @pytest.mark.parametrize(
     "source",
     [
