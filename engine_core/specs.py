@@ -20,8 +20,9 @@ class Options(BaseModel):
     """Base of every option table: unknown keys are refused, every field has a docstring below it.
 
     Attributes:
-        chooses: keys of a trainer's table that choose something by name, and the kind of these names
-            (``{"loss": "pair_losses"}``); the plugins behind them are loaded.
+        chooses: keys of the table that choose something by name, and the kind of these names, of the core or of a
+            plugin (``{"loss": "pair_losses"}``). The schema of run files lists the names; the plugins behind those that
+            a trainer's table chooses are loaded with the run.
         renamed: old names of keys of this table, each with its new name; a run file with an old name is refused
             with an error that names the new one.
     """
@@ -267,7 +268,7 @@ class Stage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(Spec):
-    """An environment ``async def f(episode, **options) -> Rollout``; see ``engine_plugin_agents``.
+    """An environment ``async def f(episode, **options) -> Rollout``; see docs/environments.md.
 
     Or a class, made once a run with the options as keyword arguments, whose instances have ``async def
     __call__(self, episode)``; where it has ``close``, that is called at the end of the run.
@@ -396,7 +397,8 @@ class Column(Spec):
 
     Args:
         role: whose ``infer`` gives it: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes it.
-        output: the output of ``infer`` that it is.
+        output: the output of ``infer`` that it is: ``log_probs``, ``entropy``, ``sum_pi_squared``; of the critic ``values``,
+            ``scores``, for an estimator that needs ``values`` and makes ``returns``.
         needs: columns that ``load`` reads.
     """
 

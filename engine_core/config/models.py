@@ -245,8 +245,8 @@ class CheckpointConfig(Table):
 class TrackingConfig(Table):
     """``[tracking]``: what is written about a run. ``metrics.jsonl`` always is."""
 
-    trackers: list[str] = ["tensorboard"]
-    """Trackers, by name; options in ``[tracking.NAME]``."""
+    trackers: list[str] = []
+    """Trackers, by name, such as ``tensorboard``; options in ``[tracking.NAME]``."""
     rollouts_every_steps: NonNegativeInt = 1
     """Write the step's rollouts as Parquet every n steps; 0: never."""
     options: dict[str, Any] = Field(default={}, exclude=True)

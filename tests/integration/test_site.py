@@ -93,6 +93,16 @@ def test_the_reference_has_every_key_with_its_default():
     assert "| `max_tokens` | `integer > 0` | required |" in text
 
 
+def test_the_glossary_defines_each_term_once():
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    terms = [term for term, _ in rows if term != "term"]
+    assert sorted(terms) == sorted(set(terms))
+    assert {"step", "update", "row", "column", "group", "rollout", "response", "episode"} <= set(terms)
+    assert {"policy version", "staleness", "role", "rank", "worker", "sampler", "trainer"} <= set(terms)
+    assert {"plugin", "hook", "part", "capability"} <= set(terms)
+    assert [term for term, meaning in rows if len(re.findall(r"\.(?= [A-Z]|$)", meaning)) > 3] == []
+
+
 def our_column(page: str) -> list[tuple[int, str]]:
     """(line, key) of the second column of the tables of a page about another trainer."""
     found = []

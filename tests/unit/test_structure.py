@@ -24,7 +24,7 @@ SOURCES = [
     path
     for folder in ("engine_core", "plugins", "examples", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
-    if not {"build", "tests", "_template", "__pycache__"} & set(path.relative_to(ROOT).parts)
+    if not {"build", "tests", "__pycache__"} & set(path.relative_to(ROOT).parts)
 ]
 TESTS = [
     ROOT / "conftest.py",
@@ -223,6 +223,13 @@ def test_the_kernel_imports_no_plugin(path):
     assert plugins_imported(path.read_text("utf-8")) == []
 
 
+def test_the_kernel_names_no_module_of_a_plugin():
+    """Docstrings and comments too; the modules of weight transports are the exception, which their contract refers to."""
+    found = re.compile(r"engine_plugin_(?!processes\.transports)\w+[\w.]*")
+    named = {name(path): found.findall(path.read_text("utf-8")) for path in CORE.rglob("*.py")}
+    assert {file: modules for file, modules in named.items() if modules} == {}
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -366,3 +373,9 @@ def test_every_folder_of_tests_is_run():
     paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     folders = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
     assert {"plugins/*/tests", *folders} == set(paths)
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.parent.name)
+def test_the_tests_of_a_plugin_run_alone_with_the_configuration_of_the_root(project):
+    """A table of pytest in a plugin would make its folder the root and hide ``conftest.py`` of the repository."""
+    assert "pytest" not in tomllib.loads(project.read_text("utf-8"))["tool"]

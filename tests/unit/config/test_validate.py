@@ -14,7 +14,7 @@ def test_a_good_file_has_typed_tables_and_options(config_of, good):
     assert config.reward[1].options.share == 1.0
     assert config.algorithm.advantage_options.normalize_by_std is True
     assert config.algorithm.loss_options.clip_ratio == 0.2
-    assert config.tracking.options["tensorboard"].folder == "tensorboard"
+    assert config.tracking.options == {}
     assert config.runtime.options.offload_idle_roles is False
     assert config._source.unread == []
 
@@ -74,9 +74,10 @@ def test_used_names_are_those_that_the_trainer_reads():
     assert used_names(data, shared) == {
         "trainers": {"sft"},
         "train_engines": {"torch"},
-        "trackers": {"tensorboard"},
         "runtimes": {"local"},
     }
+    tracked = {**data, "tracking": {"trackers": ["tensorboard"]}}
+    assert used_names(tracked, shared)["trackers"] == {"tensorboard"}
     names = used_names({**data, "actor": {"backend": "fsdp"}})
     assert names["train_engines"] == {"fsdp"}  # [ref] is like the actor
     assert names["rollout_engines"] == {"vllm"}

@@ -12,6 +12,7 @@ from engine_core.specs import Options
 class CodeOptions(Options):
     """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
 
+    chooses = {"language": "code_languages"}
     renamed = {"test_seconds": "test_timeout_seconds", "total_seconds": "total_timeout_seconds"}
 
     language: str = "python"
