@@ -352,7 +352,7 @@ class RuntimeSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSpec(Spec):
-    """A way of weights to the sampler: ``load`` is a subclass of ``engine_plugin_processes.transports.base.Transport``.
+    """A way of weights to the sampler: ``load`` is a subclass of ``engine_plugin_processes.transports.bucketing.Transport``.
 
     Args:
         serves: the topologies in which it works: ``together`` (the sampler is in the processes of the actor), ``apart`` (it is

@@ -4,7 +4,7 @@ import itertools
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.buckets import checksum, unpacked
-from engine_plugin_processes.transports.base import check
+from engine_plugin_processes.transports.bucketing import check
 from engine_plugin_processes.transports.tcp import TCP
 from engine_plugin_testing import transport_bench
 

@@ -12,9 +12,9 @@ import torch
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports.base import End, Update
 from engine_plugin_processes.transports.broadcast import Broadcast
-from engine_plugin_processes.transports.options import BroadcastOptions
+from engine_plugin_processes.transports.bucketing import End, Update
+from engine_plugin_processes.transports.table import BroadcastOptions
 
 pytestmark = [
     pytest.mark.gpu,

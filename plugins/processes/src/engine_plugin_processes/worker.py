@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
     from engine_core.types import Rollout
     from engine_plugin_processes.shared_module import SharingHost
-    from engine_plugin_processes.transports.base import Transport
+    from engine_plugin_processes.transports.bucketing import Transport
 
 CONTROLLER_GONE = 70
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
@@ -188,7 +188,7 @@ class Worker:
 
     def _do_link(self, message: dict[str, Any]) -> Any:
         """Make this process's end of a link; what the others are told of it. One of the same pools before it ends."""
-        from engine_plugin_processes.transports.base import End
+        from engine_plugin_processes.transports.bucketing import End
         from engine_plugin_processes.transports.choice import make
 
         for number in message["instead_of"]:
@@ -212,7 +212,7 @@ class Worker:
     def _do_send(self, message: dict[str, Any]) -> int:
         """Weights to another pool; a rank without a link only takes part in the stream."""
         from engine_core.contracts.weight_sync import sends_adapter, stream_of
-        from engine_plugin_processes.transports.base import Update
+        from engine_plugin_processes.transports.bucketing import Update
 
         actor = cast("TrainEngine", self.host.engines[message["role"]])
         adapter = message["mix"] is None and sends_adapter(self.host.config)
@@ -225,7 +225,7 @@ class Worker:
 
     def _do_receive(self, message: dict[str, Any]) -> str:
         """Weights of another pool: into the sampler, or mixed into a model."""
-        from engine_plugin_processes.transports.base import Update, begun
+        from engine_plugin_processes.transports.bucketing import Update, begun
 
         engine: Any = self.host.engines[message["role"]]
         stream = self.links[message["link"]].receive(Update(message["update"], message["version"]))

@@ -7,7 +7,7 @@ import torch
 
 from engine_plugin_processes import plugin as builtin
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.transports.base import End, Update
+from engine_plugin_processes.transports.bucketing import End, Update
 
 WEIGHTS = {
     "embed.weight": torch.rand(50, 7),

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.base import Update
+from engine_plugin_processes.transports.bucketing import Update
 
 
 def test_the_group_is_none_of_the_pool(link):

@@ -11,7 +11,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_processes.transports.choice import Endpoint, Topology, choose, make
 from engine_plugin_processes.transports.folder import Folder
 from engine_plugin_processes.transports.ipc import IPC
-from engine_plugin_processes.transports.options import IPCOptions
+from engine_plugin_processes.transports.table import IPCOptions
 from engine_plugin_processes.transports.tcp import TCP
 
 POOLS = {

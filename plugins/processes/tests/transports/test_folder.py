@@ -6,9 +6,9 @@ import pytest
 
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports.base import Update
+from engine_plugin_processes.transports.bucketing import Update
 from engine_plugin_processes.transports.folder import MANIFEST, Folder
-from engine_plugin_processes.transports.options import FolderOptions
+from engine_plugin_processes.transports.table import FolderOptions
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.base import Update
+from engine_plugin_processes.transports.bucketing import Update
 
 
 def test_a_stranger_is_passed_over(link, weights):

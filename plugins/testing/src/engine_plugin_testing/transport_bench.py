@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports.base import End, Transport, Update
+from engine_plugin_processes.transports.bucketing import End, Transport, Update
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.worker import Place, resolve
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin_processes.transports import base
+from engine_plugin_processes.transports import bucketing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def after_the_checksum() -> Iterator[None]:
     """One bit of the second bucket of ``flattened`` is turned once its checksum was worked out."""
-    fill, filled = base.fill, 0
+    fill, filled = bucketing.fill, 0
 
     def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
         nonlocal filled
@@ -24,8 +24,8 @@ def after_the_checksum() -> Iterator[None]:
         if filled == 2:
             arena.view(bucket.offset, bucket.size)[0] ^= 1
 
-    base.fill = damaged
+    bucketing.fill = damaged
     try:
         yield
     finally:
-        base.fill = fill
+        bucketing.fill = fill

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.base import Transport, Update, begun
+from engine_plugin_processes.transports.bucketing import Transport, Update, begun
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.transport_bench import TransportBench, refusal, same_weights, whole_or_told
 

@@ -12,7 +12,7 @@ LEAST_RANKS = 2
 
 
 class TransportSuite(Suite, modules=(imports, transport_updates, transport_failures)):
-    """Contracts of ``engine_plugin_processes.transports.base.Transport``. See ``Suite`` for the other attributes.
+    """Contracts of ``engine_plugin_processes.transports.bucketing.Transport``. See ``Suite`` for the other attributes.
 
     Each rank is a process with one end of the link, as in a run: rank 0 sends, the others take.
 

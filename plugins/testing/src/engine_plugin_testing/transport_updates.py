@@ -15,7 +15,7 @@ from engine_core.config.roles import LoRAConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX, stream_of
 from engine_core.runs.state_files import load_tensors, save_tensors
-from engine_plugin_processes.transports.base import Update
+from engine_plugin_processes.transports.bucketing import Update
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.transport_bench import TransportBench, same_weights
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.starting import store_at
-from engine_plugin_processes.transports.base import (
+from engine_plugin_processes.transports.bucketing import (
     Flat,
     Stream,
     Transport,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engine_core.config.choices import AUTO
 from engine_core.config.weight_sharing import transport_problem
 from engine_core.errors import ConfigError
-from engine_plugin_processes.transports.options import TRANSPORTS
+from engine_plugin_processes.transports.table import TRANSPORTS
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Options
-    from engine_plugin_processes.transports.base import Transport
+    from engine_plugin_processes.transports.bucketing import Transport
 
 log = logging.getLogger("engine")
 
@@ -37,7 +37,7 @@ class Endpoint:
         """Of this process."""
         import torch.distributed as dist
 
-        from engine_plugin_processes.transports.base import gpu_of
+        from engine_plugin_processes.transports.bucketing import gpu_of
 
         return cls(device.type, gpu_of(device), dist.is_nccl_available())
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import ConfigError, DataError
 from engine_core.runs.state_files import load_tensors, save_tensors
 from engine_plugin_processes.buckets import grouped
-from engine_plugin_processes.transports.base import Stream, Transport, Update
+from engine_plugin_processes.transports.bucketing import Stream, Transport, Update
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_processes.channel import Closed
 from engine_plugin_processes.codec import encode
 from engine_plugin_processes.sampler_process.memory import DeviceMemory, HostMemory, shares_device
-from engine_plugin_processes.transports.base import Stream, Update, flattened, gpu_of, size_of
+from engine_plugin_processes.transports.bucketing import Stream, Update, flattened, gpu_of, size_of
 from engine_plugin_processes.transports.tcp import TCP
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.channel import Channel, Closed, callers, connect, listen
 from engine_plugin_processes.codec import DecodeError, encode
-from engine_plugin_processes.transports.base import Stream, Transport, Update, check, flattened, size_of
+from engine_plugin_processes.transports.bucketing import Stream, Transport, Update, check, flattened, size_of
 
 if TYPE_CHECKING:
     from torch import Tensor

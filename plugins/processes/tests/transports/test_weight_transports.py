@@ -5,8 +5,8 @@ import torch
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports import base
-from engine_plugin_processes.transports.base import Update, begun, flattened, size_of
+from engine_plugin_processes.transports import bucketing
+from engine_plugin_processes.transports.bucketing import Update, begun, flattened, size_of
 
 ACROSS = ["tcp", "broadcast", "folder", "ipc"]
 SECONDS = 30
@@ -54,7 +54,7 @@ def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
     """Found by each taker for itself: one whose memory is damaged holds up nobody."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     ends = link(name, takers=2)
-    honest, damaged = base.checksum, ends.ends[1]
+    honest, damaged = bucketing.checksum, ends.ends[1]
 
     def checked(end, update, told, expected, data):
         if end is damaged.end and expected == 1:
@@ -72,7 +72,7 @@ def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
     if name == "broadcast":  # with tcp the sender sees the connection end, and the update fails for all
         assert sorted(n for n, _ in taken[1].result(SECONDS)) == sorted(weights)
         assert sent.result(SECONDS) > 0
-    assert base.checksum is honest
+    assert bucketing.checksum is honest
 
 
 @pytest.mark.parametrize("name", ACROSS)
