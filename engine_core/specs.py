@@ -352,11 +352,11 @@ class RuntimeSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSpec(Spec):
-    """A way of weights to the sampler: ``load`` is a subclass of ``engine_plugin_processes.transports.bucketing.Transport``.
+    """A weight transport: ``load`` is a subclass of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Args:
         serves: the topologies in which it works: ``together`` (the sampler is in the processes of the actor), ``apart`` (it is
-            in processes of another pool). One that serves ``together`` alone is never made: nothing crosses there.
+            in processes of another pool). One that serves only ``together`` is never loaded: nothing crosses between processes.
     """
 
     kind = "weight_transports"

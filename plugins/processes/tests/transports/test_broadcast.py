@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.bucketing import Update
 
 
 def test_the_group_is_none_of_the_pool(link):
@@ -16,9 +16,9 @@ def test_the_group_is_none_of_the_pool(link):
 def test_a_group_that_has_failed_is_not_used_again(link):
     (_, taker) = link("broadcast", timeout_seconds=0.2).ends
     with pytest.raises(TrainingFailed, match="nothing went on"):
-        list(taker.receive(Update(1, 0)))
+        list(taker.receive(WeightUpdate(1, 0)))
     with pytest.raises(TrainingFailed, match="has failed before"):
-        list(taker.receive(Update(2, 0)))
+        list(taker.receive(WeightUpdate(2, 0)))
 
 
 class Carries:

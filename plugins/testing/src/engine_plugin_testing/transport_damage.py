@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def after_the_checksum() -> Iterator[None]:
-    """One bit of the second bucket of ``flattened`` is turned once its checksum was worked out."""
+    """One bit of the second bucket of ``flat_buckets`` is turned once its checksum was worked out."""
     fill, filled = bucketing.fill, 0
 
     def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:

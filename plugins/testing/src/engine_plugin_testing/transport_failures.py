@@ -8,13 +8,14 @@ from collections.abc import Generator, Iterator
 import torch
 from torch import Tensor
 
+from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.bucketing import Transport, Update, begun
+from engine_plugin_processes.worker import closing_stream
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.transport_bench import TransportBench, refusal, same_weights, whole_or_told
 
 LOST = "a rank of the trainer was lost"
-UPDATE = Update(1, 7)  # the first, of version 7
+UPDATE = WeightUpdate(1, 7)  # the first, of version 7
 
 
 @contract(catches=("a checksum that nobody looks at",))
@@ -22,7 +23,7 @@ def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
     """Bytes that are not those of the sender's checksum reach no engine: every taker raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
     link = bench.link()
     assert link is not None
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         with bench.damage():
             _others(bench, link, "Damaged")
     else:
@@ -32,7 +33,7 @@ def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
         )  # fmt: skip
         assert "checksum" in str(error), (
             f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
-            "`flattened`, give the suite a `damage` of its own."
+            "`flat_buckets`, give the suite a `damage` of its own."
         )
         weights = bench.weights()
         for name, tensor in taken:
@@ -45,12 +46,12 @@ def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
     """Where sender and takers are not at the same update, no tensor is given: every taker raises ``TrainingFailed`` with both sides, within the time-out."""
     link = bench.link(soon=True)
     assert link is not None
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         _others(bench, link, "An update of another version")
     else:
         taken: list[object] = []
         refusal(
-            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(Update(1, 6)))), "Version 7 for 6"
+            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(WeightUpdate(1, 6)))), "Version 7 for 6"
         )  # fmt: skip
         assert not taken, f"{len(taken)} tensors of version 7 were given to a taker of version 6."
     _again(bench, link, "refused")
@@ -66,7 +67,7 @@ def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
         yield from list(bench.weights().items())[:4]
         raise OSError(LOST)
 
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         raised = ""
         try:
             bench.update(link, broken(), UPDATE)
@@ -92,7 +93,7 @@ def a_taker_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
 
 def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
     """As the worker and an engine that is asleep do."""
-    with contextlib.suppress(TrainingFailed), begun(stream):
+    with contextlib.suppress(TrainingFailed), closing_stream(stream):
         raise TrainingFailed("asleep")
 
 
@@ -116,7 +117,7 @@ def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
     """Takers to whom nothing comes raise ``TrainingFailed`` within their time-out: who waited for whom, and the key of the time-out."""
     link = bench.link(soon=True)
     assert link is not None
-    if link.end.place:
+    if link.endpoint.index:
         error = refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A sender that does not send")
         key = f"rollout.{bench.name.rpartition(':')[2]}."
         assert key in str(error), f"The error does not name the key of the time-out ({key}...): {error}"
@@ -174,17 +175,17 @@ def a_taker_that_dies_is_told_in_time(bench: TransportBench) -> None:
     bench.goes_on()
 
 
-def _is_last(link: Transport) -> bool:
+def _is_last(link: WeightTransport) -> bool:
     """Whether this end is the taker that is unlike the others."""
-    return 0 < link.end.place == len(link.end.names) - 1
+    return 0 < link.endpoint.index == len(link.endpoint.names) - 1
 
 
-def _others(bench: TransportBench, link: Transport, what: str) -> None:
+def _others(bench: TransportBench, link: WeightTransport, what: str) -> None:
     """The update at this end, which does as it should: it comes through, or is told in time."""
     whole_or_told(bench, link, lambda: bench.update(link, bench.weights().items(), UPDATE), what)
 
 
-def _again(bench: TransportBench, link: Transport, what: str) -> None:
+def _again(bench: TransportBench, link: WeightTransport, what: str) -> None:
     """Once all ranks have come so far, ``what`` that is, a link made anew brings a whole update."""
     bench.all_here(what)
     link.close()
