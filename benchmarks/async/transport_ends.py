@@ -108,7 +108,7 @@ def send(link: Broadcast, stream: Callable[[], Iterator[tuple[str, Tensor]]], up
 
 
 def take(link: Broadcast, module: torch.nn.Module, updates: int) -> dict[str, Any]:
-    """The taker's side: weights thrown away, and loaded into a model."""
+    """The receiver's side: weights thrown away, and loaded into a model."""
     device, found = link.device, {}
 
     def discard(number: int) -> None:

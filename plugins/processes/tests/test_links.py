@@ -101,7 +101,7 @@ def test_after_an_update_that_failed_the_link_is_made_anew_and_the_old_one_ends(
     assert first["link_id"] != second["link_id"]
 
 
-def test_what_the_takers_say_goes_before_what_the_sender_says(make):
+def test_what_the_receivers_say_goes_before_what_the_sender_says(make):
     def script(rank, message):
         if message["kind"] == "send":
             return TrainingFailed("the stream of weights broke off")

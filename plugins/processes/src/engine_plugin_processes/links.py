@@ -98,13 +98,13 @@ class Links:
                 self.drop(source, target)
                 raise
             else:
-                takers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
-                return SyncResult(version, moved * len(takers), time.perf_counter() - start, checksum)
+                receivers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
+                return SyncResult(version, moved * len(receivers), time.perf_counter() - start, checksum)
 
     def _update(
         self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
     ) -> tuple[int, str]:
-        """One update over a link: bytes, and the takers' checksum."""
+        """One update over a link: bytes, and the receivers' checksum."""
         link.updates += 1
         fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
         what = roles[1], "update_weights"

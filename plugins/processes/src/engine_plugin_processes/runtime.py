@@ -434,9 +434,9 @@ class MultiProcessRuntime(Runtime):
 
     def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
         """Weights from one pool to another: its first rank sends, all ranks of the other take."""
-        givers, takers = self._pool(source), self._pool(target)
+        senders, receivers = self._pool(source), self._pool(target)
         one = functools.partial(_one_checksum, target)
-        return self.links.push(givers, takers, (source, target), version, mix, one)
+        return self.links.push(senders, receivers, (source, target), version, mix, one)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:

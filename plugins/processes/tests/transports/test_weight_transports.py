@@ -16,9 +16,9 @@ SECONDS = 30
 
 @pytest.mark.parametrize("name", ACROSS)
 @pytest.mark.parametrize("bucket", [1, 500, 1 << 20])
-def test_every_taker_receives_all_weights_bit_for_bit(link, weights, monkeypatch, name, bucket):
+def test_every_receiver_gets_all_weights_bit_for_bit(link, weights, monkeypatch, name, bucket):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket)
-    ends = link(name, takers=2)
+    ends = link(name, receivers=2)
     for number in (1, 2, 3):  # one link, update after update
         sent, taken = ends.update(number=number, version=number - 1)
         for received in taken:
@@ -50,12 +50,12 @@ def test_a_stream_that_fails_is_told_to_who_takes_and_raised_where_it_failed(
 
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
-def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
+def test_a_damaged_bucket_is_found_and_refused_and_the_other_receivers_have_all(
     link, weights, monkeypatch, name
 ):
-    """Found by each taker for itself: one whose memory is damaged holds up nobody."""
+    """Found by each receiver for itself: one whose memory is damaged holds up nobody."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    ends = link(name, takers=2)
+    ends = link(name, receivers=2)
     honest, damaged = bucketing.checksum, ends.ends[1]
 
     def checked(endpoint, update, header, expected, data):
@@ -115,7 +115,7 @@ def _nothing_more(end):
 
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
-def test_a_taker_that_takes_no_more_is_told_to_the_sender_in_time(link, weights, monkeypatch, name):
+def test_a_receiver_that_takes_no_more_is_told_to_the_sender_in_time(link, weights, monkeypatch, name):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     ends = link(name, timeout_seconds=1)
 
@@ -133,10 +133,10 @@ def test_a_taker_that_takes_no_more_is_told_to_the_sender_in_time(link, weights,
 
 
 @pytest.mark.parametrize("name", ["broadcast", "folder"])
-def test_a_taker_that_wants_no_more_holds_up_nobody(link, weights, monkeypatch, name):
+def test_a_receiver_that_wants_no_more_holds_up_nobody(link, weights, monkeypatch, name):
     """An engine that refuses an update; the next one is taken by all."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    ends = link(name, takers=2)
+    ends = link(name, receivers=2)
 
     def take(at, update):
         stream = at.receive(update)

@@ -159,7 +159,7 @@ class TransportBench(EngineBench):
 
     @contextlib.contextmanager
     def damage(self) -> Iterator[None]:
-        """Within it the second bucket of an update is damaged between its checksum and its taker; at the sender."""
+        """Within it the second bucket of an update is damaged between its checksum and its receiver; at the sender."""
         made = resolve(self.settings["damage"], Path(self.settings["root"]))
         with made():
             yield
@@ -257,7 +257,7 @@ def die(order: Mapping[str, Any]) -> None:
 
 def name_of(index: int, rank: int) -> str:
     """As links of a run name their ends."""
-    return f"actor[{rank}] on giver" if index == 0 else f"rollout[{rank}] on taker{index}"
+    return f"actor[{rank}] on sender" if index == 0 else f"rollout[{rank}] on receiver{index}"
 
 
 def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor], what: str) -> None:

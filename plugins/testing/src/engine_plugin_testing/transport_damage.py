@@ -1,4 +1,4 @@
-"""Damage for the kit of transports: what is between the sender's checksum and the taker's."""
+"""Damage for the kit of transports: what is between the sender's checksum and the receiver's."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ UPDATE = WeightUpdate(1, 7)  # the first, of version 7
 
 @contract(catches=("a checksum that nobody looks at",))
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
-    """Bytes that are not those of the sender's checksum reach no engine: every taker raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
+    """Bytes that are not those of the sender's checksum reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
     link = bench.link()
     assert link is not None
     if link.endpoint.index == 0:
@@ -43,7 +43,7 @@ def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
 
 @contract(catches=("any version taken",))
 def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
-    """Where sender and takers are not at the same update, no tensor is given: every taker raises ``TrainingFailed`` with both sides, within the time-out."""
+    """Where sender and receivers are not at the same update, no tensor is given: every receiver raises ``TrainingFailed`` with both sides, within the time-out."""
     link = bench.link(soon=True)
     assert link is not None
     if link.endpoint.index == 0:
@@ -53,13 +53,13 @@ def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
         refusal(
             bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(WeightUpdate(1, 6)))), "Version 7 for 6"
         )  # fmt: skip
-        assert not taken, f"{len(taken)} tensors of version 7 were given to a taker of version 6."
+        assert not taken, f"{len(taken)} tensors of version 7 were given to a receiver of version 6."
     _again(bench, link, "refused")
 
 
 @contract(catches=("a broken stream taken for a whole one",))
-def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
-    """What the trainer's stream raises is raised by ``send`` as it is, and every taker is told of it at once."""
+def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None:
+    """What the trainer's stream raises is raised by ``send`` as it is, and every receiver is told of it at once."""
     link = bench.link()
     assert link is not None
 
@@ -80,14 +80,14 @@ def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
 
 
 @contract()
-def a_taker_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
-    """One taker's engine refuses the update before it looks at the stream: the others come through or are told, without waiting for the time-out, and the next update is taken by all."""
+def a_receiver_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
+    """One receiver's engine refuses the update before it looks at the stream: the others come through or are told, without waiting for the time-out, and the next update is taken by all."""
     link = bench.link()
     assert link is not None
     if _is_last(link):
         bench.in_time(lambda: _refuse(link.receive(UPDATE)))
     else:
-        _others(bench, link, "A taker that is asleep")
+        _others(bench, link, "A receiver that is asleep")
     _again(bench, link, "refused")
 
 
@@ -98,8 +98,8 @@ def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
 
 
 @contract()
-def a_taker_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
-    """One taker closes the stream after its first tensor: the others come through or are told, without waiting for the time-out."""
+def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
+    """One receiver closes the stream after its first tensor: the others come through or are told, without waiting for the time-out."""
     link = bench.link()
     assert link is not None
     if _is_last(link):
@@ -108,13 +108,13 @@ def a_taker_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
         same_weights([first], {first[0]: bench.weights()[first[0]]}, "before the rest was refused")
         bench.in_time(stream.close)
     else:
-        _others(bench, link, "A taker that wants no more")
+        _others(bench, link, "A receiver that wants no more")
     _again(bench, link, "closed")
 
 
-@contract(catches=("a taker that waits for ever",))
+@contract(catches=("a receiver that waits for ever",))
 def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
-    """Takers to whom nothing comes raise ``TrainingFailed`` within their time-out: who waited for whom, and the key of the time-out."""
+    """Receivers to whom nothing comes raise ``TrainingFailed`` within their time-out: who waited for whom, and the key of the time-out."""
     link = bench.link(soon=True)
     assert link is not None
     if link.endpoint.index:
@@ -125,8 +125,8 @@ def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
 
 
 @contract()
-def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) -> None:
-    """One taker stops in the middle and stays: sender and other takers come through, or raise ``TrainingFailed`` with both sides, within the time-out."""
+def a_receiver_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) -> None:
+    """One receiver stops in the middle and stays: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out."""
     link = bench.link(soon=True)
     assert link is not None
     if _is_last(link):
@@ -137,7 +137,7 @@ def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) ->
         with contextlib.suppress(TrainingFailed):
             bench.in_time(stream.close)
     else:
-        _others(bench, link, "A taker that does not take")
+        _others(bench, link, "A receiver that does not take")
         bench.all_here("ended")
         link.close()
     bench.goes_on()
@@ -145,7 +145,7 @@ def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) ->
 
 @contract()
 def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """The sender's process is killed in the middle of an update: every taker raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a link made anew goes on."""
+    """The sender's process is killed in the middle of an update: every receiver raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a link made anew goes on."""
     if bench.rank == 0:
         bench.dies("link")
     else:
@@ -158,15 +158,15 @@ def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
 
 
 @contract()
-def a_taker_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """A taker's process is killed in the middle of an update: sender and other takers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it goes on, and so does one with another in its place."""
+def a_receiver_that_dies_is_told_in_time(bench: TransportBench) -> None:
+    """A receiver's process is killed in the middle of an update: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it goes on, and so does one with another in its place."""
     last, link = bench.ranks[-1], None
     if bench.rank == last:
         bench.dies("link")
     else:
         link = bench.link(soon=True)
         assert link is not None
-        _others(bench, link, "A taker that was killed")
+        _others(bench, link, "A receiver that was killed")
     bench.all_here("told")
     if link is not None:
         link.close()
@@ -176,7 +176,7 @@ def a_taker_that_dies_is_told_in_time(bench: TransportBench) -> None:
 
 
 def _is_last(link: WeightTransport) -> bool:
-    """Whether this end is the taker that is unlike the others."""
+    """Whether this end is the receiver that is unlike the others."""
     return 0 < link.endpoint.index == len(link.endpoint.names) - 1
 
 

@@ -21,8 +21,8 @@ from engine_plugin_testing.transport_bench import TransportBench, same_weights
 
 
 @contract(catches=("the last bucket lost",))
-def every_taker_receives_all_weights_bit_for_bit(bench: TransportBench) -> None:
-    """Update after update over one link, every taker has every tensor: names in order, types, shapes, bits; also tensors that are empty, not contiguous, or larger than a bucket."""
+def every_receiver_gets_all_weights_bit_for_bit(bench: TransportBench) -> None:
+    """Update after update over one link, every receiver has every tensor: names in order, types, shapes, bits; also tensors that are empty, not contiguous, or larger than a bucket."""
     link, received = bench.link(), []
     assert link is not None
     for number in (1, 2, 3):
@@ -32,9 +32,9 @@ def every_taker_receives_all_weights_bit_for_bit(bench: TransportBench) -> None:
         same_weights(found, bench.weights(number), f"of update {number}")
 
 
-@contract(catches=("bytes counted for each taker",))
+@contract(catches=("bytes counted for each receiver",))
 def bytes_are_counted_once(bench: TransportBench) -> None:
-    """``send`` returns the bytes of the weights, whatever the number of takers, without gaps between tensors."""
+    """``send`` returns the bytes of the weights, whatever the number of receivers, without gaps between tensors."""
     link, weights = bench.link(), bench.weights()
     assert link is not None
     sent = bench.whole(link, weights.items(), WeightUpdate(1, 1))
@@ -43,8 +43,8 @@ def bytes_are_counted_once(bench: TransportBench) -> None:
         assert sent == expected, f"send returned {sent}; expected {expected} bytes."
 
 
-@contract(catches=("buffers used again under the taker",))
-def tensors_are_the_takers_to_keep(bench: TransportBench) -> None:
+@contract(catches=("buffers used again under the receiver",))
+def tensors_are_the_receivers_to_keep(bench: TransportBench) -> None:
     """What was received stays as it was while later updates come over the same link."""
     link = bench.link()
     assert link is not None
@@ -85,17 +85,17 @@ def links_do_not_meet(bench: TransportBench) -> None:
 
 
 @contract()
-def weights_cut_in_one_way_reach_takers_that_cut_them_in_another(bench: TransportBench) -> None:
+def weights_cut_in_one_way_reach_receivers_that_cut_them_in_another(bench: TransportBench) -> None:
     """Half of the ranks hold rows each and gather whole tensors, all of them in step; each of the others keeps columns of what comes: together they have every weight, bit for bit."""
-    givers = bench.ranks[: max(1, len(bench.ranks) // 2)]
-    takers = bench.ranks[len(givers) :]
+    senders = bench.ranks[: max(1, len(bench.ranks) // 2)]
+    receivers = bench.ranks[len(senders) :]
     whole = bench.weights(5)
     names = ["z.embed.weight", "a.head.weight"]
-    group = dist.new_group(list(givers), backend="gloo")  # collective over all ranks
-    link = bench.link(ranks=[0, *takers])
-    if bench.rank in givers:
-        own = {name: whole[name].chunk(len(givers))[bench.rank].cpu() for name in names}
-        stream = _gathered(own, whole, givers, group, bench.device)
+    group = dist.new_group(list(senders), backend="gloo")  # collective over all ranks
+    link = bench.link(ranks=[0, *receivers])
+    if bench.rank in senders:
+        own = {name: whole[name].chunk(len(senders))[bench.rank].cpu() for name in names}
+        stream = _gathered(own, whole, senders, group, bench.device)
         if link is None:
             for _ in stream:
                 pass
@@ -103,25 +103,25 @@ def weights_cut_in_one_way_reach_takers_that_cut_them_in_another(bench: Transpor
             bench.whole(link, stream, WeightUpdate(1, 1))
         return
     assert link is not None
-    place = bench.rank - takers[0]
+    place = bench.rank - receivers[0]
     came = bench.whole(link, (), WeightUpdate(1, 1))
-    kept = {name: tensor.chunk(len(takers), dim=1)[place] for name, tensor in came}
-    expected = {name: whole[name].chunk(len(takers), dim=1)[place] for name in names}
-    same_weights(list(kept.items()), expected, f"as columns of taker {place}")
+    kept = {name: tensor.chunk(len(receivers), dim=1)[place] for name, tensor in came}
+    expected = {name: whole[name].chunk(len(receivers), dim=1)[place] for name in names}
+    same_weights(list(kept.items()), expected, f"as columns of receiver {place}")
 
 
 def _gathered(
     own: dict[str, Tensor],
     whole: dict[str, Tensor],
-    givers: Sequence[int],
+    senders: Sequence[int],
     group: Any,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """As a sharded engine streams: each tensor is put together when it is asked for, by all ranks that hold rows."""
     for name, part in own.items():
-        rows = [len(each) for each in whole[name].chunk(len(givers))]
+        rows = [len(each) for each in whole[name].chunk(len(senders))]
         parts = [torch.zeros(count, part.shape[1], dtype=part.dtype) for count in rows]
-        for rank, taken in zip(givers, parts, strict=True):
+        for rank, taken in zip(senders, parts, strict=True):
             if rank == dist.get_rank():
                 taken.copy_(part)
             dist.broadcast(taken, rank, group=group)

@@ -1,4 +1,4 @@
-"""Weights by broadcast: one process group over the sender and all takers, gloo or, where all are on CUDA, NCCL.
+"""Weights by broadcast: one process group over the sender and all receivers, gloo or, where all are on CUDA, NCCL.
 
 The group is none of ``torch.distributed``'s default ones, in which every pool is a world of its own. Each bucket is
 three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.

@@ -63,18 +63,18 @@ def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Weig
 
 def by_topology(topology: Topology) -> tuple[str, str]:
     """Return what ``auto`` means here, and the reason."""
-    takers = len(topology.devices) - 1
+    receivers = len(topology.devices) - 1
     if not topology.apart:
         return "same_process", "the sampler is in the actor's processes"
     if any(device.kind != "cpu" for device in topology.devices):
         return _between_accelerators(topology)
-    if takers > 1:
-        return "broadcast", f"the sampler has {takers} processes of its own, which all take the same"
+    if receivers > 1:
+        return "broadcast", f"the sampler has {receivers} processes of its own, which all take the same"
     return "tcp", "the sampler has one process of its own"
 
 
 def _between_accelerators(topology: Topology) -> tuple[str, str]:
-    """Return NCCL if it works between these GPUs, else shared GPU memory on one machine, else ``tcp``, with the reason."""
+    """Return ``broadcast`` where NCCL can be used, else ``ipc`` on one machine, else ``tcp``; and the reason."""
     gpus = [device.gpu for device in topology.devices]
     if not all(gpus):
         kinds = ", ".join(sorted({device.kind for device in topology.devices}))

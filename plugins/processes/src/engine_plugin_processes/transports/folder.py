@@ -1,6 +1,6 @@
 """Weights through files: safetensors parts in a folder of the update, and its manifest last.
 
-For processes that share nothing but a disk. Takers read when the manifest is there, and never a part of an update. At
+For processes that share nothing but a disk. Receivers read when the manifest is there, and never a part of an update. At
 most two updates lie in the folder: the one that is written and the one before.
 """
 

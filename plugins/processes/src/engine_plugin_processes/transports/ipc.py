@@ -1,7 +1,7 @@
-"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each taker.
+"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each receiver.
 
 For processes of one machine, also where they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
-fills one again when every taker has said that it has its copy. On GPUs the buffers are on the sender's, and a taker copies
+fills one again when every receiver has said that it has its copy. On GPUs the buffers are on the sender's, and a receiver copies
 from there to its own, where it sees that one too; else they are files in memory without a name.
 Between GPUs this is experimental: it has not run on one.
 """
@@ -37,32 +37,34 @@ class Shown(HostMemory):
     def __init__(self) -> None:
         super().__init__(self.new_file())
 
-    def told_to(self, taker: int) -> dict[str, Any]:
-        """How one taker finds it."""
+    def told_to(self, receiver: int) -> dict[str, Any]:
+        """How one receiver finds it."""
         return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
 
 
 class ShownDevice(DeviceMemory):
-    """A buffer of a GPU, with a handle for each taker.
+    """A buffer of a GPU, with a handle for each receiver.
 
     Args:
         device: of the buffer.
-        takers: how many will open it.
+        receivers: how many will open it.
     """
 
-    def __init__(self, device: torch.device, takers: int) -> None:
+    def __init__(self, device: torch.device, receivers: int) -> None:
         super().__init__(device)
-        self.takers = takers
+        self.receivers = receivers
         self._handles: list[list[Any]] = []
 
     def reserve(self, size: int) -> None:
         if size > len(self._bytes):
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._handles = [list(self._bytes.untyped_storage()._share_cuda_()) for _ in range(self.takers)]
+            self._handles = [
+                list(self._bytes.untyped_storage()._share_cuda_()) for _ in range(self.receivers)
+            ]
 
-    def told_to(self, taker: int) -> dict[str, Any]:
-        """How one taker finds it."""
-        return {"handle": self._handles[taker]}
+    def told_to(self, receiver: int) -> dict[str, Any]:
+        """How one receiver finds it."""
+        return {"handle": self._handles[receiver]}
 
 
 class IPC(TCP):

@@ -1,6 +1,6 @@
-"""Weights over a connection to each taker: a copy for each, one after another.
+"""Weights over a connection to each receiver: a copy for each, one after another.
 
-Nothing but sockets is needed, and a taker that is gone hurts no other update. A connection is made for an update and
+Nothing but sockets is needed, and a receiver that is gone hurts no other update. A connection is made for an update and
 ends with it; who does not know the run's token is sent away.
 """
 
