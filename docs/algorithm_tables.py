@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from engine_core import builtin
-from engine_core.algorithms import aggregation, correction, entropy, evaluation, kl, losses_value
+from engine_core.algorithms import correction, entropy, evaluation, kl, losses, objectives
 from engine_plugin_trainers import plugin as trainers
 from engine_plugin_trainers.algorithms import preference, preference_columns
 
@@ -127,7 +127,7 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     """Yield each kind, as the key that names it, and everything of that kind; a plugin's names may be a kind ``KEY of PLUGIN``."""
     for heading, functions in TABLES.values():
         yield heading.replace("`", ""), described(functions())
-    yield "loss_aggregation", listed(aggregation)
+    yield "loss_aggregation", listed(objectives)
     yield "kl_estimator", listed(kl)
     yield "kl_target", described({"kl_target": kl.AdaptiveKL})
     yield "entropy_target", described({"entropy_target": entropy.AdaptiveEntropy})
@@ -139,7 +139,7 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     # objectives by the trainer that uses them; the formula of the critic's is that of its loss
     named = {"nll": "sft", "value": "critic"}
     trained = {**offered(trainers.engine_objectives()), **offered(builtin.engine_objectives())}
-    trained["value"] = losses_value.value
+    trained["value"] = losses.value
     yield "trainer", described({named.get(name, name): function for name, function in trained.items()})
     yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
 

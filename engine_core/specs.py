@@ -22,14 +22,17 @@ class Options(BaseModel):
     Attributes:
         chooses: keys of a trainer's table that choose something by name, and the kind of these names
             (``{"loss": "pair_losses"}``); the plugins behind them are loaded.
+        renamed: old names of keys of this table, each with its new name; a run file with an old name is refused
+            with an error that names the new one.
     """
 
     chooses: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     @property
-    def changes_weights_under_way(self) -> bool:
+    def updates_weights_in_flight(self) -> bool:
         """Of a trainer's table: weights may change while responses are being sampled, which go on with the new ones."""
         return False
 
@@ -84,12 +87,12 @@ class TrainBackend(Spec):
     """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
     Each capability must be implemented by the class (a method that is not the base's):
-    see ``engine_core.plugins.checks.TRAIN_CAPABILITIES``.
+    see ``engine_core.plugins.modules.TRAIN_CAPABILITIES``.
 
     Args:
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
             name it. ``load`` is then best a subclass of ``engine_core.contracts.frozen_engine.FrozenEngine``.
-        elsewhere: the model is held by somebody else: of its folder only config and tokenizer are read here.
+        remote: the model is held by somebody else: of its folder only config and tokenizer are read here.
         check_checkpoint: ``f(folder, was, now) -> str``: what keeps this engine (named ``now``) from reading a role's
             checkpoint in the common format that the engine ``was`` wrote; empty where nothing does. None: nothing ever does.
     """
@@ -98,7 +101,7 @@ class TrainBackend(Spec):
     noun = "train engine"
     capabilities: frozenset[str] = frozenset()
     frozen_only: bool = False
-    elsewhere: bool = False
+    remote: bool = False
     check_checkpoint: str | Callable[..., str] | None = None
 
 
@@ -106,7 +109,7 @@ class TrainBackend(Spec):
 class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    For capabilities see ``engine_core.plugins.checks.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
+    For capabilities see ``engine_core.plugins.modules.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
     the keys by which it samples from another policy than the weights that it is given (fewer bits), empty where
     there are none. Tokens are then always weighed; a run that switches this off is refused. And a field ``adapter``: true
     where the engine has the base and ``update_weights`` takes ``contracts.weight_sync.stream_of`` an adapter alone. And a field
@@ -212,8 +215,8 @@ class PairLoss(Spec):
     Args:
         reference: it compares with a reference model.
         divergence: `dpo.f_divergence` may be chosen.
-        normalised: scores are means over tokens, unless `dpo.length_normalise` says otherwise.
-        may_normalise: that key may say otherwise.
+        normalized: scores are means over tokens, unless `dpo.length_normalize` says otherwise.
+        may_normalize: that key may say otherwise.
         sft_coef: what `dpo.sft_coef` is unless set.
         reads: other keys of ``[dpo]`` that the function receives: ``label_smoothing``, ``simpo_gamma``,
             ``discopop_tau``. It has no option table of its own.
@@ -226,8 +229,8 @@ class PairLoss(Spec):
     given = ("chosen", "rejected")
     reference: bool = True
     divergence: bool = True
-    normalised: bool = False
-    may_normalise: bool = True
+    normalized: bool = False
+    may_normalize: bool = True
     sft_coef: float = 0.0
     reads: frozenset[str] = frozenset()
     statistic: Literal["", "order", "matching", "mean"] = ""
@@ -355,13 +358,13 @@ class TransportSpec(Spec):
     """A weight transport: ``load`` is a subclass of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Args:
-        serves: the topologies in which it works: ``together`` (the sampler is in the processes of the actor), ``apart`` (it is
-            in processes of another pool). One that serves only ``together`` is never loaded: nothing crosses between processes.
+        serves: the topologies in which it works: ``colocated`` (the sampler is in the processes of the actor), ``disaggregated`` (it is
+            in processes of another pool). One that serves only ``colocated`` is never loaded: nothing crosses between processes.
     """
 
     kind = "weight_transports"
     noun = "weight transport"
-    serves: frozenset[str] = frozenset({"apart"})
+    serves: frozenset[str] = frozenset({"disaggregated"})
 
 
 @dataclass(frozen=True, kw_only=True)

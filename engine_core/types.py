@@ -442,6 +442,8 @@ LOG_OF_NOTHING = -1e4
 
 CUT = ("length", "abort")
 """Finish reasons of responses that did not come to their own end."""
+TIMEOUT = "timeout"
+"""``Rollout.failure`` of a response that was stopped at ``Sampling.timeout_s``."""
 SUPPORT = "support_ids"
 """Extra of rollouts and column of batches: the tokens that top-p and top-k left to sample from."""
 
@@ -450,9 +452,7 @@ def padded_support(ids: Tensor, width: int) -> Tensor:
     """[N, k] -> [N, width] int32, -1 in what is new."""
     import torch
 
-    made = torch.full((len(ids), width), -1, dtype=torch.int32, device=ids.device)
-    made[:, : ids.shape[1]] = ids
-    return made
+    return torch.nn.functional.pad(ids.int(), (0, width - ids.shape[1]), value=-1)
 
 
 @dataclass(slots=True, frozen=True)

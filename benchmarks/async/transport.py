@@ -52,8 +52,8 @@ max_prompt_tokens = 128
 [runtime]
 backend = "{runtime}"
 [runtime.{runtime}]
-start_minutes = 3
-stall_minutes = 2
+startup_timeout_minutes = 3
+command_timeout_minutes = 2
 {processes}
 {placement}
 """

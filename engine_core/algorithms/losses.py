@@ -1,4 +1,4 @@
-"""Policy losses: ``f(outputs, batch, **options) -> (loss per token [T], metrics)``.
+"""Losses: ``f(outputs, batch, **options) -> (loss per token [T], metrics)``.
 
 A loss sees whole sequences and says what each token costs. Weighing, summing, KL, entropy and
 importance weights are added once for all losses in ``objectives``; a metric is a [T] tensor, of
@@ -9,6 +9,8 @@ that look at the mini-batch first in ``losses_covariance``. In the formulas p is
 ``p / p_old``, sg stops the gradient. Each holds for any ``old_log_probs``; where
 the policy has not moved since (no such column) the ratio is exactly 1 and its gradient that of the
 log-prob. All log-ratios are held within 20, so that one token cannot overflow the batch.
+
+``value`` is the loss of a critic.
 """
 
 from __future__ import annotations
@@ -248,3 +250,32 @@ def _within_region(outputs: Outputs, batch: Batch, far: Tensor, cap: float) -> T
 def _log_of_rest(log_probs: Tensor) -> Tensor:
     """``log(1 - p)``, finite for a certain token."""
     return (-torch.expm1(log_probs)).clamp(min=1e-12).log()
+
+
+def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) -> TokenLoss:
+    """Squared error of the value: one that has moved further than ``value_clip`` towards its target is moved no more.
+
+    Formula: ``max((V - G)^2, (V_old + clip(V - V_old, -e, e) - G)^2) / 2``
+    Paper: https://arxiv.org/abs/1707.06347 (the authors' code)
+
+    Args:
+        outputs: ``values`` [T], with gradient.
+        batch: ``returns`` [T] (G), ``values`` [T] (V_old, before the update).
+        value_clip: e, over 0; None is no clip.
+
+    Returns:
+        [T] loss, and the metrics ``value_mean``, ``return_mean``, ``clip_fraction``.
+    """
+    values, returns = outputs["values"], batch["returns"]
+    error = (values - returns) ** 2
+    clipped = error
+    if value_clip is not None:
+        old = batch["values"]
+        clipped = (old + (values - old).clamp(-value_clip, value_clip) - returns) ** 2
+    loss = 0.5 * torch.maximum(error, clipped)
+    metrics = {
+        "value_mean": values.detach(),
+        "return_mean": returns,
+        "clip_fraction": (clipped > error).to(loss.dtype),
+    }
+    return loss, metrics

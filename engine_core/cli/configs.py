@@ -9,7 +9,8 @@ import typer
 from engine_core.cli.loading import read
 from engine_core.cli.options import AllowCode, File, Files, Json, More, Sets
 from engine_core.cli.output import print_json, print_table
-from engine_core.config.assemble import check_complete, check_inputs, plugins_for
+from engine_core.config.assemble import check_inputs, plugins_for
+from engine_core.config.completeness import check_complete
 from engine_core.config.dump import dump_toml, origins
 from engine_core.errors import DataError, EngineError
 from engine_core.plugins.plugin_set import PluginSet

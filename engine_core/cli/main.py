@@ -34,7 +34,7 @@ from engine_core.plugins import PluginSet
 from engine_core.plugins.metadata import find, known_names, our_plugins, split
 from engine_core.redaction import show_uncaught, without_secrets
 from engine_core.specs import Command
-from engine_core.train.stop_signals import Terminated
+from engine_core.train.stopping import Terminated
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no bug of ours, whoever met it
 FIRST = (

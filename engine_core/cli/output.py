@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_core.runs.progress import half_width, with_interval
+from engine_core.runs.logs import half_width, with_interval
 
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 

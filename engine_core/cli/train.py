@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.config import EngineConfig
-    from engine_core.train.resuming import Resume
+    from engine_core.train.checkpointing import Resume
 
 Steps = Annotated[
     int | None,
@@ -65,7 +65,7 @@ def resume(
     The config is that of its last attempt, with --set on top. What changed since the checkpoint is
     listed; what would not fit is refused.
     """
-    from engine_core.train.resuming import Resume
+    from engine_core.train.checkpointing import Resume
 
     folder = RunFolder.open(run)
     config = read_run(folder, sets, steps)
@@ -89,7 +89,7 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
     Raises:
         WorkerLost: no restarts are left, or there is no checkpoint to go on from.
     """
-    from engine_core.train.resuming import Resume
+    from engine_core.train.checkpointing import Resume
 
     left = getattr(config.runtime.options, "max_restarts", 0)
     while True:

@@ -5,28 +5,22 @@ Nothing here imports torch, transformers or datasets, so that ``engine validate`
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.choices import OPTIONAL_ROLES, bare, places, prepared, used_names
 from engine_core.config.dump import as_data
-from engine_core.config.evaluation import held_out_sets
-from engine_core.config.frozen_roles import frozen_role_problems
 from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
-from engine_core.config.needed_parts import absent_parts
 from engine_core.config.read import RawConfig, key_text, read_config
-from engine_core.config.requirements import GREEDY, plan_run, producers_of
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
-from engine_core.config.weight_sharing import in_separate_pools, sharing_problems, transport_problem
 from engine_core.config.wording import place_of
-from engine_core.errors import ConfigError, PluginError, did_you_mean
+from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.metadata import our_plugins
 from engine_core.plugins.plugin_set import PluginProblems, PluginSet, known_names
-from engine_core.specs import RefillOptions, TrainerSpec, resolve
+from engine_core.specs import TrainerSpec
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
@@ -96,196 +90,6 @@ def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
     plugins = _load(raw)
     context = {"folder": raw.folder, "allow_code": raw.allow_code}
     return validate(raw, plugins.find, _known(plugins), context), plugins
-
-
-def check_complete(
-    config: EngineConfig, live: Collection[str] = (), plugins: PluginSet | None = None
-) -> None:
-    """What a run needs and no file said.
-
-    Args:
-        config: from ``load_config``.
-        live: which of ``model``, ``tokenizer``, ``data``, ``rewards`` are objects of the program.
-        plugins: those of the config, where they are loaded already.
-
-    Raises:
-        ConfigError: every missing thing.
-        PluginError: a part that the run needs is not installed; nothing else was wrong.
-    """
-    plugins = plugins or plugins_for(config)
-    spec: Any = plugins.spec("trainers", config.trainer)
-    reads = spec.sections or type(config).model_fields
-    missing = [*_lora_problems(config, plugins, reads), *frozen_role_problems(config, reads)]
-    missing += _frozen_problems(config, plugins, reads)
-    if "rollout" in reads and config.rollout.weights == "shared":
-        missing += sharing_problems(config, plugins)
-    if "rollout" in reads and (
-        problem := transport_problem(config, plugins, in_separate_pools(config, plugins))
-    ):
-        missing.append(problem)
-    missing += _runtime_problems(config, plugins)
-    if not config.model.path and "model" not in live and "model" in reads:
-        missing.append(
-            "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
-        )
-    source = config.data.source and not spec.stored  # rollouts come from files alone
-    if "data" in spec.required and not (files_of(config.data.train) or source or "data" in live):
-        named = "files of rollouts" if spec.stored else "a JSONL, Parquet or CSV file, or a source,"
-        missing.append(f"data.train: missing. Expected {named} in [data].")
-    if "teacher" in spec.required:
-        missing += _teacher_missing(config, f"Trainer '{config.trainer}'")
-    rewarded = _rewarded(config, plugins) or "rewards" in live
-    if "reward" in spec.required and not rewarded and _reads_rewards(config, plugins, reads):
-        missing.append(
-            f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
-            "that sets rewards."
-        )
-    evaluates = "eval" in reads and config.eval.during_training
-    if evaluates and "reward" in spec.for_eval and not rewarded:
-        missing.append(
-            "reward: missing. [eval] asks for scores: name a [[reward]], or set eval.every_steps = 0."
-        )
-    if evaluates and not held_out_sets(config):
-        missing.append(
-            "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
-        )
-    if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
-        missing += _unjudged(config, plugins, "rewards" in live)
-    if "algorithm" in reads:
-        missing += _unmet(config, plugins)
-    if "stage" in reads:
-        missing += _stage_problems(config, plugins)
-    absent = absent_parts(config, plugins, spec)
-    files = _source(config).files
-    lines = [f"{files[-1]}: {line}" if files else line for line in [*missing, *absent]]
-    if missing:
-        raise ConfigError(lines)
-    if absent:
-        raise PluginError("\n".join(lines))
-
-
-def _runtime_problems(config: EngineConfig, plugins: PluginSet) -> Iterable[str]:
-    """What the runtime itself finds wrong with its options."""
-    spec: Any = plugins.spec("runtimes", config.runtime.backend)
-    return resolve(spec.check)(config) if spec.check is not None else ()
-
-
-def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:
-    """Whether anything gives rewards."""
-    return bool(config.reward or _of_episodes(config, plugins))
-
-
-def _of_episodes(config: EngineConfig, plugins: PluginSet) -> list[str]:
-    """Names of the rewards that the environment sets."""
-    named = config.environment and config.environment.name
-    spec: Any = plugins.find("environments", named) if named else None
-    return sorted(spec.rewards) if spec else []
-
-
-def _reads_rewards(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> bool:
-    """Whether what is learned comes from rewards; an estimator may have another source."""
-    if "algorithm" not in reads:
-        return True
-    advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
-    return any(column.startswith("reward") or column == GREEDY for column in advantage.needs)
-
-
-def _teacher_missing(config: EngineConfig, who: str) -> list[str]:
-    """What to say to a run that learns from a teacher and names none."""
-    if config.teacher is not None and config.teacher.path:
-        return []
-    return [f"teacher.path: missing. {who} learns from a teacher: name its folder or hub name in [teacher]."]
-
-
-def peft_missing(role: str) -> str | None:
-    """What to say to a role that asks for LoRA where peft is not installed."""
-    if importlib.util.find_spec("peft") is not None:
-        return None
-    return (
-        f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-plugin-torch[lora]', "
-        "or take the table out to train the whole model."
-    )
-
-
-def _frozen_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
-    """Roles whose weights change, with a backend for weights that never do."""
-    for role in (role for role in ("actor", "critic", "ref", "rollout") if role in reads):
-        table = getattr(config, role)
-        kind = "rollout_engines" if role == "rollout" else "train_engines"
-        found: Any = None if table is None else plugins.find(kind, table.backend)
-        if getattr(found, "frozen_only", False):
-            yield (
-                f"{role}.backend: '{table.backend}' runs models that are never trained, those of a teacher and of rewards. "
-                f"Choose another {found.noun} for [{role}] (engine plugins)."
-            )
-
-
-def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
-    """Roles with an adapter that cannot have one here."""
-    for role in (role for role in ("actor", *OPTIONAL_ROLES) if role in reads):
-        holder = getattr(config, role)
-        if holder is None or holder.lora is None:
-            continue
-        backend: Any = plugins.spec("train_engines", holder.backend)
-        if "lora" not in backend.capabilities:
-            yield (
-                f"{role}.lora: backend '{holder.backend}' trains no adapters (it has no capability 'lora'). "
-                'Take the table out, or use backend = "torch".'
-            )
-        elif missing := peft_missing(role):
-            yield missing
-
-
-def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[str]:
-    """Sets whose score or vote is of a reward that the run has not, or that extracts no answers.
-
-    Args:
-        config: with its rewards.
-        plugins: that offer them.
-        more: the program brings rewards, whose names are not known here.
-    """
-    names = [*(reward.name for reward in config.reward), *_of_episodes(config, plugins)]
-    votes = [name for name in names if getattr(plugins.find("rewards", name), "answers", False)]
-    for held_out in held_out_sets(config):
-        if held_out.score and held_out.score not in names and not more:
-            key = key_text(held_out.key("score"))
-            yield f"{key}: got '{held_out.score}', which is no reward of the run.{did_you_mean(held_out.score, names)}"
-        if held_out.majority not in ("off", "text", *votes) and not (more and held_out.majority not in names):
-            known = ", ".join(repr(name) for name in ("off", "text", *votes))
-            yield (
-                f"{key_text(held_out.key('majority'))}: got '{held_out.majority}', expected one of {known}: 'text', or a "
-                "[[reward]] of the run that extracts answers."
-            )
-
-
-def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
-    """Columns and outputs that the algorithm needs and nothing makes."""
-    advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
-    loss: Any = plugins.spec("losses", config.algorithm.loss)
-    try:
-        plan = plan_run(config, advantage, loss, producers_of(plugins, advantage, loss))
-    except ConfigError as error:
-        return error.problems
-    who = f"algorithm.advantage = '{config.algorithm.advantage}'"
-    return _teacher_missing(config, who) if plan.needs_teacher else []
-
-
-def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Stages that bring in older rollouts where groups are still to be replaced, or which have no log-probs."""
-    refills = [isinstance(stage.options, RefillOptions) for stage in config.stage]
-    for number, stage in enumerate(config.stage):
-        spec: Any = plugins.spec("stages", stage.name)
-        if spec.off_policy and any(refills[number:]):
-            last = config.stage[max(i for i, refill in enumerate(refills) if refill)].name
-            yield (
-                f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
-                f"steps would count as replacements. Put it after '{last}'."
-            )
-        if spec.off_policy and config.rollout.log_probs_every_steps > 1:
-            yield (
-                f"rollout.log_probs_every_steps: got {config.rollout.log_probs_every_steps}, expected 1: stage "
-                f"'{stage.name}' brings in rollouts of other steps, of which some would have no log-probs."
-            )
 
 
 def check_inputs(config: EngineConfig) -> list[str]:

@@ -1,14 +1,23 @@
-"""A config as TOML, and where each of its values came from."""
+"""A config as plain data: written as TOML, and compared with the one of a checkpoint.
+
+A change since the checkpoint is *allowed* (meant to be changed: length, optimizer settings, where things are written),
+*warned* about (the run continues, but is not the run that it was), or *refused* unless it is forced (the checkpoint
+would not fit, or mean something else).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import fnmatch
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
 from engine_core.config.choices import holder_of, keys_of, places
 from engine_core.config.read import Path_, key_text, quoted
+from engine_core.config.rewards import MODELS
+from engine_core.errors import ConfigError, did_you_mean
 from engine_core.redaction import REDACTED, secrets_in
 
 if TYPE_CHECKING:
@@ -103,3 +112,171 @@ def leaves(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
             yield from leaves(entry, (*path, entry.get("name", str(number))))
     else:
         yield path, node
+
+
+Verdict = Literal["allowed", "warned", "refused"]
+
+RULES: tuple[tuple[str, Verdict, str], ...] = (
+    ("trainer", "refused", "another trainer has another state"),
+    ("model.attention", "warned", "it computes the same with other roundings"),
+    ("model.trust_remote_code", "warned", ""),
+    ("model.*", "refused", "a checkpoint fits the model that wrote it"),
+    ("reward.*.max_tokens_per_rank", "allowed", ""),
+    *((f"*.{key}", "allowed", "") for key in ("device_map", "max_memory", "max_memory.*", "offload_folder")),
+    *(
+        (f"reward.*.{kind}.*", "warned", "later steps are judged by another model, or in another way")
+        for kind in MODELS
+    ),
+    ("eval.*", "allowed", ""),
+    ("*.backend", "refused", "each engine writes state of its own"),
+    ("*.path", "refused", "a checkpoint fits the model that wrote it"),
+    ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
+    ("ref.*.quantize", "warned", "later steps are held against a reference that is rounded in another way"),
+    ("teacher.*.quantize", "warned", "later steps follow a teacher that is rounded in another way"),
+    ("*.quantize", "refused", "an adapter fits the rounded weights that it was trained above"),
+    ("*.param_dtype", "warned", "the weights are rounded to it, later steps keep what it holds"),
+    ("*.compute_dtype", "warned", "it computes the same with other roundings"),
+    ("*.optim.*", "allowed", ""),
+    ("*.max_tokens_per_rank", "allowed", ""),
+    ("run.seed", "warned", "the data keeps its order, sampling gets other seeds"),
+    ("run.*", "allowed", ""),
+    ("checkpoint.*", "allowed", ""),
+    ("tracking.*", "allowed", ""),
+    ("runtime.*", "allowed", ""),
+    ("placement.*", "allowed", ""),
+    ("schedule.*", "allowed", ""),
+    ("data.validation", "allowed", ""),
+    ("data.num_workers", "allowed", ""),
+    ("data.prefetch_factor", "allowed", ""),
+    ("data.max_bad_rows", "allowed", ""),
+    ("environment.timeout_seconds", "allowed", ""),
+    ("environment.tool_timeout_seconds", "allowed", ""),
+    ("environment.max_concurrent", "allowed", ""),
+    ("reward.*.workers", "allowed", ""),
+    ("reward.*.timeout_seconds", "allowed", ""),
+    ("reward.*.max_memory_gb", "allowed", ""),
+    ("*", "warned", "later steps are done in another way than those before"),
+)
+"""The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""
+EXCEPT: Mapping[str, Verdict] = {"runtime.backend": "allowed", "rollout.backend": "warned"}
+UNSET = "unset"
+ROLES = ("actor", "ref", "critic", "teacher", "reward_model")
+"""Tables of the config that are roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key that is not what it was."""
+
+    key: str
+    was: Any
+    now: Any
+    verdict: Verdict
+    why: str = ""
+
+    def __str__(self) -> str:
+        why = f": {self.why}" if self.why else ""
+        return f"{self.key}: {_shown(self.was)} -> {_shown(self.now)} ({self.verdict}{why})"
+
+
+def differences(
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    roles: Collection[str] | None = None,
+    movable: Collection[str] = (),
+) -> list[Difference]:
+    """The keys that differ between two configs as plain data, in the order of the tables.
+
+    Of a backend that changed, its options are compared with those of the same name of the other one.
+
+    Args:
+        was: the config then.
+        now: the config now.
+        roles: those that the run had then. The table of another one cannot contradict what was done;
+            whether that role can join is not a matter of keys. None: any role may have been there.
+        movable: roles whose engine may be another one now: it reads what the one then has saved.
+    """
+    before, after = _flat(was), _flat(now)
+    _align_backends(before, after)
+    new = set() if roles is None else set(ROLES) - set(roles)
+    return [
+        Difference(key, before.get(key, UNSET), after.get(key, UNSET), *_judged(key, new, movable))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, UNSET) != after.get(key, UNSET)
+    ]
+
+
+def _align_backends(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Where a backend changed, leave of the two tables of options what both have, under the name of the new one.
+
+    The change of the backend is told by its own key; that options of the old one are unset now adds nothing.
+    """
+    for key in [
+        key for key in before if key.endswith(".backend") and after.get(key, before[key]) != before[key]
+    ]:
+        parent = key.removesuffix("backend")
+        old, new = (f"{parent}{str(side[key]).rpartition(':')[2]}." for side in (before, after))
+        if old == new:
+            continue
+        was = {name: before.pop(name) for name in [name for name in before if name.startswith(old)]}
+        moved = {new + name.removeprefix(old): value for name, value in was.items()}
+        for name in [name for name in after if name.startswith(new) and name not in moved]:
+            before.pop(name, None)
+            del after[name]
+        before |= {name: value for name, value in moved.items() if name in after}
+
+
+def _judged(key: str, new: Collection[str], movable: Collection[str]) -> tuple[Verdict, str]:
+    role, _, rest = key.partition(".")
+    if role in new:
+        return "warned", "the run had no such role"
+    if rest == "backend" and role in movable:
+        return "warned", "another engine computes the same with other roundings"
+    return judge(key)
+
+
+def judge(key: str) -> tuple[Verdict, str]:
+    """What a change of ``key`` means."""
+    if key in EXCEPT:
+        return EXCEPT[key], ""
+    return next((verdict, why) for pattern, verdict, why in RULES if fnmatch.fnmatchcase(key, pattern))
+
+
+def check(found: Sequence[Difference], force: Sequence[str]) -> list[Difference]:
+    """The differences to report, after refused ones that are not forced ended it.
+
+    Args:
+        found: all differences.
+        force: keys, or tables, whose refused changes are wanted.
+
+    Raises:
+        ConfigError: a refused difference is not forced, or ``force`` names what did not change.
+    """
+    problems = [
+        f"--force {key}: nothing of that name changed.{did_you_mean(key, [d.key for d in found])}"
+        for key in force
+        if not any(_covers(key, d.key) for d in found)
+    ]
+    for difference in found:
+        if difference.verdict == "refused" and not any(_covers(key, difference.key) for key in force):
+            problems.append(
+                f"{difference.key}: the checkpoint was written with {_shown(difference.was)}, now it is "
+                f"{_shown(difference.now)}; {difference.why}. Put the old value back, or say that you mean it: "
+                f"--force {difference.key}"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return list(found)
+
+
+def _covers(forced: str, key: str) -> bool:
+    return key == forced or key.startswith(f"{forced}.")
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key_text(path): value for path, value in leaves(dict(data))}
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.sampling.deadlines import Deadlines
+from engine_core import sampling
 
 if TYPE_CHECKING:
     import torch
@@ -263,16 +263,14 @@ class RolloutEngine(abc.ABC):
         super().__init_subclass__(**more)
         own = cls.__dict__.get("advance")
         if own is not None and "rounds" not in inspect.signature(own).parameters:
-            from engine_core.sampling.driver import one_by_one
-
-            cls.advance = one_by_one(own)  # type: ignore[method-assign]
+            cls.advance = sampling.one_by_one(own)  # type: ignore[method-assign]
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         self.config, self.model_config, self.context = config, model_config, context
         self.version = 0  # weight updates seen
         self.running: dict[str, Request] = {}  # of ``advance``, by id
         self.dropped: set[str] = set()
-        self.deadlines = Deadlines()
+        self.deadlines = sampling.Deadlines()
 
     @property
     def label(self) -> str:
@@ -323,9 +321,7 @@ class RolloutEngine(abc.ABC):
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """Sample all requests; rollouts in their order. Built on ``add`` and ``step``."""
-        from engine_core.sampling.driver import generate
-
-        return generate(self, requests)
+        return sampling.generate(self, requests)
 
     def advance(
         self,
@@ -348,9 +344,7 @@ class RolloutEngine(abc.ABC):
             The rollouts that finished, of this and earlier calls, and those of ``stopped``. With nothing left to
             sample: [].
         """
-        from engine_core.sampling.driver import advance
-
-        return advance(self, requests, dropped, stopped, rounds)
+        return sampling.advance(self, requests, dropped, stopped, rounds)
 
     def pause(self, mode: str = "drain") -> None:
         """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.completeness import transport_problem
 from engine_core.config.models import PlacementConfig
-from engine_core.config.weight_sharing import transport_problem
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import Engine, EngineHost, RankPlacement, default_device
-from engine_core.sampling.driver import stream
+from engine_core.sampling import stream
 
 if TYPE_CHECKING:
     from engine_core.contracts.weight_sync import SyncResult
@@ -83,7 +83,7 @@ class LocalRuntime(Runtime):
         self.host.close()
 
     def _trade(self, phase: str) -> None:
-        if getattr(self.config.runtime.options, "trade_memory", False):
+        if getattr(self.config.runtime.options, "offload_idle_roles", False):
             start = time.perf_counter()
             self.host.trade(phase)
             self.traded_seconds += time.perf_counter() - start

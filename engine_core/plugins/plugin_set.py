@@ -25,9 +25,13 @@ import pluggy
 import engine_core
 from engine_core import hooks as hookspecs
 from engine_core.errors import EngineError, PluginError
-from engine_core.plugins.checks import CAPABILITIES, CONTRACTS, check_engine, check_signature, check_table
 from engine_core.plugins.metadata import CORE, find, installed, known_names, nouns, split, unknown_name
 from engine_core.plugins.modules import (
+    CAPABILITIES,
+    CONTRACTS,
+    check_engine,
+    check_signature,
+    check_table,
     describe,
     hook_problems,
     import_file,

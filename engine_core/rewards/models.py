@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine_core.rewards.signatures import Outcome, Signature
-
-OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, what happened
+from engine_core.rewards.signatures import OnFailure, Outcome, Signature
 
 
 @dataclass(frozen=True)

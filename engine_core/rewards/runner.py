@@ -8,8 +8,6 @@ under ``drop`` its rollout is no longer ``valid``, unless the reward's weight is
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import logging
 import statistics
@@ -18,16 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, DataError, TrainingFailed
-from engine_core.rewards.models import ByModel, Known, ModelReward, OnFailure
+from engine_core.rewards.models import ByModel, Known, ModelReward
 from engine_core.rewards.preflight import with_defaults
-from engine_core.rewards.reward_statistics import RunningStd, reward_statistics
 from engine_core.rewards.signatures import (
+    InProcess,
+    OnFailure,
     Outcome,
     RewardFunction,
-    Signature,
     arguments,
     check_columns,
-    evaluate,
     load_reward,
 )
 from engine_core.types import decode_texts
@@ -38,51 +35,50 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Request, Rollout
 
+
+@dataclasses.dataclass
+class RunningStd:
+    """Standard deviation of all values seen (Welford, https://doi.org/10.2307/1266577)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def update(self, values: Sequence[float]) -> None:
+        for value in values:
+            self.count += 1
+            delta = value - self.mean
+            self.mean += delta / self.count
+            self.squares += delta * (value - self.mean)
+
+    @property
+    def divisor(self) -> float:
+        """The deviation (n), or 1 while there is none."""
+        std = (self.squares / self.count) ** 0.5 if self.count else 0.0
+        return std if std > 1e-8 else 1.0
+
+
+def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """``reward/mean`` and ``/std`` over valid rollouts, ``/zero_variance_groups``."""
+    rewards = [r.reward for r in rollouts if r.valid]
+    groups: dict[int, set[float]] = {r.group_id: set() for r in rollouts}
+    for rollout in rollouts:
+        if rollout.valid:
+            groups[rollout.group_id].add(rollout.reward)
+    flat = sum(len(values) < 2 for values in groups.values())
+    return {
+        "reward/mean": statistics.fmean(rewards) if rewards else 0.0,
+        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "reward/zero_variance_groups": flat / len(groups) if groups else 0.0,
+    }
+
+
 METRIC_NAMES = frozenset(
     {"mean", "std", "failures", "timeouts", "zero_variance_groups", "unrewarded", "kl_penalty"}
 )
 TRACES_LOGGED = 20  # different tracebacks of one reward; after that only counts
 
 logger = logging.getLogger("engine")
-
-
-class InProcess:
-    """A reward that runs in the controller: ``workers = 0``, or a Python function given to the trainer.
-
-    What it raises is a failed sample, as in a worker. It cannot be killed: one that hangs or crashes
-    the interpreter takes the run with it.
-    """
-
-    def __init__(self, reward: RewardFunction, timeout: float) -> None:
-        self.name, self.reward, self.timeout = reward.name, reward, timeout
-        self.signature: Signature | None = reward.signature
-        self.outcomes: list[Outcome | None] = []
-        self.restarts = 0
-
-    def run(self, columns: Mapping[str, Sequence[Any]], count: int, on_failure: OnFailure) -> None:
-        """Do all samples."""
-        own = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}
-        self.outcomes = [None] * count
-        for position, outcome in self._evaluate(own, count):
-            for failing in range(count) if position is None else (position,):
-                self.outcomes[failing] = outcome
-                if outcome.failure:
-                    on_failure(self.name, failing, outcome)
-
-    def _evaluate(
-        self, columns: Mapping[str, Sequence[Any]], count: int
-    ) -> Iterator[tuple[int | None, Outcome]]:
-        for position, outcome in evaluate(self.reward, columns, count, self.timeout, contextlib.nullcontext):
-            if position is not None or outcome.contract or self.reward.signature.whole_batch or count == 1:
-                yield position, outcome
-                continue
-            for alone in range(count):  # one call for each, to know which of them fails
-                row = {name: [values[alone]] for name, values in columns.items()}
-                for _, single in evaluate(self.reward, row, 1, self.timeout, contextlib.nullcontext):
-                    yield alone, single
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 class Scorer:

@@ -17,6 +17,7 @@ came after the prompt, message by message, is ``dialogues``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import math
@@ -92,6 +93,9 @@ class Outcome:
     trace: str = ""
     contract: bool = False  # the function broke its contract for all samples of the call
     answer: str | None = None  # what the function read as the response's answer
+
+
+OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, what happened
 
 
 class BadResult(Exception):
@@ -391,3 +395,42 @@ def failed(exc: BaseException) -> Outcome:
 
 def _shown(value: Any) -> str:
     return f"{value!r:.60} ({type(value).__name__})"
+
+
+class InProcess:
+    """A reward that runs in the controller: ``workers = 0``, or a Python function given to the trainer.
+
+    What it raises is a failed sample, as in a worker. It cannot be killed: one that hangs or crashes
+    the interpreter takes the run with it.
+    """
+
+    def __init__(self, reward: RewardFunction, timeout: float) -> None:
+        self.name, self.reward, self.timeout = reward.name, reward, timeout
+        self.signature: Signature | None = reward.signature
+        self.outcomes: list[Outcome | None] = []
+        self.restarts = 0
+
+    def run(self, columns: Mapping[str, Sequence[Any]], count: int, on_failure: OnFailure) -> None:
+        """Do all samples."""
+        own = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}
+        self.outcomes = [None] * count
+        for position, outcome in self._evaluate(own, count):
+            for failing in range(count) if position is None else (position,):
+                self.outcomes[failing] = outcome
+                if outcome.failure:
+                    on_failure(self.name, failing, outcome)
+
+    def _evaluate(
+        self, columns: Mapping[str, Sequence[Any]], count: int
+    ) -> Iterator[tuple[int | None, Outcome]]:
+        for position, outcome in evaluate(self.reward, columns, count, self.timeout, contextlib.nullcontext):
+            if position is not None or outcome.contract or self.reward.signature.whole_batch or count == 1:
+                yield position, outcome
+                continue
+            for alone in range(count):  # one call for each, to know which of them fails
+                row = {name: [values[alone]] for name, values in columns.items()}
+                for _, single in evaluate(self.reward, row, 1, self.timeout, contextlib.nullcontext):
+                    yield alone, single
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,7 +1,10 @@
-"""Logging of a run: warnings and progress notes on stderr, everything in one file a rank.
+"""What a run says: log lines on stderr and in files, and the progress display.
 
-``logs/attempt_N/rank_R.log`` rotates at 20 MiB and keeps three old files. ``LOG_LEVEL`` (default
-INFO) sets what both receive. Every line passes the redactor.
+``logs/attempt_N/rank_R.log`` has every line of one rank, rotates at 20 MiB and keeps three old files. ``LOG_LEVEL``
+(default INFO) sets what it and stderr receive. Every line passes the redactor.
+
+Progress is a live display on a terminal and a line a step elsewhere, both on stderr: results belong to stdout.
+``NO_COLOR`` is obeyed. Log lines appear above the live display.
 """
 
 from __future__ import annotations
@@ -9,15 +12,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.handlers
+import math
 import os
+import re
+import statistics
 import sys
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Self, TextIO
 
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
+
+    from rich.console import RenderableType
+    from rich.live import Live
 
     from engine_core.redaction import Redactor
     from engine_core.runs.tracking import RunFolder
@@ -105,3 +117,197 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.rank = self._rank
         return self._redact(super().format(record))
+
+
+PHASES = {  # name in metrics -> as shown, colour
+    "generate": ("gen", "cyan"),
+    "reward": ("reward", "yellow"),
+    "log_probs": ("logp", "blue"),
+    "train": ("train", "green"),
+    "sync": ("sync", "magenta"),
+    "eval": ("eval", "white"),
+    "checkpoint": ("save", "red"),
+}
+ACCURACY = re.compile(r"eval/(?:([^/]+)/)?accuracy")
+BLOCKS = "▁▂▃▄▅▆▇█"
+HISTORY = 40  # steps in the little curve
+
+# label, metric names of which the first present one is shown, format
+FIGURES = (
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("loss", ("actor/loss",), "{:.4f}"),
+    ("kl", ("actor/kl",), "{:.2g}"),
+    ("mismatch", ("mismatch/mean_abs", "mismatch/kl"), "{:.1e}"),
+    ("len", ("response_length/mean",), "{:.1f}"),
+    ("", ("throughput/generated_tokens_per_second", "throughput/train_tokens_per_second"), "{:,.0f} tok/s"),
+)
+
+
+class Progress:
+    """Shows a run's progress; a context manager, or ``close()`` at the end.
+
+    Args:
+        total_steps: the step after which the run ends.
+        done: steps done before this attempt.
+        title: name of the run, shown on a terminal.
+        stream: where to write; default: ``sys.stderr``.
+    """
+
+    def __init__(
+        self, total_steps: int, done: int = 0, title: str = "", stream: TextIO | None = None
+    ) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.total, self.current, self.title = total_steps, done, title
+        self.metrics: Mapping[str, float] = {}
+        self._now = "starting"
+        self._began = self._last = time.monotonic()
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._history: deque[float] = deque(maxlen=HISTORY)
+        self._stream = stream or sys.stderr
+        self._console = Console(file=self._stream)
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=4, redirect_stdout=False)
+            self._live.start()
+
+    def phase(self, name: str) -> None:
+        """Say what is going on now."""
+        self._now = name
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished step."""
+        now = time.monotonic()
+        self._seconds.append(now - self._last)
+        self._last, self.current, self.metrics = now, step, dict(metrics)
+        lead = metrics.get("reward/mean", metrics.get("actor/loss"))
+        if lead is not None:
+            self._history.append(lead)
+        if self._live is None:
+            print(step_line(step, self.total, metrics, self.eta), file=self._stream, flush=True)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to the end at the pace of the last steps; None before the first."""
+        if not self._seconds:
+            return None
+        return statistics.fmean(self._seconds) * max(0, self.total - self.current)
+
+    def close(self) -> None:
+        """Leave the last state on the screen. May be called again."""
+        self._now = "finished" if self.current >= self.total else f"stopped after step {self.current}"
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __rich__(self) -> RenderableType:
+        """The live display: progress, figures, phase times, what is going on."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        gone, eta = clock(time.monotonic() - self._began), "-" if self.eta is None else clock(self.eta)
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(self.title, style="bold"),
+            Text.assemble(("step ", "dim"), (f"{self.current}/{self.total}", "bold")),
+            ProgressBar(self.total, self.current, 30),
+            Text(f"{gone} gone, ETA {eta}", style="dim"),
+        )
+        shown = [
+            Text.assemble((f"{label} ".lstrip(), "dim"), (value, "bold"))
+            for label, value in figures(self.metrics)
+        ]
+        if len(self._history) > 1:
+            shown.insert(0, Text(sparkline(list(self._history)), "green"))
+        return Group(bar, Text("  ").join(shown), phase_bar(self.metrics, self._now, self._console.no_color))
+
+
+def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The figures of a step that are there, as (label, text); the loss only where there is no reward."""
+    shown = []
+    for label, names, form in FIGURES:
+        name = next((name for name in names if name in metrics), None)
+        if name is not None and not (label == "loss" and "reward/mean" in metrics):
+            shown.append((label, form.format(metrics[name])))
+    at = next((i + 1 for i, (label, _) in enumerate(shown) if label in ("reward", "loss")), 0)
+    shown[at:at] = [
+        (f"acc {found[1] or ''}".strip(), with_interval(metrics, name, "{:.3f}"))
+        for name in metrics
+        if (found := ACCURACY.fullmatch(name))
+    ]
+    return shown
+
+
+def half_width(metrics: Mapping[str, float], name: str) -> float | None:
+    """Half the 95% interval of a metric; None where it has none."""
+    bounds = [metrics.get(f"{name}_{end}") for end in ("low", "high")]
+    return None if None in bounds else (bounds[1] - bounds[0]) / 2  # type: ignore[operator]
+
+
+def with_interval(metrics: Mapping[str, float], name: str, form: str = "{:.6g}") -> str:
+    """``0.83 ± 0.04``; a metric without an interval as ``form`` says."""
+    half = half_width(metrics, name)
+    return form.format(metrics[name]) if half is None else f"{metrics[name]:.2f} ± {half:.2f}"
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | None) -> str:
+    """One step in one line: ``step 12/100  reward 0.412  kl 0.001  ...  gen 0.8s train 0.5s  ETA 1m20s``."""
+    times = [f"{name} {seconds:.1f}s" for name, seconds, _ in _phase_times(metrics) if seconds >= 0.05]
+    parts = (
+        f"step {step:>{len(str(total))}}/{total}",
+        *(f"{label} {value}".strip() for label, value in figures(metrics)),
+        " ".join(times),
+        "" if eta is None else f"ETA {clock(eta)}",
+    )
+    return "  ".join(part for part in parts if part)
+
+
+def clock(seconds: float) -> str:
+    """``8s``, ``1m20s``, ``2h05m``, ``3d04h``."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+def sparkline(values: list[float]) -> str:
+    """A curve of block characters from the smallest value to the largest."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round((value - low) / span * top) if span else top // 2] for value in finite)
+
+
+def phase_bar(
+    metrics: Mapping[str, float], now: str, no_color: bool = False, width: int = 40
+) -> RenderableType:
+    """The phases of the last step as one bar with its legend, and the phase of the moment."""
+    from rich.text import Text
+
+    times = _phase_times(metrics)
+    total = sum(seconds for _, seconds, _ in times)
+    glyphs = dict(zip((name for name, _ in PHASES.values()), "█▓▒░█▓▒", strict=True))
+    bar, legend = Text(), Text()
+    for name, seconds, color in times:
+        if seconds > total / 100:
+            bar.append((glyphs[name] if no_color else "█") * max(1, round(seconds / total * width)), color)
+            legend.append(f"  {name} {seconds:.2f}s", color)
+    return Text.assemble(bar, legend, "  " if times else "", (f"now: {now}", "dim italic"))
+
+
+def _phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
+    """(phase as shown, seconds, colour) of a step, in the order of the loop."""
+    found = ((name, metrics.get(f"time/{phase}"), color) for phase, (name, color) in PHASES.items())
+    return [(name, seconds, color) for name, seconds, color in found if seconds is not None]

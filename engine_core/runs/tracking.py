@@ -33,9 +33,16 @@ from engine_core import faults
 from engine_core.config.dump import as_data, dump_toml, origins
 from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
 from engine_core.redaction import Redactor
-from engine_core.runs.folders import ATTEMPT, exists_already, folder_for, is_unused, replace_text
+from engine_core.runs.folders import (
+    ATTEMPT,
+    LineFile,
+    PendingWrites,
+    exists_already,
+    folder_for,
+    is_unused,
+    replace_text,
+)
 from engine_core.runs.machine import describe_environment
-from engine_core.runs.pending_writes import LineFile, PendingWrites
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
 
 if TYPE_CHECKING:

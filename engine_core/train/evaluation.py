@@ -18,7 +18,7 @@ from engine_core.config.evaluation import UNNAMED, HeldOut
 from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
 from engine_core.runs.rollout_files import write_rollouts
-from engine_core.train.lengths import held_tokens
+from engine_core.train.models import held_tokens
 from engine_core.train.source_rows import evaluated, rows_of
 from engine_core.types import Sampling
 

@@ -22,13 +22,10 @@ from engine_core.errors import (
     did_you_mean,
 )
 from engine_core.runs import machine
-from engine_core.runs.progress import Progress
-from engine_core.train.ending import resume_hint
+from engine_core.runs.logs import Progress
+from engine_core.train.checkpointing import Resume, ResumePoint, Saver
 from engine_core.train.memory import frozen_gc, keep_freed_memory, out_of_memory_explained
-from engine_core.train.resume_point import ResumePoint
-from engine_core.train.resuming import Resume
-from engine_core.train.saving import Saver
-from engine_core.train.stop_signals import Stop, StopSignals, Terminated
+from engine_core.train.stopping import Stop, StopSignals, Terminated, resume_hint
 
 if TYPE_CHECKING:
     from engine_core.train.run import TrainingRun

@@ -19,11 +19,9 @@ from engine_core.errors import TrainingFailed
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import check_rewards, check_rows
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
-from engine_core.sampling.deadlines import TIMEOUT
-from engine_core.train.lengths import model_length
-from engine_core.train.rounds import Rounds
-from engine_core.train.stages import Stages
-from engine_core.types import CUT, Batch, Request, Sampling, sampled_tokens
+from engine_core.train.models import model_length
+from engine_core.train.stages import Rounds, Stages
+from engine_core.types import CUT, TIMEOUT, Batch, Request, Sampling, sampled_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -74,7 +72,7 @@ class RolloutSource:
             "sync/bytes": float(result.bytes),
             "sync/seconds": result.seconds,
             "policy_version": float(result.version),
-            "time/switch": traded + result.seconds,
+            "time/offload_and_sync": traded + result.seconds,
             **runtime.loss_metrics(),
         }
 
@@ -159,7 +157,7 @@ class RolloutSource:
     def sample_and_score(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0
     ) -> tuple[list[Rollout], EarlyScores | Known | None]:
-        """As ``sample``; complete groups are scored while others are sampled, where `rollout.score_early` allows it.
+        """As ``sample``; complete groups are scored while others are sampled, where `rollout.overlap_rewards` allows it.
 
         Returns:
             The rollouts, and what ``score`` needs to finish their rewards.
@@ -173,7 +171,7 @@ class RolloutSource:
         requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
         early = None
         if (
-            config.score_early and config.group_size > 1
+            config.overlap_rewards and config.group_size > 1
         ):  # fewer at a time would hide a wrong number of rewards
             early = self.rewards.early(requests, step)
         if early is None:
@@ -354,13 +352,12 @@ class RolloutSource:
         sampler = self.run.groups["rollout"]
         if self.environment:
             return self.environment.run(sampler, requests, *([seen] if seen else []))
-        if seen is None:
-            return sampler.call("generate", requests=requests).result()
         found: dict[str, Rollout] = {}
         with contextlib.closing(sampler.stream(requests)) as parts:
             for part in parts:
                 found |= {rollout.request_id: rollout for rollout in part}
-                seen(part)
+                if seen is not None:
+                    seen(part)
         return [found[request.id] for request in requests]
 
     def _requests(

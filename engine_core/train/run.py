@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core import faults
-from engine_core.config.assemble import check_complete, plugins_for
+from engine_core.config.assemble import plugins_for
+from engine_core.config.completeness import check_complete
 from engine_core.config.evaluation import HeldOut, held_out_sets
 from engine_core.data import check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.errors import ConfigError, TrainingFailed
@@ -25,27 +26,25 @@ from engine_core.model_config import load_hf_config
 from engine_core.runs import machine
 from engine_core.runs.logs import setup_logging
 from engine_core.runs.tracking import RunFolder, TrackerHub
+from engine_core.train.checkpointing import Resume, seed_random
 from engine_core.train.clock import Clock
-from engine_core.train.ending import report_failure, report_stop
 from engine_core.train.loop import train
-from engine_core.train.resume_point import seed_random
-from engine_core.train.resuming import Resume
-from engine_core.train.stop_signals import Stop, StopSignals
-from engine_core.train.worker_groups import start_groups
+from engine_core.train.models import start_groups
+from engine_core.train.stopping import Stop, StopSignals, report_failure, report_stop
 from engine_core.types import Batch, TrainOutput
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.contracts.parts import RewardModels
     from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
-    from engine_core.runs.progress import Progress
+    from engine_core.runs.logs import Progress
+    from engine_core.train.checkpointing import ResumePoint
     from engine_core.train.loop import Loop
-    from engine_core.train.resume_point import ResumePoint
     from engine_core.types import LossCall, StepOutput
 
 log = logging.getLogger("engine")
 
-PHASES_WITH_FAULTS = ("generate", "reward", "annotate", "train", "sync")
+PHASES_WITH_FAULTS = ("generate", "reward", "log_probs", "train", "sync")
 
 
 class TrainingRun(abc.ABC):

@@ -18,7 +18,7 @@ from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
 from engine_core.train.capabilities import check_adapter, check_partial
 from engine_core.train.evaluation import Evaluation
-from engine_core.train.lengths import held_tokens
+from engine_core.train.models import held_tokens
 from engine_core.train.rollouts import RolloutSource
 from engine_core.train.run import TrainingRun
 from engine_core.train.source_rows import rows_of

@@ -1,9 +1,18 @@
-"""The stages of a run: made once, called in the order of the run file, and what they keep from step to step."""
+"""The stages of a run and the rounds of a step: from prompts to the rollouts that a step learns from.
+
+A step has one round, unless a stage drops groups and has them replaced (``RefillOptions``): then each
+further round samples prompts for the groups that are missing. Stages up to the last refilling one run
+on each round's rollouts, those after it once on all. Which prompts a step took follows from the
+source's position alone, so a resumed run takes the same.
+
+Left out: keeping surplus groups for the next step, which would be rollouts of an older policy.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +25,150 @@ from engine_core.specs import RefillOptions
 from engine_core.types import StageState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.config.models import StageConfig
+    from engine_core.contracts.parts import EarlyScores
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.types import Rollout
+    from engine_core.rewards.models import Known
+    from engine_core.train.rollouts import RolloutSource
+    from engine_core.types import Prompt, Rollout
 
 log = logging.getLogger("engine")
+
+COUNTS = ("reward/failures", "reward/timeouts", "reward/unrewarded")
+COUNTS_OF_A_REWARD = ("errors", "timeouts", "restarts")
+
+
+class Rounds:
+    """The rounds of one step. While prompts are ``missing``: ``sample``, then ``score``; at last ``finish``.
+
+    Args:
+        source: samples and scores.
+        step: its number.
+        greedy: also sample and score a greedy response for each prompt, as a baseline.
+    """
+
+    def __init__(self, source: RolloutSource, step: int, greedy: bool) -> None:
+        self.source, self.step, self.with_greedy = source, step, greedy
+        self.config = source.run.config_now
+        stages = self.config.stage
+        refilling = [i for i, stage in enumerate(stages) if isinstance(stage.options, RefillOptions)]
+        split = refilling[-1] + 1 if refilling else 0
+        self.each_round, self.at_end = stages[:split], stages[split:]
+        self.refill = [s for s in stages if isinstance(s.options, RefillOptions)]
+        self.count = self.prompts = 0  # rounds, groups sampled
+        self.closed = False  # the last round is scored
+        self.fresh: list[Rollout] = []  # of this round
+        self.early: EarlyScores | Known | None = None  # rewards of this round that are under way
+        self.overlapped = 0.0  # seconds in which rewards were worked on while others were sampled
+        self.greedy: list[Rollout] = []
+        self.sampled: list[Rollout] = []  # of all rounds
+        self.kept: list[Rollout] = []
+        self.baselines: dict[int, float] = {}  # group -> reward of its greedy response
+        self.scored: list[tuple[int, dict[str, float]]] = []
+        self.greedy_tokens = 0
+        self.staged: dict[str, float] = {}
+
+    @property
+    def missing(self) -> int:
+        """Groups that the next round must bring; 0: there is none."""
+        wanted = self.config.data.prompts_per_step
+        options = [stage.options for stage in self.refill]
+        if self.closed or self.count >= min((each.max_rounds for each in options), default=1):
+            return 0
+        lacking = max(wanted - groups_in(self.kept), 0)
+        return math.ceil(lacking * max((each.oversample for each in options), default=1.0))
+
+    def sample(self, prompts: Sequence[Prompt]) -> None:
+        """G rollouts for each prompt, in groups of their own."""
+        self.fresh, self.early = self.source.sample_and_score(prompts, self.step, self.prompts)
+        self.overlapped += self.early.busy_seconds if self.early else 0.0
+        # not all that were asked for, where a step ends early
+        sampled = {rollout.group_id: rollout.prompt for rollout in self.fresh}
+        if self.with_greedy:
+            self.greedy = self.source.sample_greedy(list(sampled.values()), self.step, self.prompts)
+        self.count, self.prompts = self.count + 1, self.prompts + len(sampled)
+
+    def score(self) -> None:
+        """Rewards of this round, and the stages up to the last that refills; after the last round the others."""
+        self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step, early=self.early)))
+        self.sampled += self.fresh
+        if self.with_greedy:
+            self.source.score(self.greedy, self.step, training=False)
+            self.greedy_tokens += sum(r.response_length for r in self.greedy)
+            self.baselines |= {r.group_id: r.reward for r in self.greedy if r.valid}
+            for rollout in self.fresh:
+                rollout.greedy_reward = self.baselines.get(rollout.group_id)
+        kept, noted = self.source.stages.run(self.each_round, self.fresh, self.step)
+        self.kept += kept
+        for name, value in noted.items():
+            self.staged[name] = self.staged.get(name, 0.0) + value
+        if self.missing == 0:
+            self.closed = True  # stages may drop groups now without having them replaced
+            if self.refill:
+                self._close_refill(self.refill[-1].name)
+            self.kept, noted = self.source.stages.run(self.at_end, self.kept, self.step)
+            self.staged |= noted
+
+    def finish(self) -> tuple[list[Rollout], dict[str, float]]:
+        """The step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
+        metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged
+        metrics["time/reward_overlap"] = self.overlapped
+        metrics["tokens/total"] = float(sum(len(r.token_ids) for r in self.kept))
+        if self.with_greedy:
+            rewards = list(self.baselines.values())
+            metrics["greedy/tokens"] = float(self.greedy_tokens)
+            metrics["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
+            metrics["tokens/generated"] += self.greedy_tokens
+        return self.kept, metrics
+
+    def _close_refill(self, name: str) -> None:
+        """Drop surplus groups, the last first; say how the rounds went."""
+        wanted = self.config.data.prompts_per_step
+        groups = list(dict.fromkeys(r.group_id for r in self.kept))
+        chosen = set(groups[:wanted])
+        self.kept = [r for r in self.kept if r.group_id in chosen]
+        missing = wanted - len(chosen)
+        self.staged |= {
+            f"stage/{name}/rounds": float(self.count),
+            f"stage/{name}/surplus_groups": float(len(groups) - len(chosen)),
+            f"stage/{name}/missing_groups": float(missing),
+        }
+        if missing:
+            log.warning(
+                "Step %d: %d of %d groups are missing after %d rounds of sampling (stage.%s.max_rounds).",
+                self.step, missing, wanted, self.count, name,
+            )  # fmt: skip
+
+
+def groups_in(rollouts: Sequence[Rollout]) -> int:
+    """How many groups there are."""
+    return len({rollout.group_id for rollout in rollouts})
+
+
+def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Reward metrics of several rounds as one: counts are summed, means weighed by rollouts.
+
+    Args:
+        scored: number of rollouts and metrics of each round.
+    """
+    if len(scored) == 1:
+        return dict(scored[0][1])
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, noted in scored for name in noted):
+        parts = [(count, noted) for count, noted in scored if name in noted]
+        total = sum(count for count, _ in parts)
+        if name in COUNTS or (name.count("/") == 2 and name.rpartition("/")[2] in COUNTS_OF_A_REWARD):
+            metrics[name] = sum(noted[name] for _, noted in parts)
+        elif name == "reward/std" and len(parts) > 1:
+            # from the mean of squares: rounds have means of their own
+            mean = sum(count * noted["reward/mean"] for count, noted in parts) / total
+            squares = sum(count * (noted[name] ** 2 + noted["reward/mean"] ** 2) for count, noted in parts)
+            metrics[name] = math.sqrt(max(squares / total - mean**2, 0.0))
+        else:
+            metrics[name] = sum(count * noted[name] for count, noted in parts) / total
+    return metrics
 
 
 class Stages:

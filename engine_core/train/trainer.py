@@ -18,11 +18,10 @@ from engine_core.algorithms.kl import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed
 from engine_core.train.capabilities import check_other_policy, replays_support
-from engine_core.train.critic import CriticUpdate
-from engine_core.train.policy import PolicyUpdate, check_columns, with_derived
+from engine_core.train.models import check_teacher
 from engine_core.train.run import combine
 from engine_core.train.sampled_run import SampledRun
-from engine_core.train.teacher import check_teacher
+from engine_core.train.update import CriticUpdate, PolicyUpdate, check_columns, with_derived
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +77,7 @@ class Trainer(SampledRun):
         """One step: P prompts in, one policy update done, samplers on the new weights."""
         rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
         batch = self.sampling.batch(rollouts)  # rewards [B]
-        with self.phase("annotate"):
+        with self.phase("log_probs"):
             batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
         with self.phase("train"):

@@ -1,7 +1,7 @@
 """Expert iteration: sample, keep the best response of each group, learn it as supervised fine-tuning does."""
 
 from engine_core import hookimpl
-from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.objectives import with_weights
 from engine_core.specs import SAMPLING_SECTIONS, SHARED_SECTIONS, TrainerSpec
 from engine_core.train.sampled_run import SampledRun
 from engine_core.types import LossCall

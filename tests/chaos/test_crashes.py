@@ -46,7 +46,7 @@ def test_a_run_killed_at_any_point_ends_as_the_uninterrupted_one_bit_for_bit(
     assert result() == straight(RUN)
 
 
-REPLAYED = RUN | {"stage": [{"name": "replay_cache", "replay_cache": {"size": 7, "max_age": 3}}]}
+REPLAYED = RUN | {"stage": [{"name": "replay_cache", "replay_cache": {"size": 7, "max_staleness": 3}}]}
 
 
 @pytest.mark.parametrize("point", ["checkpoint.after_role@2", "checkpoint.before_publish@2", "step.train@4"])

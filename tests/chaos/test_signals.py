@@ -13,7 +13,7 @@ RUN = {"run.steps": 5, "algorithm.mini_batch_prompts": 2, "eval.every_steps": 1,
 PHASES = {  # point and its pass, steps that are done when the signal comes
     "rollout": ("step.generate@3", 2),
     "reward": ("step.reward@3", 2),
-    "annotate": ("step.annotate@3", 2),
+    "log_probs": ("step.log_probs@3", 2),
     "train": ("step.train@3", 2),
     "between backward and update": ("step.after_backward@5", 3),
     "after the first of two updates": ("step.after_update@5", 3),

@@ -15,7 +15,7 @@ from engine_core.builtin import engine_advantages
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.plugin_set import known_names
 from engine_core.runs.rollout_files import read_rollouts
-from engine_core.train.rounds import Rounds
+from engine_core.train.stages import Rounds
 
 
 def digits(completions):

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine_core.config.environment import EnvironmentConfig
+from engine_core.config.models import EnvironmentConfig
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.local.runtime import LocalGroup
 from engine_core.plugins.plugin_set import PluginSet

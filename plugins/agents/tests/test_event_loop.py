@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engine_core.errors import TrainingFailed
-from engine_core.train.stop_signals import Stop, StopSignals
+from engine_core.train.stopping import Stop, StopSignals
 
 FAILING = """
 SPEC = {"rewards": frozenset({"good"})}
@@ -145,7 +145,7 @@ def test_an_episode_without_end_is_truncated_at_its_turns_and_worth_nothing(
     rollouts = play(runner, scripted(), requests(2))
     assert [int(r.extras["turns"].max()) for r in rollouts] == [3, 3]
     assert [(r.finish_reason, r.rewards, r.valid) for r in rollouts] == [("length", {"good": 0.0}, True)] * 2
-    assert runner.metrics()["environment/limited"] == 2
+    assert runner.metrics()["environment/truncated"] == 2
 
 
 def test_no_sequence_is_longer_than_the_limit(environment, scripted, requests, play):
@@ -162,7 +162,7 @@ def test_no_sequence_is_longer_than_the_limit(environment, scripted, requests, p
 
 def test_the_file_may_allow_less_than_the_model_and_not_more(environment):
     assert environment(LIMITS, max_tokens=50).limits.tokens == 50
-    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.config.models import EnvironmentConfig
 
     for given, expected in ((30, 30), (300, 50), (None, 50)):
         runner = environment(LIMITS, max_tokens=50)

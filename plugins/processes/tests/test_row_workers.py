@@ -14,7 +14,7 @@ import pytest
 import engine_core
 from engine_core.config.models import DataConfig
 from engine_core.data import PromptSource
-from engine_core.data.prepare import Preparer
+from engine_core.data.source import Preparer
 from engine_core.errors import DataError, WorkerLost
 from engine_plugin_processes.row_workers import WorkerPool
 from engine_plugin_testing import reference

@@ -130,10 +130,6 @@ def test_a_new_run_file_has_known_keys_only_and_its_data(tmp_path):
         new_run(tmp_path / "first")
 
 
-def test_the_plugin_template_is_the_folder_in_plugins():
-    assert (ROOT / "plugins" / "_template").resolve() == (TEMPLATES / "plugin").resolve()
-
-
 def wheel_of(source: Path, folder: Path) -> set[str]:
     """Return the names of the files in the wheel of a source folder, which is built in ``folder``."""
     copy = folder / "source"  # pip leaves a build folder behind

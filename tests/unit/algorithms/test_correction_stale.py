@@ -10,10 +10,9 @@ from math import exp, log
 import pytest
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.correction import Correction, importance_weights, rollout_log_ratio
 from engine_core.algorithms.losses import ppo_clip, reinforce
-from engine_core.algorithms.objectives import policy
+from engine_core.algorithms.objectives import policy, with_weights
 from engine_core.types import Batch, Prompt, Rollout
 
 THETAS = [-0.4, 0.3, 0.9]  # of versions 0, 1, 2

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine_core import builtin
-from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.losses_sequence import mean_by_sequence, sum_by_sequence
+from engine_core.algorithms.objectives import with_weights
 from engine_core.types import Batch
 
 LOSSES = builtin.engine_losses()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine_core.algorithms.losses_value import value
+from engine_core.algorithms.losses import value
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.plugins import PluginSet
 from engine_core.types import Batch, LossCall

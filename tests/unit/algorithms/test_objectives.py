@@ -4,10 +4,9 @@ from functools import partial
 import pytest
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
 from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.losses import ppo_clip
-from engine_core.algorithms.objectives import nll, policy, resolve_loss
+from engine_core.algorithms.objectives import nll, policy, resolve_loss, with_weights
 from engine_core.errors import PluginError
 from engine_core.plugins import PluginSet
 from engine_core.types import Batch, LossCall

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from engine_core.config import dump_toml
-from engine_core.config.assemble import _where, check_complete, check_inputs, load_config, plugins_for
+from engine_core.config.assemble import _where, check_inputs, load_config, plugins_for
+from engine_core.config.completeness import check_complete
 from engine_core.config.read import read_config
 from engine_core.errors import ConfigError, PluginError
 
@@ -260,7 +261,7 @@ def test_inputs_on_the_disk_are_tested(run, tmp_path):
 def test_a_config_is_loaded_quickly_and_without_heavy_libraries(run):
     code = (
         "import sys, engine_core\n"
-        "from engine_core.config.assemble import _where, check_complete, check_inputs\n"
+        "from engine_core.config.assemble import check_inputs\nfrom engine_core.config.completeness import check_complete\n"
         "config = engine_core.load_config(sys.argv[1])\n"
         "check_complete(config); check_inputs(config); engine_core.config.dump_toml(config)\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'matplotlib', 'pyarrow', 'pandas'} & set(sys.modules)\n"

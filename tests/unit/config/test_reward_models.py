@@ -3,8 +3,7 @@
 import pytest
 
 from engine_core.config.choices import used_names
-from engine_core.config.differences import differences
-from engine_core.config.dump import as_data, dump_toml
+from engine_core.config.dump import as_data, differences, dump_toml
 from engine_core.errors import ConfigError, PluginError
 
 RM = '[[reward]]\nname = "helpful"\n[reward.model]\npath = "rm"\n'

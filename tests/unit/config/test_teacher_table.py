@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine_core.config.assemble import check_complete
 from engine_core.config.choices import used_names
+from engine_core.config.completeness import check_complete
 from engine_core.config.schedule import config_at, settings
 from engine_core.errors import ConfigError
 

@@ -5,7 +5,7 @@ import pytest
 
 import engine_core
 from engine_core.errors import PluginError, TrainingFailed
-from engine_core.plugins.checks import ROLLOUT_CAPABILITIES, TRAIN_CAPABILITIES
+from engine_core.plugins.modules import ROLLOUT_CAPABILITIES, TRAIN_CAPABILITIES
 from engine_core.plugins.plugin_set import PluginProblems, PluginSet
 
 REWARD = """

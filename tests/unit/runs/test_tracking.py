@@ -89,7 +89,7 @@ def test_a_run_folder_describes_the_run(tmp_path, monkeypatch):
 
 def test_describing_a_run_needs_no_torch(tmp_path):
     code = (
-        "import sys, engine_core.runs.tracking, engine_core.runs.logs, engine_core.runs.progress, engine_core.runs.machine, engine_plugin_tools.report\n"
+        "import sys, engine_core.runs.tracking, engine_core.runs.logs, engine_core.runs.logs, engine_core.runs.machine, engine_plugin_tools.report\n"
         "engine_core.runs.machine.memory_metrics()\n"
         "print([m for m in ('torch', 'matplotlib', 'pyarrow', 'numpy', 'datasets') if m in sys.modules])"
     )

@@ -12,7 +12,7 @@ from engine_core.types import Rollout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.config.models import EnvironmentConfig
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment
     from engine_plugin_agents.episode import Episode

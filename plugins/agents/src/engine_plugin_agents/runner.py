@@ -17,7 +17,7 @@ from engine_plugin_agents.event_loop import Finished, LoopThread, News, Session
 from engine_plugin_agents.policy import Limits, Policy
 
 if TYPE_CHECKING:
-    from engine_core.config.environment import EnvironmentConfig
+    from engine_core.config.models import EnvironmentConfig
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment
@@ -30,7 +30,7 @@ TRACES_LOGGED = 20
 COUNTS = (
     "environment/errors",
     "environment/timeouts",
-    "environment/limited",
+    "environment/truncated",
     "environment/tool_calls",
     "environment/tool_errors",
     "environment/tool_timeouts",
@@ -209,7 +209,7 @@ class EnvironmentRunner:
             finished[end.number] = end
             self._counts["episodes"] += 1
             self._counts["turns"] += int(end.rollout.extras["turns"].max())
-            self._counts["limited"] += end.limited
+            self._counts["truncated"] += end.limited
             request = requests[end.number]
             end.rollout.request_id, end.rollout.prompt = request.id, request.prompt
             end.rollout.group_id, end.rollout.index = request.group_id, request.index

@@ -21,7 +21,7 @@ from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.weight_names import near, own_weights
 from engine_core.data import load_tokenizer
 from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
-from engine_core.sampling.requests import check_request
+from engine_core.sampling import check_request
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample

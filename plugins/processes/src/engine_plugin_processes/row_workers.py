@@ -205,7 +205,7 @@ def serve() -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        from engine_core.data.prepare import Preparer
+        from engine_core.data.source import Preparer
 
         preparer = Preparer.from_setup(json.loads(sys.stdin.readline()))
         for line in sys.stdin:

@@ -209,7 +209,9 @@ class MultiProcessRuntime(Runtime):
     def _start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
         workers = self._launch()
         name = self.config.runtime.backend
-        self.crew = WorkerPool(workers, self.options.stall_minutes * 60, f"runtime.{name}.stall_minutes")
+        self.crew = WorkerPool(
+            workers, self.options.command_timeout_minutes * 60, f"runtime.{name}.command_timeout_minutes"
+        )
         common = self._order(total_steps)
         number, orders = self.crew.next_number(), {}
         for pool in self.pools:
@@ -226,7 +228,7 @@ class MultiProcessRuntime(Runtime):
             number,
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
-            deadline=self.options.start_minutes * 60,
+            deadline=self.options.startup_timeout_minutes * 60,
         ).result()
         self._read_devices(ready)
         places = self._meeting, self._private_folder()
@@ -307,7 +309,7 @@ class MultiProcessRuntime(Runtime):
         Raises:
             ConfigError: they are to be, and cannot.
         """
-        if not (self.options.max_replacements or self.config.placement.most):
+        if not (self.options.max_replacements or self.config.placement.max_samplers):
             return False
         check_singly(self.config, self.options.max_replacements, self.pools, self._can_replace())
         return True
@@ -333,10 +335,10 @@ class MultiProcessRuntime(Runtime):
             self.options.max_replacements,
             f"runtime.{self.config.runtime.backend}.max_replacements",
             begin,
-            self.options.start_minutes * 60,
+            self.options.startup_timeout_minutes * 60,
             pool.started,
             self._ended,
-            changeable=bool(self.config.placement.most),
+            changeable=bool(self.config.placement.max_samplers),
         )
 
     def _ranks(self, pool: Pool) -> list[int]:
@@ -357,7 +359,7 @@ class MultiProcessRuntime(Runtime):
         if (need := (wanted or 0) + to_come) > there:
             name = self.config.runtime.backend
             key = "placement.pools" if self.config.placement.pools else f"runtime.{name}.processes"
-            key, least = ("placement.most", " at the most") if (wanted or 0) <= there else (key, "")
+            key, least = ("placement.max_samplers", " at the most") if (wanted or 0) <= there else (key, "")
             raise ConfigError(
                 f"{key}: {need if least else wanted} processes{least} need an accelerator each, and this machine shows "
                 f'{there}. Lower it, look at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
@@ -372,8 +374,8 @@ class MultiProcessRuntime(Runtime):
             "tokenizer": tokenizer_hash(self.live["tokenizer"]) if "tokenizer" in self.live else None,
             "device": self.options.device,
             "log_level": log.getEffectiveLevel(),
-            "stall_seconds": self.options.stall_minutes * 60,
-            "start_seconds": self.options.start_minutes * 60,
+            "stall_seconds": self.options.command_timeout_minutes * 60,
+            "start_seconds": self.options.startup_timeout_minutes * 60,
             "token": self._token,
         }
 
@@ -425,7 +427,7 @@ class MultiProcessRuntime(Runtime):
 
     def _trade(self, phase: str) -> None:
         """Each process for itself; all pools at the same time."""
-        if self.options.trade_memory:
+        if self.options.offload_idle_roles:
             start = time.perf_counter()
             told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
             for future in told:

@@ -142,7 +142,7 @@ class Worker:
     def _in_parts(self, engine: RolloutEngine, message: dict[str, Any]) -> Any:
         """Of ``generate``: what finished is told at once; returns what was not told."""
         from engine_core.contracts.engines import RolloutEngine
-        from engine_core.sampling.driver import stream
+        from engine_core.sampling import stream
 
         role, requests = message["role"], message["plain"]["requests"]
         if type(engine).generate is not RolloutEngine.generate:  # an engine with a way of its own
@@ -163,7 +163,7 @@ class Worker:
 
     def _do_flow(self, message: dict[str, Any]) -> None:
         """Sample until another command comes, nothing is left or the time is up; what finished is told at once."""
-        from engine_core.sampling.driver import flow
+        from engine_core.sampling import flow
 
         engine = cast("RolloutEngine", self.host.engines[message["role"]])
         end = time.monotonic() + message["seconds"]

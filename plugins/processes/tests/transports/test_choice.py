@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine_core import load_config
-from engine_core.config.assemble import check_complete, plugins_for
+from engine_core.config.assemble import plugins_for
+from engine_core.config.completeness import check_complete
 from engine_core.errors import ConfigError
 from engine_plugin_processes.transports.choice import Topology, choose, make
 from engine_plugin_processes.transports.devices import ProcessDevice

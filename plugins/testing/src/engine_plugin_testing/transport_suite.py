@@ -48,7 +48,7 @@ class TransportSuite(Suite, modules=(imports, transport_updates, transport_failu
         spec: Any = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root()).spec(
             cls.kind, cls.offered()
         )
-        if "apart" not in spec.serves:
+        if "disaggregated" not in spec.serves:
             cls._problem = (
                 f"'{cls.offered()}' serves samplers in the actor's own processes alone: nothing crosses, and there is no link "
                 "to test. `RolloutEngineSuite` holds what it promises."

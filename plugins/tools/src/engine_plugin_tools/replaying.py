@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import ConfigError, DataError
 from engine_core.runs.checkpoint import Checkpoints, problems
 from engine_core.runs.rollout_files import RolloutFile
+from engine_core.train.checkpointing import Resume
 from engine_core.train.loop import apply_schedule
-from engine_core.train.resuming import Resume
 
 if TYPE_CHECKING:
     from pathlib import Path

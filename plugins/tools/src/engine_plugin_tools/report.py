@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError
-from engine_core.runs.progress import with_interval
+from engine_core.runs.logs import with_interval
 from engine_core.runs.tracking import RunFolder, read_rollouts
 from engine_plugin_tools.advice import advice
 from engine_plugin_tools.packages import require_package
@@ -44,7 +44,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-PHASES = ("generate", "reward", "annotate", "train", "sync")
+PHASES = ("generate", "reward", "log_probs", "train", "sync")
 GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
 HELD_OUT = "Held-out scores, 95% intervals"
 SCORE = re.compile(r"eval/(?:[^/]+/accuracy|(?:[^/]+/)?(?:pass|maj)@\d+)")

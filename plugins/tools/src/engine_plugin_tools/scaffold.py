@@ -1,7 +1,7 @@
 """Start something new from the templates in the wheel: a plugin, or a run file.
 
-The plugin template is a working plugin (``plugins/_template`` is the same folder). Copying replaces
-a few exact words, so what is tested there is what is written here.
+The plugin template, ``templates/plugin``, is a working plugin. Copying replaces a few exact words, so what is tested
+there is what is written here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.config.frozen_roles import device_map_problem
+from engine_core.config.completeness import device_map_problem
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_torch.memory import Held

@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
-from engine_core.algorithms.objectives import resolve_loss
+from engine_core.algorithms.objectives import resolve_loss, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
-from engine_core.train.lengths import table_length
-from engine_core.train.policy import check_gap
+from engine_core.train.models import check_teacher, common_vocabulary, table_length
 from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
 from engine_core.train.source_rows import rows_of
-from engine_core.train.teacher import check_teacher, common_vocabulary
+from engine_core.train.update import check_gap
 from engine_core.types import Batch, LossCall, TrainOutput
 from engine_plugin_trainers.data.sources import SFTSource
 from engine_plugin_trainers.options import SFTOptions

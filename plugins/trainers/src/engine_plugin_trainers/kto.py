@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.errors import ConfigError
-from engine_core.train.lengths import table_length
+from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms.preference_columns import mismatched
 from engine_plugin_trainers.algorithms.preference_objectives import mismatch_kl
@@ -19,7 +19,7 @@ from engine_plugin_trainers.preference import PreferenceRun
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig
-    from engine_plugin_trainers.algorithms.preference_options import KTOOptions
+    from engine_plugin_trainers.options import KTOOptions
 
 
 class KTOTrainer(PreferenceRun[Judged]):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.train.lengths import table_length
+from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.data.preferences import Pair
 from engine_plugin_trainers.data.sources import PairSource
@@ -15,7 +15,7 @@ from engine_plugin_trainers.preference import PreferenceRun, pair_batch
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig
-    from engine_plugin_trainers.algorithms.preference_options import RewardModelOptions
+    from engine_plugin_trainers.options import RewardModelOptions
 
 
 class RewardModelTrainer(PreferenceRun[Pair]):

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.algorithms.aggregation import with_weights
+from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
-from engine_core.train.lengths import table_length
+from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.train.source_rows import evaluated, rows_of
 from engine_core.types import Batch, LossCall

@@ -21,7 +21,7 @@ from engine_core.contracts.weight_names import published
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_core.model_config import has_no_weights, load_hf_config
-from engine_core.sampling.requests import check_request
+from engine_core.sampling import check_request
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
@@ -185,7 +185,9 @@ class VLLMRolloutEngine(RolloutEngine):
             taken.add(request.id)
         for request in requests:
             ids = request.prompt.token_ids + begun_response(request)
-            params = sampling_params(request, self._room, self._vocabulary, self._full, self.options.seeds)
+            params = sampling_params(
+                request, self._room, self._vocabulary, self._full, self.options.per_request_seeds
+            )
             given = tokens_input(ids, cache_salt=f"weights {self._updates}")
             internal = self._llm.add_request(request.id, given, params, lora_request=self._updater.request)
             self._running[request.id] = Running(request, internal)

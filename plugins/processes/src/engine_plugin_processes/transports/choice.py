@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.config.choices import AUTO
-from engine_core.config.weight_sharing import transport_problem
+from engine_core.config.completeness import transport_problem
 from engine_core.errors import ConfigError
 from engine_plugin_processes.transports.devices import ProcessDevice
 from engine_plugin_processes.transports.table import TRANSPORTS
@@ -84,7 +84,7 @@ def _between_accelerators(topology: Topology) -> tuple[str, str]:
         )
     if topology.may_leave:
         return "tcp", (
-            "samplers may be lost one by one (max_replacements, placement.most), and a group of NCCL would wait for one that is; "
+            "samplers may be lost one by one (max_replacements, placement.max_samplers), and a group of NCCL would wait for one that is; "
             "'broadcast' is faster where none is lost"
         )
     shared, nccl = len(set(gpus)) < len(gpus), all(device.nccl for device in topology.devices)

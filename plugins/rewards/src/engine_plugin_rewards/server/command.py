@@ -12,7 +12,7 @@ import typer
 
 from engine_core.cli.options import AllowCode, Sets
 from engine_core.errors import ConfigError
-from engine_core.train.stop_signals import Terminated
+from engine_core.train.stopping import Terminated
 
 SHORTEST_TOKEN = 16
 

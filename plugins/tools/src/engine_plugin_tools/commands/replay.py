@@ -13,8 +13,7 @@ import typer
 from engine_core.cli.loading import read_run, trainer_of
 from engine_core.cli.options import Json, Run, Sets
 from engine_core.cli.output import check_new, print_json, print_table
-from engine_core.config.differences import differences
-from engine_core.config.dump import as_data, dump_toml
+from engine_core.config.dump import as_data, differences, dump_toml
 from engine_core.redaction import Redactor
 from engine_core.runs.tracking import RunFolder
 

@@ -28,25 +28,25 @@ PAIR_LOSSES: dict[str, PairLoss] = {
     "discopop": PairLoss(load=_HERE + "discopop", reads=frozenset({"discopop_tau"})),
     "exo_pair": PairLoss(load=_HERE + "exo_pair", reads=_SMOOTHED),
     "hinge": PairLoss(load=_HERE + "hinge"),
-    "ipo": PairLoss(load=_HERE + "ipo", normalised=True),
+    "ipo": PairLoss(load=_HERE + "ipo", normalized=True),
     "nca_pair": PairLoss(load=_HERE + "nca_pair"),
     "orpo": PairLoss(
         load=_HERE + "orpo",
         reference=False,
         divergence=False,
-        normalised=True,
-        may_normalise=False,
+        normalized=True,
+        may_normalize=False,
         sft_coef=1.0,
     ),
     "robust": PairLoss(load=_HERE + "robust", reads=_SMOOTHED),
     "sigmoid": PairLoss(load=_HERE + "sigmoid"),
-    "sigmoid_norm": PairLoss(load=_HERE + "sigmoid", normalised=True, may_normalise=False),
+    "sigmoid_norm": PairLoss(load=_HERE + "sigmoid", normalized=True, may_normalize=False),
     "simpo": PairLoss(
         load=_HERE + "simpo",
         reference=False,
         divergence=False,
-        normalised=True,
-        may_normalise=False,
+        normalized=True,
+        may_normalize=False,
         reads=_SMOOTHED | {"simpo_gamma"},
     ),
     "sppo_hard": PairLoss(load=_HERE + "sppo_hard"),
@@ -80,6 +80,7 @@ class DPOOptions(Options):
     """``[dpo]``"""
 
     chooses = {"loss": "pair_losses"}
+    renamed = {"length_normalise": "length_normalize"}
     _spec: PairLoss | None = PrivateAttr(None)  # of a plugin's loss
 
     loss: str = "sigmoid"
@@ -92,7 +93,7 @@ class DPOOptions(Options):
     """Divergence that keeps the policy near the reference (https://arxiv.org/abs/2309.16240)."""
     f_alpha: Annotated[float, Field(allow_inf_nan=False)] = 0.5
     """Of the divergence ``alpha``; 1 is the reverse KL."""
-    length_normalise: bool | None = None
+    length_normalize: bool | None = None
     """Log-ratios are means over the response's tokens, not sums; default: as the loss is defined (``ipo``, ``sigmoid_norm``, ``simpo``, ``orpo``: means)."""
     reference_free: bool = False
     """Compare with no reference: every response is equally likely there."""
@@ -134,11 +135,11 @@ class DPOOptions(Options):
             raise ValueError(f"loss = '{self.loss}' does not read f_divergence. Remove it.")
         if "f_alpha" in changed and self.f_divergence != "alpha":
             raise ValueError("f_alpha is read with f_divergence = 'alpha' only. Remove it, or set that.")
-        if not traits.may_normalise and self.length_normalise not in (None, traits.normalised):
+        if not traits.may_normalize and self.length_normalize not in (None, traits.normalized):
             raise ValueError(
-                f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalise."
+                f"loss = '{self.loss}' is over means of tokens by definition. Remove length_normalize."
             )
-        means = traits.normalised if self.length_normalise is None else self.length_normalise
+        means = traits.normalized if self.length_normalize is None else self.length_normalize
         if self.ld_alpha is not None and means:
             raise ValueError(
                 f"ld_alpha weighs the tail of a sum over tokens, and loss = '{self.loss}' is over means here. Remove it."
@@ -164,7 +165,7 @@ class DPOOptions(Options):
     @property
     def normalises(self) -> bool:
         """Log-ratios are means over tokens."""
-        return self.traits.normalised if self.length_normalise is None else self.length_normalise
+        return self.traits.normalized if self.length_normalize is None else self.length_normalize
 
     @property
     def nll_weight(self) -> float:

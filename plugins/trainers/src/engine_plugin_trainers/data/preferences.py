@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.models import ColumnsConfig
 from engine_core.data.layouts import Message, Row, column, convert, shown, text_or_messages
-from engine_core.data.prepare import Preparer
 from engine_core.data.rows import BadRow
+from engine_core.data.source import Preparer
 from engine_core.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:

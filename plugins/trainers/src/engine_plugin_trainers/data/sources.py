@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from engine_core.data.prepare import Preparer
 from engine_core.data.render import Example
-from engine_core.data.source import Source, open_rows
+from engine_core.data.source import Preparer, Source, open_rows
 from engine_plugin_trainers.data.preferences import Judged, JudgedPreparer, Pair, PairPreparer
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.inputs import files_of, stored_files
-from engine_core.data.prepare import Outcome
-from engine_core.data.source import Source
+from engine_core.data.source import Outcome, Source
 from engine_core.errors import DataError
 from engine_core.runs.rollout_files import TENSORS, RolloutFile
 

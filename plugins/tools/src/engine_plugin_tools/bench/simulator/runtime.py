@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.contracts.weight_sync import SyncResult
-from engine_core.sampling.group_buffer import GroupBuffer
+from engine_core.sampling import GroupBuffer
 from engine_core.types import decode_ended
 from engine_plugin_processes.codec import Encoded, decode, encode
 from engine_plugin_processes.placement import Slice

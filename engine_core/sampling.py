@@ -1,0 +1,358 @@
+"""Drive any rollout engine by its ``add`` and ``step``: check requests and rollouts, time limits, whole groups."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import DataError, PluginError
+from engine_core.types import TIMEOUT
+
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import RolloutEngine
+    from engine_core.types import Request, Rollout, Sampling
+
+
+def check_request(
+    request: Request,
+    taken: Collection[str],
+    vocabulary: int,
+    max_positions: int,
+    *,
+    holder: str = "the model",
+    instead: str = "Lower data.max_prompt_tokens.",
+    hottest: float = math.inf,
+) -> None:
+    """Refuse a malformed request.
+
+    Args:
+        request: the one to look at.
+        taken: ids of requests that wait.
+        vocabulary: token ids that the model has.
+        max_positions: tokens that can be held, response included.
+        holder: of them, for messages.
+        instead: what to do where a prompt is too long.
+        hottest: temperature that the sampler takes.
+
+    Raises:
+        DataError: its prompt cannot be continued.
+        ValueError: its id is taken, its sampling makes no sense, or it goes on with a response that is over or another's.
+    """
+    ids, where = request.prompt.token_ids, f"Request '{request.id}' (prompt '{request.prompt.id}')"
+    if request.id in taken:
+        raise ValueError(f"{where} is queued already. Requests must have distinct ids.")
+    if not ids:
+        raise DataError(f"{where} has no tokens. An empty prompt cannot be continued; give it a start token.")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = next(i for i in ids if not 0 <= i < vocabulary)
+        raise DataError(
+            f"{where} has token {wrong}, and the model knows 0 to {vocabulary - 1}. Check the tokenizer."
+        )
+    if len(ids) >= max_positions:
+        raise DataError(
+            f"{where} has {len(ids)} tokens, and {holder} holds {max_positions} with the response. {instead}"
+        )
+    if request.begun is not None and (wrong_start := _begun_problem(request, max_positions)):
+        raise ValueError(f"{where} goes on with a response that {wrong_start}.")
+    if problem := _sampling_problem(request.sampling, hottest):
+        raise ValueError(f"{where} has {problem}.")
+
+
+def _begun_problem(request: Request, max_positions: int) -> str:
+    assert request.begun is not None
+    prompt, ids = request.prompt.token_ids, request.begun.token_ids
+    if ids[: len(prompt)].tolist() != prompt:
+        return "has another prompt"
+    most = min(request.sampling.max_response_tokens, max_positions - len(prompt))
+    if len(ids) - len(prompt) >= most:
+        return f"has {len(ids) - len(prompt)} tokens, and {most} at most are asked for: nothing is left to sample"
+    return ""
+
+
+def _sampling_problem(sampling: Sampling, hottest: float) -> str:
+    if not 0 <= sampling.temperature <= hottest or math.isinf(sampling.temperature):
+        most = "or more" if math.isinf(hottest) else f"to {hottest:g}, the most that the sampler takes"
+        return f"temperature {sampling.temperature}; expected 0 (greedy) {most}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p {sampling.top_p}; expected more than 0 and at most 1 (all tokens)"
+    if sampling.top_k < 0:
+        return f"top_k {sampling.top_k}; expected 0 (all tokens) or more"
+    if sampling.max_response_tokens < 1:
+        return f"max_response_tokens {sampling.max_response_tokens}; expected 1 or more"
+    if "" in sampling.stop:
+        return "an empty stop string, which every text contains; remove it"
+    return ""
+
+
+class Deadlines:
+    """When requests with ``Sampling.timeout_s`` must be over, counted from when they are queued."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, float] = {}  # by id, on the monotonic clock
+
+    def begin(self, requests: Iterable[Request]) -> None:
+        """These are queued now."""
+        now = time.monotonic()
+        self._ends |= {r.id: now + r.sampling.timeout_s for r in requests if r.sampling.timeout_s > 0}
+
+    def end(self, ids: Iterable[str]) -> None:
+        """These are over, or nobody waits for them."""
+        for id in ids:
+            self._ends.pop(id, None)
+
+    def missed(self) -> list[str]:
+        """Ids whose time is up."""
+        if not self._ends:
+            return []
+        now = time.monotonic()
+        return [id for id, end in self._ends.items() if now >= end]
+
+
+Lot = tuple[str, int, str]
+"""Prompt, group, and the request's id up to its last part, of requests that are told together."""
+
+
+class GroupBuffer:
+    """The requests that one sampler has under way, by prompt and group.
+
+    Args:
+        requests: all of them.
+    """
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        # groups of two steps may share prompt and number, and differ in `STEP:GROUP:INDEX` alone
+        self._of: dict[str, Lot] = {
+            r.id: (r.prompt.id, r.group_id, r.id.rpartition(":")[0]) for r in requests
+        }
+        self._left = Counter(self._of.values())
+        self._held: dict[Lot, list[Rollout]] = {}
+
+    def finished(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """These are done: those to be told now, each with what was held of its lot."""
+        complete: list[Rollout] = []
+        for rollout in rollouts:
+            lot = self._of[rollout.request_id]
+            held = self._held.setdefault(lot, [])
+            held.append(rollout)
+            self._left[lot] -= 1
+            if not self._left[lot]:
+                complete += self._held.pop(lot)
+        return complete
+
+    def rest(self) -> list[Rollout]:
+        """What is held: of lots with something left."""
+        held, self._held = self._held, {}
+        return [rollout for lot in held.values() for rollout in lot]
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
+    """Sample all requests.
+
+    Args:
+        engine: any rollout engine, with nothing queued.
+        requests: with distinct ids.
+
+    Returns:
+        One rollout a request, in the order of the requests.
+
+    Raises:
+        PluginError: the engine returned a rollout nobody asked for, one twice, one that is
+            malformed, or stopped before all were done. What it returned is discarded.
+    """
+    done = {rollout.request_id: rollout for part in stream(engine, requests) for rollout in part}
+    return [done[request.id] for request in requests]
+
+
+def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+    """Sample all requests; each step's rollouts as soon as it is over.
+
+    Whoever does not want the rest closes the iterator: what is unfinished is then stopped.
+
+    Args:
+        engine: any rollout engine, with nothing queued.
+        requests: with distinct ids.
+
+    Raises:
+        PluginError: as ``generate``.
+    """
+    wanted = {request.id: request for request in requests}
+    if len(wanted) != len(requests):
+        raise ValueError("Requests must have distinct ids.")
+    engine.add(requests)
+    engine.deadlines.begin(requests)
+    done: set[str] = set()
+    try:
+        while len(done) < len(wanted):
+            unfinished = engine.num_unfinished
+            finished = engine.step()
+            engine.deadlines.end(rollout.request_id for rollout in finished)
+            finished += _stop_late(engine)
+            for rollout in finished:
+                check_rollout(engine, rollout, wanted.get(rollout.request_id), rollout.request_id in done)
+                done.add(rollout.request_id)
+            if not finished and not unfinished:
+                missing = next(id for id in wanted if id not in done)
+                raise _broken(
+                    engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'"
+                )
+            if finished:
+                yield finished
+    except BaseException:  # whoever goes on after it finds nothing of ours queued
+        engine.deadlines.end(wanted)
+        engine.abort([id for id in wanted if id not in done])
+        raise
+
+
+def advance(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    dropped: Sequence[str] = (),
+    stopped: Sequence[str] = (),
+    rounds: int = 1,
+) -> list[Rollout]:
+    """Queue requests, drop and stop some of earlier calls, and go on sampling.
+
+    Args:
+        engine: any rollout engine.
+        requests: new ones, with ids that none in ``engine.running`` has.
+        dropped: ids whose rollouts nobody waits for any more.
+        stopped: ids whose rollouts are wanted as far as they are.
+        rounds: how many times to go on, while anything is left.
+
+    Raises:
+        PluginError: as ``generate``, told as soon as it is seen.
+    """
+    running = engine.running
+    if gone := [id for id in dropped if running.pop(id, None) is not None]:
+        engine.dropped |= set(gone)
+        engine.deadlines.end(gone)
+        engine.abort(gone)
+    if requests:
+        engine.add(requests)
+        engine.deadlines.begin(requests)
+        running |= {request.id: request for request in requests}
+    finished = _stop(engine, [id for id in stopped if id in running])
+    if not running:
+        engine.dropped.clear()
+    for _ in range(rounds):
+        if not running:
+            break
+        unfinished = engine.num_unfinished
+        found = _round(engine)
+        finished += found
+        if not found and not unfinished:
+            raise _broken(
+                engine, f"stopped with {len(running)} requests unfinished, such as '{next(iter(running))}'"
+            )
+    return finished
+
+
+def one_by_one(advance: Callable[..., list[Rollout]]) -> Callable[..., list[Rollout]]:
+    """The ``advance`` of an engine that takes no ``rounds``, with them: as many calls, while anything is left."""
+
+    @functools.wraps(advance)
+    def advance_in_rounds(
+        engine: RolloutEngine, *arguments: Any, rounds: int = 1, **named: Any
+    ) -> list[Rollout]:
+        found = advance(engine, *arguments, **named)
+        for _ in range(rounds - 1):
+            if not engine.num_unfinished:
+                break
+            found = [*found, *advance(engine)]
+        return found
+
+    return advance_in_rounds
+
+
+def _round(engine: RolloutEngine) -> list[Rollout]:
+    """One step of it: what has finished."""
+    return [
+        _over(engine, rollout)
+        for rollout in [*engine.step(), *_stop_late(engine)]
+        if rollout.request_id not in engine.dropped  # else it was done before it was dropped
+    ]
+
+
+def flow(
+    engine: RolloutEngine, requests: Sequence[Request], dropped: Sequence[str], goes_on: Callable[[], bool]
+) -> Generator[list[Rollout], None, None]:
+    """As ``advance``, again and again; what has finished once nothing of its ``GroupBuffer`` is left, or this is.
+
+    Args:
+        engine: any rollout engine.
+        requests: new ones, as in ``advance``.
+        dropped: as in ``advance``.
+        goes_on: asked between two rounds; False leaves what is unfinished under way.
+
+    Raises:
+        PluginError: as ``generate``.
+    """
+    gone = set(dropped)
+    lots = GroupBuffer([request for id, request in engine.running.items() if id not in gone] + list(requests))
+    finished = lots.finished(engine.advance(requests, dropped))
+    while True:
+        if finished:
+            yield finished
+        if not engine.running or not goes_on():
+            break
+        finished = lots.finished(engine.advance())
+    if held := lots.rest():
+        yield held
+
+
+def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:
+    """Of ``running``: as far as they are."""
+    return [_over(engine, rollout) for rollout in engine.abort(ids)] if ids else []
+
+
+def _over(engine: RolloutEngine, rollout: Rollout) -> Rollout:
+    """One of ``running`` has come."""
+    check_rollout(engine, rollout, engine.running.pop(rollout.request_id, None), seen=False)
+    engine.deadlines.end([rollout.request_id])
+    return rollout
+
+
+def _stop_late(engine: RolloutEngine) -> list[Rollout]:
+    """What the requests have whose time is up."""
+    late = engine.deadlines.missed()
+    stopped = engine.abort(late) if late else []
+    engine.deadlines.end(late)
+    for rollout in stopped:
+        if rollout.finish_reason == "abort":  # else it had just finished
+            rollout.failure = TIMEOUT
+    return stopped
+
+
+def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:
+    """Refuse a rollout that does not answer its request, naming the engine."""
+    name = rollout.request_id
+    if request is None:
+        raise _broken(engine, f"returned a rollout for '{name}', which was not requested")
+    if seen:
+        raise _broken(engine, f"returned the rollout for '{name}' twice")
+    length = len(rollout.token_ids)
+    for column in ("loss_mask", "rollout_log_probs", "policy_versions"):
+        if len(getattr(rollout, column)) != length:
+            found = len(getattr(rollout, column))
+            raise _broken(engine, f"gave '{name}' {found} {column} for {length} tokens")
+    prompt = request.prompt.token_ids
+    if rollout.token_ids[: len(prompt)].tolist() != prompt:
+        raise _broken(engine, f"returned '{name}' with another prompt than was asked")
+    if request.begun is not None and rollout.token_ids[: len(request.begun.token_ids)].tolist() != (
+        request.begun.token_ids.tolist()
+    ):
+        raise _broken(engine, f"went on with '{name}' from another beginning than it was given")
+    sampled = rollout.loss_mask
+    if not bool(rollout.rollout_log_probs[sampled].isfinite().all()):
+        raise _broken(engine, f"gave '{name}' a log-prob that is not finite")
+    stale = rollout.policy_versions[sampled]
+    if bool((stale > engine.version).any()):
+        raise _broken(engine, f"gave '{name}' a policy version above its own {engine.version}")
+
+
+def _broken(engine: RolloutEngine, what: str) -> PluginError:
+    return PluginError(f"Rollout engine {engine.label} {what}. This is a bug of the plugin.")

@@ -1,0 +1,350 @@
+"""The updates of a step: those of the policy and, where the algorithm needs one, of the critic.
+
+Policy: mini-batches and their columns, the objective, and the weights that adapt. The trainer decides when; this module
+says what an update is made of.
+
+Critic (PPO): ``values[t]`` is the return that is expected before token t is sampled, read from the hidden state of the
+token before it. The critic's loss is the mean over the sampled tokens of the mini-batch, whatever
+`algorithm.loss_aggregation` says of the policy's: it is a regression, one row a token.
+
+Left out: what the values are for. That is the advantage estimator's (``gae``), which also gives the returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from engine_core.algorithms.correction import Correction, normalizing_scale
+from engine_core.algorithms.entropy import AdaptiveEntropy, high_entropy
+from engine_core.algorithms.kl import AdaptiveKL
+from engine_core.algorithms.objectives import with_weights
+from engine_core.config import requirements
+from engine_core.config.schedule import boundaries, config_at
+from engine_core.contracts.runtime import Role
+from engine_core.errors import PluginError, TrainingFailed
+from engine_core.train.run import combine
+from engine_core.types import LossCall
+
+if TYPE_CHECKING:
+    from engine_core.config import AlgorithmConfig
+    from engine_core.specs import Advantage, Loss
+    from engine_core.train.trainer import Trainer
+    from engine_core.types import Batch
+
+OWN_KEYS = {"bypass", "normalize", "max_masked_share", "min_effective_sample_share", "support"}
+"""Of ``[algorithm.correction]``: what is done here, not in the objective."""
+
+
+class PolicyUpdate:
+    """What one batch of rollouts does to the policy of a run.
+
+    Args:
+        run: the trainer that it serves.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+        algorithm = run.config.algorithm
+        advantage = cast("Advantage", run.plugins.spec("advantages", algorithm.advantage))
+        self.loss = cast("Loss", run.plugins.spec("losses", algorithm.loss))
+        run.plugins.function("losses", algorithm.loss)  # refused here, before a worker resolves it
+        producers = requirements.producers_of(run.plugins, advantage, self.loss)
+        self.plan = requirements.plan_run(run.config, advantage, self.loss, producers)
+        steps = [config_at(run.config, step).algorithm for step in boundaries(run.config)]
+        self.refreshes_ref = any(each.ref_refresh_steps > 0 for each in steps)
+        adapts_kl = any(each.kl_target is not None for each in steps)
+        adapts_entropy = any(each.entropy_target is not None for each in steps)
+        self.adaptive_kl = AdaptiveKL(algorithm.kl_coef) if adapts_kl else None
+        self.adaptive_entropy = AdaptiveEntropy(algorithm.entropy_coef) if adapts_entropy else None
+
+    @property
+    def _now(self) -> AlgorithmConfig:
+        return self.run.config_now.algorithm
+
+    @property
+    def kl_coef(self) -> float:
+        """Of this step."""
+        return self._now.kl_coef if self.adaptive_kl is None else self.adaptive_kl.coef
+
+    @property
+    def entropy_coef(self) -> float:
+        """Of this step."""
+        return self._now.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.applied
+
+    @property
+    def correction(self) -> Correction:
+        """What the objective does about the gap to the sampler.
+
+        ``auto`` weighs tokens unless the sampler reads the actor's own module and samples all rollouts of a
+        step with it, where there is no gap.
+        With ``bypass`` the ratio of a loss is to the sampler already; only a loss without one is weighed.
+        """
+        config = self._now.correction
+        level = config.level
+        if level == "auto":
+            one_policy = self.run.runtime.shared and not self.run.off_policy
+            level = "off" if one_policy and not config.bypass else "token"
+        if config.bypass and self.loss.ratio:
+            level = "off"
+        return Correction(**{**config.model_dump(exclude=OWN_KEYS), "level": level})
+
+    def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
+        """Whole groups, `mini_batch_prompts` at a time, weighed; a new order in each epoch after the first."""
+        algorithm = self._now
+        norm = algorithm.loss_length_norm or self.run.config.rollout.max_response_tokens
+        own = algorithm.loss_aggregation == "auto"
+        mode = self.loss.aggregation if own else algorithm.loss_aggregation
+        groups = batch["group_ids"]
+        order = torch.unique(groups)
+        size = algorithm.mini_batch_prompts or max(len(order), 1)
+        generator = torch.Generator().manual_seed(self.run.config.run.seed * 1_000_003 + step)
+        minis = []
+        for epoch in range(algorithm.epochs):
+            if epoch:
+                order = order[torch.randperm(len(order), generator=generator)]
+            for chosen in order.split(size):
+                rows = torch.isin(groups, chosen).nonzero().flatten()
+                chosen_rows = batch if len(rows) == len(batch) else batch.select(rows)
+                minis.append(with_weights(chosen_rows, mode, norm))
+        return minis
+
+    def with_statistics(self, mini: Batch, step: int, number: int) -> Batch:
+        """Add the columns that are statistics over a mini-batch, from the policy as its update finds it.
+
+        Args:
+            mini: the whole mini-batch, with at least one loss token.
+            step: of the run.
+            number: of the mini-batch within the step; step and number give random choices their seed.
+        """
+        algorithm = self._now
+        if self.plan.measured:
+            outputs = tuple(requirements.MEASURED[column] for column in self.plan.measured)
+            made = self.run.groups["actor"].call("infer", mini, outputs=outputs).result()
+            mini = mini.with_columns(
+                tokens={c: made[o] for c, o in zip(self.plan.measured, outputs, strict=True)}
+            )
+        columns: dict[str, torch.Tensor] = {}
+        if algorithm.top_entropy_quantile < 1:
+            entropy, mask = mini["current_entropy"], mini["loss_mask"]
+            columns["learned"] = high_entropy(entropy, mask, algorithm.top_entropy_quantile)
+        if algorithm.correction.normalize:
+            before = mini["current_log_probs" if algorithm.correction.bypass else "old_log_probs"]
+            columns["correction_scale"] = normalizing_scale(mini, before, self.correction)
+        if prepare := self.loss.resolve_prepare():
+            seed = (self.run.config.run.seed * 1_000_003 + step) * 1_009 + number
+            columns |= prepare(mini, seed, **self._loss_options())
+        return mini.with_columns(tokens=columns)
+
+    def loss_call(self) -> LossCall:
+        """The actor's objective, by name and plain values."""
+        algorithm = self._now
+        parameters: dict[str, Any] = {
+            "loss": algorithm.loss,
+            "loss_options": self._loss_options(),
+            "kl_coef": self.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            "kl_estimator": algorithm.kl_estimator,
+            "entropy_coef": self.entropy_coef,
+            "correction": vars(self.correction),
+            "bypass": algorithm.correction.bypass,
+        }
+        return LossCall("policy", parameters, self.plan.outputs, watched=("entropy",))
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Refuse an update of a policy that is not the sampler's, or of next to no tokens.
+
+        Raises:
+            TrainingFailed: the gap is over `rollout.max_log_prob_gap`, the correction masked more than
+                `max_masked_share`, or its weights are worth less than `min_effective_sample_share`. The
+                model's weights were left alone.
+        """
+        if "mismatch/mean_abs" not in metrics:
+            return  # a step without the sampler's log-probs: nothing is weighed or masked by them either
+        gap = fresh_gap(metrics)
+        check_gap(gap, self.run.config.rollout.max_log_prob_gap)
+        masked, most = metrics.get("correction/masked_share", 0.0), self._now.correction.max_masked_share
+        if masked > most:
+            raise TrainingFailed(
+                f"The correction masked {masked:.3g} of the loss tokens (algorithm.correction.max_masked_share = "
+                f"{most}). The weights were left alone. Mean |log ratio| of sampler and trainer is {gap:.4g}: widen "
+                "mask_low and mask_high or reject_ratio, or find out why the two differ."
+            )
+        share, least = effective_share(metrics), self._now.correction.min_effective_sample_share
+        if share is not None and share < least:
+            raise TrainingFailed(
+                f"The importance weights are worth {share:.3g} of the loss tokens "
+                f"(algorithm.correction.min_effective_sample_share = {least}): a few tokens would decide the update. "
+                f"The model's weights were left alone. Mean |log ratio| of sampler and trainer is {gap:.4g}: lower "
+                "cap, train on newer rollouts, or find out why the two differ."
+            )
+
+    def settle(self, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:
+        """After the updates of a step: move what adapts; metrics of it and of the weights."""
+        algorithm = self._now
+        found: dict[str, float] = {}
+        if self.adaptive_kl is not None:
+            found["actor/kl_coef"] = self.adaptive_kl.coef
+            if algorithm.kl_target is not None and "actor/kl" in metrics:
+                self.adaptive_kl.update(
+                    metrics["actor/kl"], algorithm.kl_target, algorithm.kl_horizon, num_rollouts
+                )
+        if self.adaptive_entropy is not None:
+            found["actor/entropy_coef"] = self.adaptive_entropy.applied
+            if algorithm.entropy_target is not None and "actor/entropy" in metrics:
+                self.adaptive_entropy.update(
+                    metrics["actor/entropy"], algorithm.entropy_target, algorithm.entropy_delta
+                )
+        if "mismatch/fresh_share" in metrics:
+            found["mismatch/fresh_mean_abs"] = fresh_gap(metrics)
+        if (share := effective_share(metrics)) is not None:
+            found["correction/effective_sample_share"] = share
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON state of what adapts."""
+        adaptive = {"kl": self.adaptive_kl, "entropy": self.adaptive_entropy}
+        return {name: vars(held).copy() for name, held in adaptive.items() if held is not None}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state`` gave; what did not adapt then starts from the run file."""
+        if self.adaptive_kl is not None and "kl" in state:
+            self.adaptive_kl = AdaptiveKL(**state["kl"])
+        if self.adaptive_entropy is not None and "entropy" in state:
+            self.adaptive_entropy = AdaptiveEntropy(**state["entropy"])
+
+    def _loss_options(self) -> dict[str, Any]:
+        options = self._now.loss_options
+        return options.model_dump() if options else {}
+
+
+def fresh_gap(metrics: Mapping[str, float]) -> float:
+    """Mean |rollout log-prob - train log-prob| of the tokens that the newest policy sampled; 0 where there is none."""
+    share = metrics.get("mismatch/fresh_share", 1.0)
+    total = metrics.get("mismatch/fresh_abs", metrics["mismatch/mean_abs"])
+    return total / share if share > 0 else 0.0
+
+
+def effective_share(metrics: Mapping[str, float]) -> float | None:
+    """``(mean w)^2 / mean w^2`` of the importance weights: 1 where all are equal; None where nothing is weighed."""
+    square = metrics.get("correction/weight_square")
+    return metrics["correction/weight_mean"] ** 2 / square if square else None
+
+
+def check_gap(gap: float, bound: float) -> None:
+    """Refuse an update of a policy that is not the sampler's.
+
+    Args:
+        gap: mean |rollout log-prob - train log-prob| of the mini-batch.
+        bound: `rollout.max_log_prob_gap`.
+
+    Raises:
+        TrainingFailed: the gap is over it. The weights were left alone.
+    """
+    if gap > bound:
+        raise TrainingFailed(
+            f"Rollout and train log-probs differ by {gap:.4g} on average (rollout.max_log_prob_gap = {bound}). "
+            "The weights were left alone. The sampler does not have the trainer's weights, or computes another "
+            "distribution (temperature, top-p, precision)."
+        )
+
+
+def check_columns(advantage: str, columns: Mapping[str, Any], num_tokens: int) -> None:
+    """Refuse what an estimator gave, unless it is one value a token.
+
+    Raises:
+        PluginError: a column is no tensor of that length.
+    """
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor) or column.shape != (num_tokens,):
+            got = list(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__
+            raise PluginError(
+                f"algorithm.advantage = '{advantage}' must give {name} as [T] = [{num_tokens}], one value a token; "
+                f"it gave {got}. batch.to_tokens(values) makes [T] of one value a rollout."
+            )
+
+
+def with_derived(batch: Batch, name: str, column: Any) -> Batch:
+    """Return the batch with a column that a plugin computed: one value a token [T], or one a sequence [B].
+
+    Raises:
+        PluginError: it is no tensor of either length, or a value is not finite.
+    """
+    lengths: dict[tuple[int, ...], str] = {(batch.num_tokens,): "tokens", (len(batch),): "sequences"}
+    if not isinstance(column, torch.Tensor) or tuple(column.shape) not in lengths:
+        got = list(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__
+        raise PluginError(
+            f"The column '{name}' must be [T] = [{batch.num_tokens}] or [B] = [{len(batch)}]; its function gave {got}."
+        )
+    if not bool(column.isfinite().all()):
+        raise PluginError(f"The column '{name}' has a value that is not finite. The weights were left alone.")
+    return batch.with_columns(**{lengths[tuple(column.shape)]: {name: column}})
+
+
+class CriticUpdate:
+    """What one batch of rollouts does to the critic of a run; nothing where the algorithm needs none.
+
+    Args:
+        run: the trainer that it serves, whose ``policy`` is planned.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+        self.needed = run.policy.plan.needs_critic
+        table = run.config.critic if self.needed else None
+        self.warmup_steps = table.warmup_steps if table else 0
+        self.clip_ratio = table.clip_ratio if table else 0.0
+
+    def roles(self) -> dict[str, Role]:
+        """The critic, where there is one."""
+        return {"critic": Role("train")} if self.needed else {}
+
+    @property
+    def idle_steps(self) -> int:
+        """Optimizer steps of the run that the policy leaves out."""
+        return self.warmup_steps * self.run.policy.plan.updates_per_step
+
+    def alone(self, step: int) -> bool:
+        """Whether only the critic learns in this step."""
+        return step <= self.warmup_steps
+
+    def update(self, batch: Batch, minis: Sequence[Batch]) -> dict[str, float]:
+        """One optimizer step for each mini-batch, before the policy's.
+
+        Args:
+            batch: of the step, with ``values`` and ``returns``.
+            minis: its mini-batches, with ``token_share``.
+
+        Returns:
+            ``critic/...`` metrics.
+        """
+        if not self.needed:
+            return {}
+        totals: dict[str, list[float]] = {}
+        for mini in minis:
+            for name, value in self._update_on(mini).items():
+                totals.setdefault(name, []).append(value)
+        return combine(totals) | {"critic/explained_variance": explained_variance(batch)}
+
+    def _update_on(self, mini: Batch) -> dict[str, float]:
+        if not bool(mini["loss_mask"].any()):
+            return {"critic/empty_updates": 1.0}
+        mini = mini.with_columns(tokens={"weights": mini["token_share"]})
+        call = LossCall("value", {"value_clip": self.clip_ratio or None}, outputs=("values",))
+        return self.run.learn(mini, call, role="critic")
+
+
+def explained_variance(batch: Batch) -> float:
+    """``1 - Var(G - V) / Var(G)`` over the loss tokens: 1 is a critic that knows the returns, 0 one that knows their mean.
+
+    Args:
+        batch: ``returns`` [T] (G), ``values`` [T] (V, before the update), ``loss_mask`` [T].
+
+    Returns:
+        At most 1; 0 where all returns are equal or there is at most one.
+    """
+    mask = batch["loss_mask"]
+    returns, values = batch["returns"][mask].double(), batch["values"][mask].double()
+    spread = float(returns.var(correction=0)) if len(returns) > 1 else 0.0
+    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

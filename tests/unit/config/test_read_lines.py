@@ -1,0 +1,118 @@
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.config.dump import _table_lines
+from engine_core.config.read import MAX_DEPTH, MAX_KEYS, key_lines
+from engine_core.errors import ConfigError
+
+SAMPLE = '''\
+a = 1 # [no.table]
+"b c".d = "x # = [y]"
+e = """
+f = 2
+"""
+[t]
+u = { v = 1, w = { x = "}" } }
+y = [
+  { name = "one", z = 1 },
+  # a = comment
+  { name = "two", a = [
+    1], z = 2 },
+]
+[[r]]
+name = '# its'
+[r.o]
+p = 1
+[[r]]
+q = 2
+[[r.s]]
+k = 1
+[[r.s]]
+k = 2
+'''
+
+
+def paths(value, path=()):
+    """Every path of a parsed TOML, independently of the scanner."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from paths(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from paths(inner, (*path, number))
+
+
+def test_every_key_has_its_line():
+    lines = key_lines(SAMPLE, "f")
+    assert lines["a",] == 1
+    assert lines["b c", "d"] == 2
+    assert lines["e",] == 3
+    assert ("f",) not in lines
+    assert lines["t",] == 6
+    assert lines["t", "u", "w", "x"] == 7
+    assert lines["t", "y", 0, "z"] == 9
+    assert lines["t", "y", 1, "name"] == 11
+    assert lines["t", "y", 1, "z"] == 12
+    assert lines["r", 0, "o", "p"] == 17
+    assert lines["r", 1, "q"] == 19
+    assert lines["r", 1, "s", 0, "k"] == 21
+    assert lines["r", 1, "s", 1, "k"] == 23
+
+
+def test_a_comment_on_the_last_line_holds_no_keys():
+    assert key_lines("a = 1 # b = 2", "f") == {("a",): 1}
+    assert key_lines("a = 1\n# b.c = 2", "f") == {("a",): 1}
+
+
+def test_the_scanner_finds_the_keys_that_tomllib_finds():
+    found = {path for path in key_lines(SAMPLE, "f") if isinstance(path[-1], str)}
+    assert found == {path for path in paths(tomllib.loads(SAMPLE)) if isinstance(path[-1], str)}
+
+
+KEYS = st.text(min_size=1, max_size=6).filter(lambda key: "\r" not in key and key.isprintable())
+TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12)
+VALUES = st.recursive(
+    st.integers(-(2**60), 2**60) | st.booleans() | TEXTS | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=5))
+@settings(max_examples=150, deadline=None)
+def test_any_toml_that_we_write_is_scanned_to_its_keys(tree):
+    text = "\n".join(_table_lines(tree, ())) + "\n"
+    parsed = tomllib.loads(text)
+    assert parsed == tree
+    found = {path for path in key_lines(text, "f") if isinstance(path[-1], str)}
+    assert found == {path for path in paths(parsed) if isinstance(path[-1], str)}
+
+
+@given(st.text(alphabet="ab=.[]{}\"'#\n ,1\\", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_the_scanner_ends_on_any_text(text):
+    key_lines(text, "f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 5000 + "]" * 5000,
+        "[" + "a." * 100_000 + "a]",
+        "a" + ".a" * 50 + " = 1",
+        "x = " + "{a=" * 40,
+    ],
+)
+def test_deep_nesting_is_refused_at_its_line(text):
+    with pytest.raises(ConfigError, match=rf"^f:1: (nested deeper than|a key of more than) {MAX_DEPTH}"):
+        key_lines(text, "f")
+
+
+def test_too_many_keys_are_refused():
+    text = "".join(f"k{number} = 1\n" for number in range(MAX_KEYS + 1))
+    with pytest.raises(ConfigError, match=rf"^f:{MAX_KEYS + 1}: more than {MAX_KEYS} keys"):
+        key_lines(text, "f")

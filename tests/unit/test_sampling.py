@@ -1,0 +1,222 @@
+import dataclasses
+
+import pytest
+import torch
+
+from engine_core.contracts.engines import RolloutEngine
+from engine_core.errors import PluginError
+from engine_core.local.runtime import LocalGroup
+from engine_core.sampling import flow
+from engine_core.types import Prompt, Request, Rollout, Sampling
+from engine_plugin_trainers.early_stop import RoundArrivals
+
+
+class Echo(RolloutEngine):
+    """Answers each prompt with its first token, two requests a step, last ones first."""
+
+    def __init__(self, spoil=lambda rollouts: rollouts):
+        super().__init__(None, None, None)
+        self.queue, self.spoil = [], spoil
+
+    def add(self, requests):
+        self.queue += requests
+
+    @property
+    def num_unfinished(self):
+        return len(self.queue)
+
+    def step(self):
+        taken, self.queue = self.queue[-2:], self.queue[:-2]
+        return self.spoil([self.answer(request) for request in reversed(taken)])
+
+    def answer(self, request):
+        tokens = request.prompt.token_ids
+        n = len(tokens)
+        return Rollout(
+            request.id,
+            request.prompt,
+            torch.tensor([*tokens, tokens[0]]),
+            torch.tensor([False] * n + [True]),
+            torch.tensor([0.0] * n + [-1.0]),
+            torch.zeros(n + 1, dtype=torch.int32),
+            "stop",
+        )
+
+    def abort(self, ids):
+        return []
+
+    def update_weights(self, stream, version):
+        return ""
+
+
+def requests(count):
+    return [Request(f"r{i}", Prompt(f"train:{i}", [i + 3, 4], ""), Sampling()) for i in range(count)]
+
+
+def group_of(name, count):
+    prompt = Prompt(f"train:{name}", [ord(name), 4], "")
+    return [Request(f"{name}{i}", prompt, Sampling(), ord(name), i) for i in range(count)]
+
+
+def test_rollouts_come_in_the_order_of_the_requests():
+    asked = requests(5)
+    assert [r.request_id for r in Echo().generate(asked)] == [r.id for r in asked]
+
+
+def spoiled(change):
+    return lambda rollouts: [change(r) for r in rollouts]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rs: [*rs, *rs], "returned the rollout for 'r2' twice"),
+        (lambda rs: [], "stopped with 3 requests unfinished, such as 'r0'"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, request_id="x")),
+            "a rollout for 'x', which was not requested",
+        ),
+        (spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask[1:])), "2 loss_mask for 3 tokens"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids + 1)),
+            "another prompt than was asked",
+        ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, rollout_log_probs=r.rollout_log_probs * float("inf"))),
+            "a log-prob that is not finite",
+        ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, policy_versions=r.policy_versions + 1)),
+            "a policy version above its own 0",
+        ),
+    ],
+)
+def test_what_an_engine_returns_is_checked_and_the_engine_named(spoil, message):
+    with pytest.raises(PluginError, match=message) as caught:
+        Echo(spoil).generate(requests(3))
+    assert "Echo" in str(caught.value)
+
+
+def test_requests_need_distinct_ids():
+    with pytest.raises(ValueError, match="distinct ids"):
+        Echo().generate(requests(1) * 2)
+
+
+def test_after_a_failure_nothing_is_left_in_the_queue():
+    aborted = []
+    engine = Echo(spoiled(lambda r: dataclasses.replace(r, request_id="x")))
+    engine.abort = aborted.extend
+    with pytest.raises(PluginError):
+        engine.generate(requests(3))
+    assert aborted == ["r0", "r1", "r2"]
+
+
+def test_advance_takes_requests_as_they_come_and_gives_rollouts_as_they_end():
+    engine, asked = Echo(), requests(5)
+    assert [r.request_id for r in engine.advance(asked[:3])] == ["r2", "r1"]
+    assert [r.request_id for r in engine.advance(asked[3:])] == ["r4", "r3"]
+    assert [r.request_id for r in engine.advance()] == ["r0"]
+    assert engine.advance() == []
+    assert engine.running == {}
+
+
+def test_several_rounds_of_advance_give_what_as_many_calls_would_and_end_with_the_last_request():
+    engine, asked = Echo(), requests(7)
+    assert [r.request_id for r in engine.advance(asked, rounds=2)] == ["r6", "r5", "r4", "r3"]
+    steps = []
+    engine.step, step = lambda: steps.append(1) or step(), engine.step
+    assert [r.request_id for r in engine.advance(rounds=5)] == ["r2", "r1", "r0"]
+    assert len(steps) == 2  # none once nothing is left
+    assert engine.advance(rounds=3) == []
+
+
+class Plain(Echo):
+    """With a way of its own that is older than ``rounds``."""
+
+    def advance(self, requests=(), dropped=(), stopped=()):
+        self.calls = [*getattr(self, "calls", []), (len(requests), tuple(dropped))]
+        return super().advance(requests, dropped, stopped)
+
+
+def test_an_advance_that_knows_no_rounds_is_asked_for_one_after_another():
+    group = LocalGroup(engine := Plain())
+    found = RoundArrivals(group, requests(40))
+    came = [[r.request_id for r in next(found)] for _ in range(14)]
+    assert [len(each) for each in came] == [2] * 8 + [4] * 4 + [6, 2]  # and nothing once nothing is left
+    assert sorted(id for each in came for id in each) == sorted(r.id for r in requests(40))
+    assert engine.calls == [(40, ())] + [(0, ())] * 19
+
+
+def test_an_engine_that_stops_in_a_later_round_is_named():
+    engine = Echo()
+    engine.add = lambda asked: engine.queue.extend(asked[:2])  # and forgets the others
+    with pytest.raises(PluginError, match="stopped with 2 requests unfinished, such as 'r2'"):
+        engine.advance(requests(4), rounds=2)
+
+
+def test_a_flow_tells_what_ends_until_it_is_left_and_goes_on_with_what_was_under_way():
+    engine, asked, left = Echo(), requests(6), [True, False]
+    parts = flow(engine, asked[:5], [], lambda: left.pop(0))
+    assert [[r.request_id for r in part] for part in parts] == [["r4", "r3"], ["r2", "r1"]]
+    assert list(engine.running) == ["r0"]
+    parts = flow(engine, asked[5:], [], lambda: True)  # until nothing is left
+    assert [[r.request_id for r in part] for part in parts] == [["r5", "r0"]]
+    assert list(flow(engine, [], [], lambda: True)) == []
+
+
+def test_a_flow_tells_a_group_when_nothing_of_it_is_left_or_it_is_left_itself():
+    engine, left = Echo(), [True, False]  # two a round, the newest first
+    mine, other = group_of("a", 3), group_of("b", 3)
+    parts = flow(engine, [*mine, *other], [], lambda: left.pop(0))
+    assert [[r.request_id for r in part] for part in parts] == [["b2", "b1", "b0"], ["a2"]]
+    assert list(engine.running) == ["a0", "a1"]
+    parts = flow(engine, group_of("a", 5)[3:], [], lambda: True)  # more of a group that was left under way
+    assert [[r.request_id for r in part] for part in parts] == [["a4", "a3", "a1", "a0"]]
+
+
+def test_a_flow_tells_groups_of_two_steps_apart_that_have_one_prompt_and_number():
+    engine, prompt = Echo(), Prompt("train:0", [3, 4], "")
+    first, second = (
+        [Request(f"{step}:0:{index}", prompt, Sampling(), 0, index) for index in range(2)] for step in (1, 2)
+    )
+    parts = flow(engine, [*first, *second], [], lambda: True)  # two a round, the newest first
+    assert [[r.request_id for r in part] for part in parts] == [["2:0:1", "2:0:0"], ["1:0:1", "1:0:0"]]
+
+
+def test_a_flow_waits_for_nothing_of_a_group_that_was_dropped():
+    engine = Echo()
+    engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []
+    list(flow(engine, group_of("a", 3), [], lambda: False))
+    parts = flow(engine, group_of("a", 4)[3:], ["a0"], lambda: True)
+    assert [[r.request_id for r in part] for part in parts] == [["a3"]]
+
+
+def test_a_flow_forgets_what_is_dropped():
+    engine, asked = Echo(), requests(3)
+    engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []
+    list(flow(engine, asked, [], lambda: False))
+    assert list(flow(engine, [], ["r0"], lambda: True)) == []
+    assert engine.running == {}
+
+
+def test_advance_forgets_what_is_dropped_even_if_it_was_done():
+    engine, asked = Echo(), requests(4)
+    engine.advance(asked)  # r3 and r2 are done, r0 and r1 wait
+    engine.abort = lambda ids: []  # the engine had them done already
+    assert [r.request_id for r in engine.advance(dropped=["r1", "r3"])] == ["r0"]
+    assert engine.advance() == []
+    assert engine.dropped == set()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rs: [*rs, *rs], "a rollout for 'r1', which was not requested"),
+        (lambda rs: [], "stopped with 2 requests unfinished, such as 'r0'"),
+        (spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask[1:])), "2 loss_mask for 3 tokens"),
+    ],
+)
+def test_advance_checks_what_an_engine_returns(spoil, message):
+    engine = Echo(spoil)
+    with pytest.raises(PluginError, match=message):
+        engine.advance(requests(2)), engine.advance()
