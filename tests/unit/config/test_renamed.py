@@ -11,7 +11,7 @@ from engine_core.config.tables import Table
 from engine_core.specs import Options
 from engine_plugin_ray.plugin import RayOptions
 from engine_plugin_tools.commands.schema import installed_specs
-from engine_plugin_trainers.algorithms.preference_options import DPOOptions
+from engine_plugin_trainers.options import DPOOptions
 
 
 @pytest.fixture

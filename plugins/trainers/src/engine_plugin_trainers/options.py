@@ -146,6 +146,7 @@ class DPOOptions(Options):
     """``[dpo]``"""
 
     chooses = {"loss": "pair_losses"}
+    renamed = {"length_normalise": "length_normalize"}
     _spec: PairLoss | None = PrivateAttr(None)  # of a plugin's loss
 
     loss: str = "sigmoid"
