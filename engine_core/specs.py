@@ -356,11 +356,11 @@ class RuntimeSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSpec(Spec):
-    """A way of weights to the sampler: ``load`` is a subclass of ``engine_plugin_processes.transports.base.Transport``.
+    """A weight transport: ``load`` is a subclass of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Args:
         serves: the topologies in which it works: ``colocated`` (the sampler is in the processes of the actor), ``disaggregated`` (it is
-            in processes of another pool). One that serves ``colocated`` alone is never made: nothing crosses there.
+            in processes of another pool). One that serves only ``colocated`` is never loaded: nothing crosses between processes.
     """
 
     kind = "weight_transports"
