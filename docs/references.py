@@ -22,11 +22,11 @@ from engine_core import errors
 from engine_core import hooks as hookspecs
 from engine_core.cli.main import app
 from engine_core.config.models import EngineConfig
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.plugins.metadata import TABLES, Offer, installed
 from engine_core.plugins.modules import spec_class, table_module
 from engine_plugin_tools.commands.schema import installed_specs
 from engine_plugin_tools.commands.schema_text import is_table, type_text
+from engine_plugin_tools.schema import json_schema, schema_at
 
 if TYPE_CHECKING:
     from engine_core.specs import Spec

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from engine_core import hooks as hookspecs
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import ConfigError
 from engine_core.plugins.metadata import TABLES, installed
 from engine_core.plugins.modules import table_module
 from engine_core.plugins.plugin_set import CAPABILITIES
 from engine_core.specs import TABLE_SPECS
 from engine_plugin_tools.commands.schema import installed_specs
+from engine_plugin_tools.schema import json_schema, schema_at
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

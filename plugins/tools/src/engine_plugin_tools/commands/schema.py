@@ -9,12 +9,12 @@ import typer
 
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_json
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import PluginError
 from engine_core.plugins.metadata import TABLES, known_names
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import TABLE_SPECS, Spec
 from engine_plugin_tools.commands.schema_text import describe
+from engine_plugin_tools.schema import json_schema, schema_at
 
 
 def schema(
