@@ -22,12 +22,11 @@ from engine_core import errors
 from engine_core import hooks as hookspecs
 from engine_core.cli.main import app
 from engine_core.config.models import EngineConfig
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.plugins.metadata import TABLES, Offer, installed
 from engine_core.plugins.modules import spec_class, table_module
-from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_tools.commands.schema import installed_specs
 from engine_plugin_tools.commands.schema_text import is_table, type_text
+from engine_plugin_tools.schema import json_schema, schema_at
 
 if TYPE_CHECKING:
     from engine_core.specs import Spec
@@ -69,14 +68,10 @@ def our_offers() -> dict[tuple[str, str], Offer]:
 def our_specs() -> dict[str, dict[str, Spec]]:
     """Return the spec of each of our names by kind: the core's tables first, then those that a plugin defines."""
     names = our_offers()
-    found: dict[str, dict[str, Spec]] = {
+    return {
         kind: {name: spec for name, spec in specs.items() if (kind, name) in names}
         for kind, specs in installed_specs().items()
     }
-    for table in sorted(name for kind, name in names if kind == TABLES):
-        mine = sorted(name for kind, name in names if kind == table)
-        found[table] = {name: PluginSet.load({table: [name]}).spec(table, name) for name in mine}
-    return found
 
 
 def config_page() -> str:

@@ -172,7 +172,7 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
     return {
         "same_process": TransportSpec(
-            load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"together"})
+            load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"colocated"})
         )
     }
 

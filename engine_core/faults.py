@@ -1,6 +1,6 @@
-"""Named points at which a test may hurt the running engine; see ``engine_plugin_testing.faults``.
+"""Named points at which a test injects a fault into the running engine.
 
-Unset, a point is one look at a variable. With ``ENGINE_FAULT`` set, the part ``faults`` acts.
+Unless ``ENGINE_FAULT`` is set, a point reads one variable and returns. Otherwise the part ``faults`` acts (``contracts.parts``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def arm(text: str | None = None) -> None:
 
     Raises:
         ConfigError: ``ENGINE_FAULT`` is not understood.
-        PluginError: it is set, and ``engine-plugin-testing`` is not installed.
+        PluginError: it is set, and no installed plugin has the part ``faults``.
     """
     global _passed
     _passed = None

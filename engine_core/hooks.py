@@ -336,10 +336,11 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 
 @hookspec
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
-    """Offer ways of weights from the trainer to samplers in other processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
+    """Offer weight transports from the trainer to samplers in other processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
 
     :returns: ``TransportSpec`` by name, which declares the topologies that it serves; its ``load`` is a subclass of
-        ``engine_plugin_processes.transports.base.Transport``, imported only in the workers that use it.
+        ``engine_core.contracts.weight_transport.WeightTransport``, imported in the controller when the run file names it and
+        in the workers that use it.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.weight_transports``.
 

@@ -1,6 +1,6 @@
 """Processes that an external launcher started: one of them runs the command, the others serve it.
 
-The launcher's part (``launcher``, of ``engine-plugin-processes``) is loaded only in a process that a launcher started.
+The part ``launcher`` is loaded only in a process that a launcher started.
 """
 
 from __future__ import annotations

@@ -20,16 +20,20 @@ class Options(BaseModel):
     """Base of every option table: unknown keys are refused, every field has a docstring below it.
 
     Attributes:
-        chooses: keys of a trainer's table that choose something by name, and the kind of these names
-            (``{"loss": "pair_losses"}``); the plugins behind them are loaded.
+        chooses: keys of the table that choose something by name, and the kind of these names, of the core or of a
+            plugin (``{"loss": "pair_losses"}``). The schema of run files lists the names; the plugins behind those that
+            a trainer's table chooses are loaded with the run.
+        renamed: old names of keys of this table, each with its new name; a run file with an old name is refused
+            with an error that names the new one.
     """
 
     chooses: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     @property
-    def changes_weights_under_way(self) -> bool:
+    def updates_weights_in_flight(self) -> bool:
         """Of a trainer's table: weights may change while responses are being sampled, which go on with the new ones."""
         return False
 
@@ -89,7 +93,7 @@ class TrainBackend(Spec):
     Args:
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
             name it. ``load`` is then best a subclass of ``engine_core.contracts.frozen_engine.FrozenEngine``.
-        elsewhere: the model is held by somebody else: of its folder only config and tokenizer are read here.
+        remote: the model is held by somebody else: of its folder only config and tokenizer are read here.
         check_checkpoint: ``f(folder, was, now) -> str``: what keeps this engine (named ``now``) from reading a role's
             checkpoint in the common format that the engine ``was`` wrote; empty where nothing does. None: nothing ever does.
     """
@@ -98,7 +102,7 @@ class TrainBackend(Spec):
     noun = "train engine"
     capabilities: frozenset[str] = frozenset()
     frozen_only: bool = False
-    elsewhere: bool = False
+    remote: bool = False
     check_checkpoint: str | Callable[..., str] | None = None
 
 
@@ -215,8 +219,8 @@ class PairLoss(Spec):
     Args:
         reference: it compares with a reference model.
         divergence: `dpo.f_divergence` may be chosen.
-        normalised: scores are means over tokens, unless `dpo.length_normalise` says otherwise.
-        may_normalise: that key may say otherwise.
+        normalized: scores are means over tokens, unless `dpo.length_normalize` says otherwise.
+        may_normalize: that key may say otherwise.
         sft_coef: what `dpo.sft_coef` is unless set.
         reads: other keys of ``[dpo]`` that the function receives: ``label_smoothing``, ``simpo_gamma``,
             ``discopop_tau``. It has no option table of its own.
@@ -229,8 +233,8 @@ class PairLoss(Spec):
     given = ("chosen", "rejected")
     reference: bool = True
     divergence: bool = True
-    normalised: bool = False
-    may_normalise: bool = True
+    normalized: bool = False
+    may_normalize: bool = True
     sft_coef: float = 0.0
     reads: frozenset[str] = frozenset()
     statistic: Literal["", "order", "matching", "mean"] = ""
@@ -267,7 +271,7 @@ class Stage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(Spec):
-    """An environment ``async def f(episode, **options) -> Rollout``; see ``engine_plugin_agents``.
+    """An environment ``async def f(episode, **options) -> Rollout``; see docs/environments.md.
 
     Or a class, made once a run with the options as keyword arguments, whose instances have ``async def
     __call__(self, episode)``; where it has ``close``, that is called at the end of the run.
@@ -355,16 +359,16 @@ class RuntimeSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSpec(Spec):
-    """A way of weights to the sampler: ``load`` is a subclass of ``engine_plugin_processes.transports.base.Transport``.
+    """A weight transport: ``load`` is a subclass of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Args:
-        serves: the topologies in which it works: ``together`` (the sampler is in the processes of the actor), ``apart`` (it is
-            in processes of another pool). One that serves ``together`` alone is never made: nothing crosses there.
+        serves: the topologies in which it works: ``colocated`` (the sampler is in the processes of the actor), ``disaggregated`` (it is
+            in processes of another pool). One that serves only ``colocated`` is never loaded: nothing crosses between processes.
     """
 
     kind = "weight_transports"
     noun = "weight transport"
-    serves: frozenset[str] = frozenset({"apart"})
+    serves: frozenset[str] = frozenset({"disaggregated"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +400,8 @@ class Column(Spec):
 
     Args:
         role: whose ``infer`` gives it: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes it.
-        output: the output of ``infer`` that it is.
+        output: the output of ``infer`` that it is: ``log_probs``, ``entropy``, ``sum_pi_squared``; of the critic ``values``,
+            ``scores``, for an estimator that needs ``values`` and makes ``returns``.
         needs: columns that ``load`` reads.
     """
 

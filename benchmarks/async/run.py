@@ -104,7 +104,7 @@ def measure(folder: Path, given: argparse.Namespace, trainer: str) -> list[dict[
 
 def summary(lines: list[dict[str, float]]) -> dict[str, float]:
     """Medians over the steps that count."""
-    names = ("step", "generate", "reward", "annotate", "train", "sync", "sampling")
+    names = ("step", "generate", "reward", "log_probs", "train", "sync", "sampling")
     counted = lines[WARM:]
     found = {
         name: statistics.median(line[f"time/{name}"] for line in counted)

@@ -58,8 +58,8 @@ prompts_per_step = {prompts}
 backend = "{runtime}"
 [runtime.{runtime}]
 device = "{device}"
-start_minutes = 5
-stall_minutes = 5
+startup_timeout_minutes = 5
+command_timeout_minutes = 5
 {replacements}
 {placement}
 [run]
@@ -117,7 +117,7 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         transport=given.transport if apart else "auto",
         group=given.group_size,
         cap=given.cap,
-        early="over_sampling = 1.5\ncarry_partial = true" if early else "",
+        early="over_sampling = 1.5\npartial_rollouts = true" if early else "",
         sparse="" if log_probs else "log_probs_every_steps = 100",
         correction="" if log_probs else '[algorithm.correction]\nlevel = "off"',
         process="" if own else "[rollout.process]\nmax_restarts = 0",
@@ -141,7 +141,9 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
     )
     # a run file without pools says how many processes there are
     if not apart:
-        text = text.replace("start_minutes = 5", f"processes = {given.gpus}\nstart_minutes = 5")
+        text = text.replace(
+            "startup_timeout_minutes = 5", f"processes = {given.gpus}\nstartup_timeout_minutes = 5"
+        )
     return text, first, last
 
 

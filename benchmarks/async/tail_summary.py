@@ -7,12 +7,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-PHASES = ("generate", "reward", "annotate", "train", "sync", "sampling")
+PHASES = ("generate", "reward", "log_probs", "train", "sync", "sampling")
 TOLD = (
     "mismatch/mean_abs",
     "async/staleness_mean",
     "async/staleness_max",
-    "async/mixed_share",
+    "async/mixed_version_share",
     "async/ready_groups",
     "async/groups_in_flight",
     "throughput/generated_tokens_per_second",
@@ -21,8 +21,8 @@ TOLD = (
     "sync/bytes",
 )
 COUNTED = (
-    "async/overtaken", "async/cut", "async/kept_tokens", "async/resampled", "filter/dropped",
-    "sampling/resumed_groups", "sampling/too_old_groups",
+    "async/out_of_order_groups", "async/aborted", "async/kept_tokens", "async/resampled", "filter/dropped",
+    "sampling/resumed_groups", "sampling/stale_groups",
 )  # fmt: skip
 
 

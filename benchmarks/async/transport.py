@@ -52,8 +52,8 @@ max_prompt_tokens = 128
 [runtime]
 backend = "{runtime}"
 [runtime.{runtime}]
-start_minutes = 3
-stall_minutes = 2
+startup_timeout_minutes = 3
+command_timeout_minutes = 2
 {processes}
 {placement}
 """
@@ -170,8 +170,8 @@ def parts(folder: Path, given: argparse.Namespace, seconds: float) -> dict[str, 
     files = [place / f"{number}.json" for number in (0, 1)]
     if any(process.returncode for process in ends) or not all(file.is_file() for file in files):
         return {"error": "\n".join(said)[-3000:]}
-    sender, taker = (json.loads(file.read_text()) for file in files)
-    return sender | taker
+    sender, receiver = (json.loads(file.read_text()) for file in files)
+    return sender | receiver
 
 
 def bounded(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:

@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_core.contracts.weight_names import own_weights
+from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
 from engine_plugin_processes.buckets import checksum
-from engine_plugin_processes.transports.base import End, Update, flattened
 from engine_plugin_processes.transports.broadcast import Broadcast
-from engine_plugin_processes.transports.options import BroadcastOptions
+from engine_plugin_processes.transports.bucketing import flat_buckets
+from engine_plugin_processes.transports.table import BroadcastOptions
 from engine_plugin_tools.bench.shapes import SHAPES
 from engine_plugin_torch.weights import take_weights
 
@@ -50,9 +51,18 @@ def now(device: torch.device) -> float:
 
 def meet(folder: Path, place: int, device: torch.device) -> Broadcast:
     """This end, joined with the other."""
-    names, meeting = ("sender", "taker"), {"file": str(folder / "meet"), "tcp": None}
-    end = End("broadcast", place, names, device, socket.gethostname(), "token", meeting, str(folder), "bench")
-    link = Broadcast(BroadcastOptions(timeout_seconds=SECONDS), end)
+    endpoint = TransportEndpoint(
+        transport="broadcast",
+        index=place,
+        names=("sender", "receiver"),
+        device=device,
+        host=socket.gethostname(),
+        token="token",
+        rendezvous={"file": str(folder / "meet"), "tcp": None},
+        shared_folder=str(folder),
+        link_id="bench",
+    )
+    link = Broadcast(BroadcastOptions(timeout_seconds=SECONDS), endpoint)
     mine, theirs = folder / f"told{place}", folder / f"told{1 - place}"
     told: list[Any] = [None, None]
     told[place] = link.open()
@@ -85,26 +95,28 @@ def send(link: Broadcast, stream: Callable[[], Iterator[tuple[str, Tensor]]], up
     sent = sum(tensor.numel() * tensor.element_size() for _, tensor in stream())
     for mode, first in (("discard", 0), ("load", updates)):
         found[f"send_{mode}_ms"], _ = median_ms(
-            lambda number, first=first: link.send(stream(), Update(first + number + 1, number)),
+            lambda number, first=first: link.send(stream(), WeightUpdate(first + number + 1, number)),
             updates,
             device,
         )
-    found["flatten_ms"], _ = median_ms(lambda _: sum(1 for _ in flattened(stream(), device)), updates, device)
-    flats = [flat.data.clone() for flat in flattened(stream(), device)]
+    found["flatten_ms"], _ = median_ms(
+        lambda _: sum(1 for _ in flat_buckets(stream(), device)), updates, device
+    )
+    flats = [flat.data.clone() for flat in flat_buckets(stream(), device)]
     found["checksum_ms"], _ = median_ms(lambda _: [checksum(data) for data in flats], updates, device)
     return found | {"bytes": sent, "buckets": len(flats), "nccl": link.bytes_group is not None}
 
 
 def take(link: Broadcast, module: torch.nn.Module, updates: int) -> dict[str, Any]:
-    """The taker's side: weights thrown away, and loaded into a model."""
+    """The receiver's side: weights thrown away, and loaded into a model."""
     device, found = link.device, {}
 
     def discard(number: int) -> None:
-        for _ in link.receive(Update(number + 1, number)):
+        for _ in link.receive(WeightUpdate(number + 1, number)):
             pass
 
     def load(number: int) -> None:
-        take_weights(module, link.receive(Update(updates + number + 1, number)))
+        take_weights(module, link.receive(WeightUpdate(updates + number + 1, number)))
 
     found["discard_ms"], found["first_ms"] = median_ms(discard, updates, device)
     found["update_ms"], _ = median_ms(load, updates, device)

@@ -35,7 +35,7 @@ MORE = {
         f"{name}, less momentum": [*words, "actor.optim.betas=[0.8,0.999]"]
         for name, words in VARIANTS.items()
     },
-    "carried over": ["rollout.over_sampling=1.5", "rollout.carry_partial=true"],
+    "carried over": ["rollout.over_sampling=1.5", "rollout.partial_rollouts=true"],
 }
 """Only where asked for. Updates that come late act like more momentum (docs/async.md): what taking some away does, ahead and in turn.
 In turn with unfinished responses carried over (docs/stragglers.md)."""

@@ -48,7 +48,7 @@ VLLM: dict[str, dict[str, Any]] = {
         "algorithm.correction.level": "token",
         "algorithm.correction.cap": given.CORRECTION_CAP,
     },
-    "best-effort": {"rollout.vllm.max_num_batched_tokens": 16_384, "rollout.vllm.seeds": False},
+    "best-effort": {"rollout.vllm.max_num_batched_tokens": 16_384, "rollout.vllm.per_request_seeds": False},
 }
 """Changes where vLLM samples: those of the matched lane are of both."""
 

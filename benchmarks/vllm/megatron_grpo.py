@@ -9,7 +9,7 @@ Cases, each a run of its own:
 ``demo``        20 steps of the word problems in float32: does the reward rise, do sampler and trainer stay one policy?
 ``demo_bf16``   the same in bfloat16
 ``resident``    4 steps of the Qwen3-0.6B shape with random weights in bfloat16, both resident: what handing weights over takes
-``trade``       the same with memory handed over (``trade_memory``, sleep level 2)
+``trade``       the same with memory handed over (``offload_idle_roles``, sleep level 2)
 
 Prints reward, mismatch and the times of the switch for each step, and a table last.
 """
@@ -42,10 +42,10 @@ TOLD = (
     "eval/accuracy",
     "sync/bytes",
     "sync/seconds",
-    "time/switch",
+    "time/offload_and_sync",
     "time/sync",
     "time/generate",
-    "time/annotate",
+    "time/log_probs",
     "time/train",
     "time/step",
     "throughput/generated_tokens_per_second",
@@ -53,8 +53,8 @@ TOLD = (
 CASES = {
     "demo": ("demo", {"actor.megatron.compute_dtype": "fp32", "rollout.vllm.dtype": "float32"}),
     "demo_bf16": ("demo", {"actor.megatron.compute_dtype": "bf16", "rollout.vllm.dtype": "bfloat16"}),
-    "resident": ("shape", {"runtime.torchrun.trade_memory": False, "rollout.vllm.sleep_level": 0}),
-    "trade": ("shape", {"runtime.torchrun.trade_memory": True, "rollout.vllm.sleep_level": 2}),
+    "resident": ("shape", {"runtime.torchrun.offload_idle_roles": False, "rollout.vllm.sleep_level": 0}),
+    "trade": ("shape", {"runtime.torchrun.offload_idle_roles": True, "rollout.vllm.sleep_level": 2}),
 }
 SHAPE = """
 plugins = ["coin.py"]
@@ -200,7 +200,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     gaps = found.get("mismatch/mean_abs", [])
     if gaps:
         made |= {"mismatch_first": gaps[0], "mismatch_last": gaps[-1], "mismatch_most": max(gaps)}
-    for key in ("sync/seconds", "time/switch", "time/generate", "time/train", "time/step"):
+    for key in ("sync/seconds", "time/offload_and_sync", "time/generate", "time/train", "time/step"):
         if times := found.get(key, [])[1:]:
             made[f"{key}_median"] = median(times)
     return made
@@ -255,7 +255,7 @@ def main() -> None:
             print(f"{case}: {json.dumps({k: v for k, v in row.items() if k != 'log'})}")
             print(row.get("log", ""))
     columns = ("steps", "reward_first_third", "reward_last_third", "mismatch_first", "mismatch_most")
-    times = ("sync/seconds", "time/switch", "time/generate", "time/train", "time/step")
+    times = ("sync/seconds", "time/offload_and_sync", "time/generate", "time/train", "time/step")
     print("| case | " + " | ".join((*columns, *times)) + " |\n|" + "---|" * (1 + len(columns) + len(times)))
     for case, row in found.items():
         if isinstance(row, dict):

@@ -45,7 +45,7 @@ def build(path: Path, arguments: argparse.Namespace, stream: Any) -> SamplerEngi
         table["kv_cache_memory_bytes"] = 1 << 27
     plugins = PluginSet.load({"rollout_engines": {"vllm"}})
     options = plugins.spec("rollout_engines", "vllm").config.model_validate(table)
-    settings = ProcessConfig(start_minutes=arguments.start_minutes, max_restarts=1)
+    settings = ProcessConfig(startup_timeout_minutes=arguments.startup_timeout_minutes, max_restarts=1)
     config = RolloutConfig(
         backend="vllm", max_response_tokens=arguments.response, options=options, process=settings
     )
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--response", type=int, default=32, help="tokens")
-    parser.add_argument("--start-minutes", type=float, default=2.0)
+    parser.add_argument("--startup-timeout-minutes", type=float, default=2.0)
     parser.add_argument("--budget", type=float, default=200, help="seconds after which nothing begins")
     arguments = parser.parse_args()
     alone()

@@ -47,7 +47,7 @@ max_response_tokens = {response}
 max_model_len = {length}
 gpu_memory_utilization = 0.3
 sleep_level = {level}
-seeds = {seeds}
+per_request_seeds = {seeds}
 max_num_batched_tokens = {batched}
 enforce_eager = {eager}
 dtype = "{dtype}"
@@ -61,7 +61,7 @@ train = "data.jsonl"
 max_prompt_tokens = {prompt}
 prompts_per_step = {prompts}
 [runtime.local]
-trade_memory = {trade}
+offload_idle_roles = {trade}
 [tracking]
 trackers = []
 rollouts_every_steps = 0
@@ -201,7 +201,7 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, Any]:
     timed = steps[WARM_UP:] or steps[-1:]
     names = sorted({name for step in timed for name in step if name.startswith("time/")})
     found: dict[str, Any] = {name: median([step[name] for step in timed if name in step]) for name in names}
-    told = ("time/step", "time/generate", "time/train", "time/switch", "time/sync")
+    told = ("time/step", "time/generate", "time/train", "time/offload_and_sync", "time/sync")
     return found | {"all_steps": [{name: step[name] for name in told if name in step} for step in steps]}
 
 

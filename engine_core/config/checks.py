@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 FROZEN_READERS = ("ref", "teacher")
 """Roles whose model may be a frozen one of an inference engine, and which read what was sampled."""
 
+RENAMED_METRICS = {
+    "async/cut": "async/aborted",
+    "async/mixed_share": "async/mixed_version_share",
+    "async/overtaken": "async/out_of_order_groups",
+    "environment/limited": "environment/truncated",
+    "sampling/too_old_groups": "sampling/stale_groups",
+    "time/annotate": "time/log_probs",
+    "time/switch": "time/offload_and_sync",
+}
+"""Old names of metrics, each with its new name; a run file with an old name is refused with an error that names the new one."""
+
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
     """Every problem between keys.
@@ -28,7 +39,7 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         config: with ``options`` filled in where they were valid.
         sections: top-level tables that the trainer reads; others are not judged.
     """
-    problems = [*_duplicates(config), *_placement(config), *_values(config)]
+    problems = [*_duplicates(config), *_placement(config), *_values(config), *_renamed_metrics(config)]
     if "algorithm" in sections:
         problems += _adaptive(config)
     if "rollout" in sections:
@@ -53,6 +64,17 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
             yield Problem(path, f"'{name}' stands {count} times; each name may stand once. Remove one.")
 
 
+def _renamed_metrics(config: EngineConfig) -> Iterator[Problem]:
+    """Yield old names of metrics where a file names one."""
+    named: dict[tuple[str, ...], str | None] = {
+        ("run", "stop_above", name): name for name in config.run.stop_above
+    }
+    named["checkpoint", "best_metric"] = config.checkpoint.best_metric
+    for path, name in named.items():
+        if new := RENAMED_METRICS.get(name or ""):
+            yield Problem(path, f"metric '{name}' was renamed to '{new}'.")
+
+
 def _placement(config: EngineConfig) -> Iterator[Problem]:
     placement = config.placement
     for role in ("actor", "critic", "ref", "teacher", "rollout", "reward"):
@@ -67,21 +89,22 @@ def _placement(config: EngineConfig) -> Iterator[Problem]:
             yield Problem(
                 ("placement", role), f"missing. With several pools ({names}) each role names its own."
             )
-    for pool, most in placement.most.items():
+    for pool, most in placement.max_samplers.items():
         if pool not in placement.pools:
             known = did_you_mean(pool, placement.pools)
             yield Problem(
-                ("placement", "most", pool), f"got '{pool}', which is no pool of placement.pools.{known}"
+                ("placement", "max_samplers", pool),
+                f"got '{pool}', which is no pool of placement.pools.{known}",
             )
         elif most < placement.pools[pool]:
             yield Problem(
-                ("placement", "most", pool),
+                ("placement", "max_samplers", pool),
                 f"got {most}, expected at least placement.pools.{pool} = {placement.pools[pool]}, with which the pool starts. "
                 "Raise it, or take it out.",
             )
         elif pool != placement.pool_of("rollout") or pool == placement.pool_of("actor"):
             yield Problem(
-                ("placement", "most", pool),
+                ("placement", "max_samplers", pool),
                 "only the number of samplers can change while a run goes on, where they have a pool of their own. Name that "
                 "one, or take it out.",
             )
@@ -208,18 +231,18 @@ def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Probl
                     "is of single responses, and [environment] samples episodes. Remove it; environment.timeout_seconds "
                     "limits an episode.",
                 )
-    if not (rollout.carry_partial and rollout.over_sampling > 1):
+    if not (rollout.partial_rollouts and rollout.over_sampling > 1):
         return
     if "algorithm" not in sections:
         yield Problem(
-            ("rollout", "carry_partial"),
+            ("rollout", "partial_rollouts"),
             f"brings tokens of older policies, which trainer '{config.trainer}' does not correct for. Remove it: what "
             "is stopped is then dropped.",
         )
     elif correction.level == "off" and not correction.bypass:
         yield Problem(
             ("algorithm", "correction", "level"),
-            "got 'off', but rollout.carry_partial brings responses whose tokens are of several policies. Use 'token' (or "
+            "got 'off', but rollout.partial_rollouts brings responses whose tokens are of several policies. Use 'token' (or "
             "'auto'), or set algorithm.correction.bypass = true.",
         )
 
@@ -318,11 +341,11 @@ def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
         yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
     if config.rollout.over_sampling == 1:
-        yield "rollout.carry_partial", "rollout.over_sampling is 1: no response is stopped"
-    if config.rollout.over_sampling == 1 or not config.rollout.carry_partial:
+        yield "rollout.partial_rollouts", "rollout.over_sampling is 1: no response is stopped"
+    if config.rollout.over_sampling == 1 or not config.rollout.partial_rollouts:
         yield (
-            "rollout.carry_max_age",
-            "nothing is carried over (rollout.over_sampling, rollout.carry_partial)",
+            "rollout.partial_max_staleness",
+            "nothing is carried over (rollout.over_sampling, rollout.partial_rollouts)",
         )
     if config.rollout.request_timeout_seconds == 0:
         yield "rollout.on_timeout", "rollout.request_timeout_seconds is 0"

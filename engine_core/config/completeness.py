@@ -332,7 +332,7 @@ def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> 
     if wanted == AUTO["weight_transports"]:
         return None
     spec: Any = plugins.spec("weight_transports", wanted)
-    if ("apart" if apart else "together") in spec.serves:
+    if ("disaggregated" if apart else "colocated") in spec.serves:
         return None
     if apart:
         placement = config.placement

@@ -248,8 +248,8 @@ class CheckpointConfig(Table):
 class TrackingConfig(Table):
     """``[tracking]``: what is written about a run. ``metrics.jsonl`` always is."""
 
-    trackers: list[str] = ["tensorboard"]
-    """Trackers, by name; options in ``[tracking.NAME]``."""
+    trackers: list[str] = []
+    """Trackers, by name, such as ``tensorboard``; options in ``[tracking.NAME]``."""
     rollouts_every_steps: NonNegativeInt = 1
     """Write the step's rollouts as Parquet every n steps; 0: never."""
     options: dict[str, Any] = Field(default={}, exclude=True)
@@ -268,9 +268,11 @@ class RuntimeConfig(Table):
 class PlacementConfig(Table):
     """``[placement]``: which devices each role uses."""
 
+    renamed = {"most": "max_samplers"}
+
     pools: dict[str, PositiveInt] = {}
     """Device pools by name and size; default: one pool for all roles."""
-    most: dict[str, PositiveInt] = {}
+    max_samplers: dict[str, PositiveInt] = {}
     """How many processes the sampler's own pool may have while the run goes on: ``{ serve = 4 }``. It starts with what `pools` says, and ``engine scale`` changes that within this; default: it stays."""
     actor: str | None = None
     """Pool of the actor."""

@@ -7,7 +7,7 @@ come from the estimator. A column that nobody makes is refused here, with its na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -45,6 +45,9 @@ GREEDY = "greedy_rewards"
 
 OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 """What a train engine can compute for a loss."""
+
+VALUE_OUTPUTS = frozenset({"values", "scores"})
+"""What a train engine can compute of the critic, a model with a value head."""
 
 ROLES = ("", "actor", "ref", "teacher", "critic")
 """Roles whose ``infer`` may give a column; empty: its function computes it."""
@@ -193,7 +196,9 @@ def plan(
     for name in reversed(list(producers)):  # a column stands after those that it reads
         needed |= producers[name].needs if name in needed else frozenset()
     derived = [name for name in producers if name in needed and not producers[name].role]
-    problems = [*_missing(algorithm, advantage, loss, producers), *_impossible(algorithm, advantage, loss)]
+    values = [name for name in producers if name in needed and producers[name].role == "critic"]
+    problems = list(_missing(algorithm, advantage, loss, producers))
+    problems += _impossible(algorithm, advantage, loss, values)
     if problems:
         raise ConfigError(problems)
     weighs_entropy = algorithm.entropy_coef or algorithm.entropy_target is not None
@@ -225,6 +230,9 @@ def _missing(
         if producer.role not in ROLES or bool(producer.role) != bool(producer.output):
             got = f"role = '{producer.role}' and output = '{producer.output}'"
             yield f"The column '{name}' has {got}; expected an output of one of {', '.join(ROLES[1:])}, or neither."
+        elif producer.output not in (known := VALUE_OUTPUTS if producer.role == "critic" else OUTPUTS | {""}):
+            got = f"the output '{producer.output}' of role '{producer.role}', which no train engine computes."
+            yield f"The column '{name}' is {got}{did_you_mean(producer.output, known)}"
     for output in (output for output in loss.outputs if output not in OUTPUTS):
         yield (
             f"algorithm.loss = '{algorithm.loss}' needs the output '{output}', which no train engine computes."
@@ -232,8 +240,15 @@ def _missing(
         )
 
 
-def _impossible(algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss) -> Iterator[str]:
-    """Settings that an estimator cannot follow."""
+def _impossible(
+    algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, values: Sequence[str]
+) -> Iterator[str]:
+    """Yield what an estimator cannot follow: settings, and ``values``, the needed columns that the critic gives."""
+    if values and "values" not in advantage.needs | loss.needs:
+        yield (
+            f"The column '{values[0]}' comes from the critic, which learns only where an estimator uses it: "
+            f"algorithm.advantage = '{algorithm.advantage}' must need 'values' itself and make 'returns', as gae does."
+        )
     if "values" in advantage.needs | loss.needs and "returns" not in advantage.makes:
         yield (
             f"algorithm.advantage = '{algorithm.advantage}' makes no column 'returns', which the critic learns from. "

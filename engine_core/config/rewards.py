@@ -86,9 +86,11 @@ class FrozenScorer(FrozenModel):
 class RewardModelConfig(FrozenScorer):
     """``[reward.model]``: the reward is the score of a sequence classifier with one label, such as ``trainer = "reward_model"`` makes."""
 
+    renamed = {"own_tokens": "reuse_token_ids"}
+
     chat_template: bool | None = None
     """Render conversations with the reward model's own chat template; default: where the row is one and it has one."""
-    own_tokens: bool = True
+    reuse_token_ids: bool = True
     """Score the sampled tokens themselves where its tokenizer is the actor's. False always renders the text anew."""
     score_at: Literal["end", "sampled"] = "end"
     """``end``: read the score where the chat template (plain text: the end of sequence) ends a response, which is added where it lacks that. ``sampled``: at the last sampled token."""

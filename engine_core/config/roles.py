@@ -153,15 +153,21 @@ class CriticConfig(RoleConfig):
 class ProcessConfig(Table):
     """``[rollout.process]``: where the table is present, the rollout engine runs in a process of its own."""
 
+    renamed = {
+        "silent_seconds": "heartbeat_timeout_seconds",
+        "stall_minutes": "command_timeout_minutes",
+        "start_minutes": "startup_timeout_minutes",
+    }
+
     python: str = ""
     """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
     engines: PositiveInt = 1
     """Engines, each in a process of its own, among which requests are dealt out by load; the responses of one prompt go to one. On GPUs each has a device of its own."""
-    start_minutes: PositiveFloat = 15.0
+    startup_timeout_minutes: PositiveFloat = 15.0
     """Time for the engine to be built."""
-    silent_seconds: PositiveFloat = 60.0
+    heartbeat_timeout_seconds: PositiveFloat = 60.0
     """Without a sign of life for so long, the process counts as hanging: it is stopped, or the engine holds the interpreter."""
-    stall_minutes: PositiveFloat = 30.0
+    command_timeout_minutes: PositiveFloat = 30.0
     """One step of the engine, or one command, that takes longer counts as hanging."""
     max_restarts: NonNegativeInt = 3
     """A process that died or hangs is started again so many times in a run; the next loss ends the run (exit code 6)."""
@@ -174,6 +180,12 @@ class ProcessConfig(Table):
 
 class RolloutConfig(Table):
     """``[rollout]``: how responses are sampled."""
+
+    renamed = {
+        "carry_max_age": "partial_max_staleness",
+        "carry_partial": "partial_rollouts",
+        "score_early": "overlap_rewards",
+    }
 
     backend: str = "hf"
     """Rollout engine, by name; its options stand in the table of that name."""
@@ -197,18 +209,18 @@ class RolloutConfig(Table):
     """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits beside what the actor holds."""
     transport: str = "auto"
     """How weights come to a sampler with a copy of its own, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory that both see), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
-    score_early: bool = True
+    overlap_rewards: bool = True
     """Rewards of a group are worked out as soon as it is complete, while others are still sampled. The results are the same; rewards that see all samples at once (``group_ids``), those of a model and those with `workers = 0` wait."""
     request_timeout_seconds: NonNegativeFloat = 0.0
     """Seconds for one response from when the sampler is asked for it, waiting included; then it is stopped as far as it came and follows `on_timeout`. 0: no limit."""
     on_timeout: Literal["drop", "zero", "keep", "fail"] = "drop"
     """A response that was stopped at `request_timeout_seconds`: leave it out of the update, give it reward 0, score it as a truncated one, or end the run."""
     over_sampling: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """A step samples this many times its prompts and ends as soon as it has all its groups; responses of the others are stopped. See `carry_partial`."""
-    carry_partial: bool = False
+    """A step samples this many times its prompts and ends as soon as it has all its groups; responses of the others are stopped. See `partial_rollouts`."""
+    partial_rollouts: bool = False
     """What `over_sampling` stopped goes on in the next step from where it was, before new prompts; each token keeps its log-prob and policy version. Else it is dropped, and long responses are rarer in the update than they are."""
-    carry_max_age: PositiveInt = 8
-    """With `carry_partial`: a group whose oldest token is of more policy versions ago than this is dropped and counted."""
+    partial_max_staleness: PositiveInt = 8
+    """With `partial_rollouts`: a group whose oldest token is of more policy versions ago than this is dropped and counted."""
     max_log_prob_gap: NonNegativeFloat = 1.0
     """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
     log_probs_every_steps: PositiveInt = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,7 +16,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Table(BaseModel):
-    """A TOML table with a fixed set of keys."""
+    """A TOML table with a fixed set of keys.
+
+    Attributes:
+        renamed: old names of keys of this table, each with its new name, see ``engine_core.specs.Options``.
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, arbitrary_types_allowed=True

@@ -186,7 +186,7 @@ class _Validation:
                 holder.options = {**holder.options, chosen.name: options}
             else:
                 setattr(holder, chosen.field, options)
-        if getattr(config.options, "changes_weights_under_way", False):
+        if getattr(config.options, "updates_weights_in_flight", False):
             config.rollout.expect_updates()
         for name in OPTIONAL_ROLES:
             role, actor = getattr(config, name), config.actor
@@ -238,15 +238,19 @@ class _Validation:
                 yield f"{variable} sets nothing: the environment variable of {key_text(path)} is {right}."
 
     def unknown(self, path: Path_, owner: str = "") -> None:
-        """An unknown key: the nearest known one, the tables that do have it, who owns this one."""
+        """An unknown key: its new name, or the nearest known one, the tables that do have it, who owns this one."""
         key, model, place = path[-1], self.tables.get(_header(path[:-1])), self.places.get(path[:-1])
+        owner = owner or _core_owner(path)
+        if new := getattr(model, "renamed", {}).get(key):
+            self.problems.append(Problem(path, f"was renamed to '{new}'.{owner}"))
+            return
         names = set(keys_of(model)) if model else set()
         if place is not None and isinstance(place.table.get(key), dict):
             names |= {name for kind in place.kinds for name in self.known(kind)}
         nearest = did_you_mean(key, names)
         homes = [f"[{key_text(t)}]" for t, other in self.tables.items() if t and key in keys_of(other)]
         elsewhere = f" '{key}' is a key of {' and of '.join(homes[:3])}." if homes else ""
-        self.problems.append(Problem(path, f"unknown key.{nearest}{elsewhere}{owner or _core_owner(path)}"))
+        self.problems.append(Problem(path, f"unknown key.{nearest}{elsewhere}{owner}"))
 
 
 def _header(path: Path_) -> Path_:

@@ -231,7 +231,7 @@ class TrainEngine(abc.ABC):
         return {}
 
     def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        """How quickly ranks talk, see ``engine_plugin_torch.collectives``. Collective.
+        """Measure how fast ranks communicate, for ``engine bench comm``. Collective.
 
         Args:
             sizes: bytes.

@@ -94,7 +94,7 @@ class WorkerGroup(abc.ABC):
 
 
 class Flow(Protocol):
-    """Requests that samplers work at until they are told something else; see ``engine_plugin_processes.flow``."""
+    """Requests that samplers work on until they receive other ones."""
 
     error: BaseException | None
 

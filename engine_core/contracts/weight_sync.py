@@ -1,8 +1,8 @@
 """Weights from a train engine to a rollout engine of the same process: the transport ``same_process``.
 
 The stream of the train engine goes straight into the sampler, or nothing moves where the sampler uses the train
-engine's own module. Transports between processes are in ``engine_plugin_processes.transports``; all of them cut streams into
-``buckets``.
+engine's own module. ``contracts.weight_transport`` is the contract of transports between processes; engine-plugin-processes has
+some.
 """
 
 from __future__ import annotations

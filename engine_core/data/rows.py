@@ -107,7 +107,7 @@ class Rows:
 
     Args:
         files: paths, or the rows themselves.
-        cache: folder of the Arrow files; default: ``$HF_DATASETS_CACHE`` where that is set, else a
+        cache: folder of the Arrow files; default: ``$ENGINE_CACHE`` where that is set, else a
             temporary folder that goes with this object.
 
     Raises:
@@ -116,7 +116,7 @@ class Rows:
 
     def __init__(self, files: Sequence[str] | MemoryRows, cache: str | None = None) -> None:
         self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
-        self.cache = cache or os.environ.get("HF_DATASETS_CACHE") or ""
+        self.cache = cache or os.environ.get("ENGINE_CACHE") or ""
         if not self.cache and any(path.suffix in (".csv", ".parquet") for path in self.paths):
             self._folder = TemporaryFolder("engine-data-")
             self.cache = self._folder.path

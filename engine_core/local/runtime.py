@@ -83,7 +83,7 @@ class LocalRuntime(Runtime):
         self.host.close()
 
     def _trade(self, phase: str) -> None:
-        if getattr(self.config.runtime.options, "trade_memory", False):
+        if getattr(self.config.runtime.options, "offload_idle_roles", False):
             start = time.perf_counter()
             self.host.trade(phase)
             self.traded_seconds += time.perf_counter() - start

@@ -48,7 +48,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point: ``fsdp = "engine_plugin_fsdp.plugin"`` in the group ``engine.train_engines``."""
+    """One entry point: ``mine = "my_plugin.plugin"`` in the group ``engine.train_engines``."""
 
     kind: str
     name: str

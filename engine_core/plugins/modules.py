@@ -241,7 +241,7 @@ def _argument_problems(label: str, hook: str, function: Any) -> Iterator[str]:
 
 TRAIN_CAPABILITIES = {
     "generation_module": "generation_module",
-    "common_checkpoints": "load",  # of any engine that writes those of ``engine_plugin_torch.state.FORMAT``
+    "common_checkpoints": "load",  # of any engine that declares it: they share one format
     "lora": "without_adapter",
     "set_lr": "set_lr",
     "sleep": "sleep",

@@ -20,7 +20,7 @@ Unless ``workers = 0`` it runs in processes of its own (``pool``, ``worker``) th
 replaced when a sample takes too long, also when it never gives the interpreter back, and that may
 crash, print, exit or fork. What a failed sample means is declared in its ``[[reward]]`` (``runner``).
 
-A reward may also come from a model of the run (``models``, ``engine_plugin_rewards.models``).
+A reward may also come from a model of the run (``models``; the part ``reward_models`` builds it).
 
 Left out on purpose: isolation against hostile code. A worker keeps accidents away, not attacks; a reward that
 runs what a model wrote brings its own sandbox.

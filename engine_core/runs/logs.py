@@ -122,7 +122,7 @@ class _Formatter(logging.Formatter):
 PHASES = {  # name in metrics -> as shown, colour
     "generate": ("gen", "cyan"),
     "reward": ("reward", "yellow"),
-    "annotate": ("ann", "blue"),
+    "log_probs": ("logp", "blue"),
     "train": ("train", "green"),
     "sync": ("sync", "magenta"),
     "eval": ("eval", "white"),

@@ -127,6 +127,8 @@ def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
 def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
     """What the run depends on besides its config: the content of ``env.json``."""
     named = [*files_of(config.data.train), *files_of(config.data.validation)]
+    source = plugins.find("data_sources", config.data.source) if plugins and config.data.source else None
+    about = {key: getattr(source, key, "") for key in ("license", "revision", "url")}
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -139,6 +141,7 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
         "git": _git_state(),
         "seeds": {"run": config.run.seed, "model": config.model.seed},
         "data": {str(file): _fingerprint(file) for name in named for file in stored_files(Path(name))},
+        "data_source": {"name": config.data.source, **about} if source else None,
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 

@@ -1,7 +1,7 @@
 """Time and threads, as a trainer uses them: those of the machine, or those of a simulation.
 
-The controller's threads tell the time and wait for each other by a ``Clock`` alone, so that ``engine_plugin_tools.bench.simulator`` can run
-the same code in virtual time, one thread at a time.
+The controller's threads read the time and wait for each other through a ``Clock`` alone, so that a simulation can run the same code in
+virtual time, one thread at a time.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class RolloutSource:
             "sync/bytes": float(result.bytes),
             "sync/seconds": result.seconds,
             "policy_version": float(result.version),
-            "time/switch": traded + result.seconds,
+            "time/offload_and_sync": traded + result.seconds,
             **runtime.loss_metrics(),
         }
 
@@ -157,7 +157,7 @@ class RolloutSource:
     def sample_and_score(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0
     ) -> tuple[list[Rollout], EarlyScores | Known | None]:
-        """As ``sample``; complete groups are scored while others are sampled, where `rollout.score_early` allows it.
+        """As ``sample``; complete groups are scored while others are sampled, where `rollout.overlap_rewards` allows it.
 
         Returns:
             The rollouts, and what ``score`` needs to finish their rewards.
@@ -170,7 +170,9 @@ class RolloutSource:
             return rollouts, None
         requests = self._requests(prompts, step, config.group_size, self._as_told(step), first_group)
         early = None
-        if config.score_early and config.group_size > 1:  # one at a time would hide a wrong number of rewards
+        if (
+            config.overlap_rewards and config.group_size > 1
+        ):  # one at a time would hide a wrong number of rewards
             early = self.rewards.early(requests, step)
         if early is None:
             return self._sample(requests, None), None

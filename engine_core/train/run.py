@@ -30,6 +30,7 @@ from engine_core.train.checkpointing import Resume, seed_random
 from engine_core.train.clock import Clock
 from engine_core.train.loop import train
 from engine_core.train.models import start_groups, warn_of_random_weights
+from engine_core.train.source_rows import place_of_rows
 from engine_core.train.stopping import Stop, StopSignals, report_failure, report_stop
 from engine_core.types import Batch, TrainOutput
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-PHASES_WITH_FAULTS = ("generate", "reward", "annotate", "train", "sync")
+PHASES_WITH_FAULTS = ("generate", "reward", "log_probs", "train", "sync")
 
 
 class TrainingRun(abc.ABC):
@@ -196,7 +197,7 @@ class TrainingRun(abc.ABC):
         steps = run.epochs * len(self.source) // self.config.data.prompts_per_step
         if steps == 0:
             raise ConfigError(
-                f"data.train has {len(self.source)} usable rows and data.prompts_per_step = "
+                f"{place_of_rows(self)} has {len(self.source)} usable rows and data.prompts_per_step = "
                 f"{self.config.data.prompts_per_step}: not one step. Lower it, or set run.steps."
             )
         return steps
@@ -451,7 +452,7 @@ class TrainingRun(abc.ABC):
             else ""
         )
         # counting usable rows reads them all: only where the length of the run depends on it
-        rows = "" if self.config.run.steps else f" ({len(self.source)} rows in data.train)"
+        rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {place_of_rows(self)})"
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",

@@ -1,6 +1,7 @@
 """Rows that lie in no file: those given from Python, and those of a data source, ``[data] source = "NAME"``.
 
-The function of the source is called once for each split, before any model is built.
+A trainer calls ``rows_of`` in ``make_source``, and ``evaluated`` and ``rows_of`` in ``evaluate``. The function of the source is called once
+for each split, before any model is built.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ def evaluated(run: TrainingRun) -> list[HeldOut]:
         return sets
     at = f"data.source = '{run.config.data.source}' has no rows for the split 'validation'"
     raise DataError(f"{at}: name files in data.validation, or evaluate nothing (eval.every_steps = 0).")
+
+
+def place_of_rows(run: TrainingRun) -> str:
+    """Return where the rows to train on come from, in the words of a message: a key of the run file or the argument of a program."""
+    key = "data.source" if run.config.data.source else "data.train"
+    return "the argument data" if "data" in run.live else key
 
 
 def _has_files(held_out: HeldOut) -> bool:

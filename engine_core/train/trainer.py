@@ -77,7 +77,7 @@ class Trainer(SampledRun):
         """One step: P prompts in, one policy update done, samplers on the new weights."""
         rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
         batch = self.sampling.batch(rollouts)  # rewards [B]
-        with self.phase("annotate"):
+        with self.phase("log_probs"):
             batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
         with self.phase("train"):

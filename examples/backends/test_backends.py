@@ -1,6 +1,6 @@
-"""The conformance kit on both examples. What they do not keep is said with its reason."""
+"""The conformance kit on the examples. What they do not keep is said with its reason."""
 
-from engine_plugin_testing import RolloutEngineSuite, TrainEngineSuite
+from engine_plugin_testing import RolloutEngineSuite, TrainEngineSuite, TransportSuite
 
 ONE_FILE = "one file holds hooks and engine; a package names its engine by text"
 
@@ -19,4 +19,11 @@ class TestPlainSGD(TrainEngineSuite):
 class TestPlainRollout(RolloutEngineSuite):
     plugins = ("plain_rollout.py",)
     backend = "plain"
+    unsupported = {"test_hooks_load_without_heavy_imports": ONE_FILE}
+
+
+class TestPlainTransport(TransportSuite):
+    plugins = ("plain_transport.py",)
+    backend = "store"
+    world_size = 2
     unsupported = {"test_hooks_load_without_heavy_imports": ONE_FILE}

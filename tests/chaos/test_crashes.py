@@ -22,6 +22,17 @@ RUN = {
 
 OF_A_SAVE = [point for point in POINTS if point.startswith("checkpoint.")]
 OF_A_STEP = [point for point in POINTS if point.startswith("step.")]
+QUICK = {
+    "checkpoint.in_manifest",
+    "checkpoint.before_publish",
+    "checkpoint.after_publish",
+    "checkpoint.in_prune",
+    "step.reward",
+    "step.after_backward",
+    "step.after_update",
+    "step.before_metrics",
+}
+"""One point for each state that a kill may leave behind; the others only in ``make test-full``."""
 BEFORE_PUBLICATION = OF_A_SAVE[: OF_A_SAVE.index("checkpoint.after_publish")]
 
 
@@ -34,7 +45,10 @@ def killed_at(engine, tiny, point):
     return run
 
 
-@pytest.mark.parametrize("point", OF_A_SAVE + OF_A_STEP)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(p, marks=[] if p in QUICK else pytest.mark.slow) for p in OF_A_SAVE + OF_A_STEP],
+)
 def test_a_run_killed_at_any_point_ends_as_the_uninterrupted_one_bit_for_bit(
     engine, tiny, straight, result, point
 ):
@@ -46,7 +60,7 @@ def test_a_run_killed_at_any_point_ends_as_the_uninterrupted_one_bit_for_bit(
     assert result() == straight(RUN)
 
 
-REPLAYED = RUN | {"stage": [{"name": "replay_cache", "replay_cache": {"size": 7, "max_age": 3}}]}
+REPLAYED = RUN | {"stage": [{"name": "replay_cache", "replay_cache": {"size": 7, "max_staleness": 3}}]}
 
 
 @pytest.mark.parametrize("point", ["checkpoint.after_role@2", "checkpoint.before_publish@2", "step.train@4"])

@@ -44,7 +44,7 @@ CAUSES = [
     pytest.param("kill", {}, "killed by SIGKILL", id="killed"),
     pytest.param(
         "sleep",
-        {"runtime.torchrun.stall_minutes": 0.1},
+        {"runtime.torchrun.command_timeout_minutes": 0.1},
         "no answer to 'forward_backward' within 0.1 minutes",
         id="stalled",
         marks=pytest.mark.slow,

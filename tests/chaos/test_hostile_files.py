@@ -231,7 +231,23 @@ HOSTILE_CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE_CHECKPOINTS)
+QUICK = {
+    "a pickle for weights",
+    "a path above",
+    "a link to a folder",
+    "a header of 2**62 bytes",
+    "a deep manifest",
+    "a state without its parts",
+    "a deep state of the engine",
+    "a folder renamed to another step",
+    "a file that the manifest does not list",
+}
+"""One of each kind of attack; its variants only in ``make test-full``."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in HOSTILE_CHECKPOINTS]
+)
 def test_a_hostile_checkpoint_is_refused_runs_nothing_and_changes_nothing(engine, finished, tmp_path, what):
     HOSTILE_CHECKPOINTS[what](finished)
     run = finished.parents[1]
@@ -271,9 +287,15 @@ MALFORMED = [
 ]
 
 
+QUICK_FORMS = (0, 1, 7, 10, 11, 14, 20)  # numbers in MALFORMED: each reader of a state once
+
+
 @pytest.mark.parametrize(
     ("file", "path", "value"),
-    MALFORMED,
+    [
+        pytest.param(*form, marks=[] if number in QUICK_FORMS else pytest.mark.slow)
+        for number, form in enumerate(MALFORMED)
+    ],
     ids=lambda v: ".".join(map(str, v)) if isinstance(v, list) else str(v),
 )
 def test_a_state_of_another_form_is_refused_by_file_and_changes_nothing(engine, finished, file, path, value):

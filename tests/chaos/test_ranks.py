@@ -106,11 +106,14 @@ def test_a_loss_before_the_first_checkpoint_ends_the_run_though_restarts_are_lef
 
 def test_a_rank_that_hangs_is_found_with_the_stacks_of_all_and_who_waits_for_whom(engine, hurting, ranks):
     # rank 1 sleeps before its backward pass, rank 0 waits for it in a collective
-    changes = {"runtime.torchrun.stall_minutes": 0.1}
+    changes = {"runtime.torchrun.command_timeout_minutes": 0.1}
     run = hurting.ended(engine.start("train", ranks(changes, hurt=["actor", 1, "forward", "sleep"])))
     assert run.code == 6
     lost = next(line for line in run.err.splitlines() if "Lost worker actor[1]" in line)
-    assert "no answer to 'forward_backward' within 0.1 minutes (runtime.torchrun.stall_minutes)" in lost
+    assert (
+        "no answer to 'forward_backward' within 0.1 minutes (runtime.torchrun.command_timeout_minutes)"
+        in lost
+    )
     assert "it is in hurt (" in lost
     assert "rank 0 waits for rank 1 in " in lost
     assert "Where every rank is:\nrank 0:\n" in run.err

@@ -83,7 +83,12 @@ WORKER_DIES = {  # what the function does, how the log tells it
 }
 
 
-@pytest.mark.parametrize("what", WORKER_DIES)
+QUICK_DEATHS = {"sleeps", "holds the interpreter in C", "sys.exit", "segfault"}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=[] if w in QUICK_DEATHS else pytest.mark.slow) for w in WORKER_DIES]
+)
 def test_a_worker_that_hangs_or_dies_costs_one_sample_and_is_replaced(train, metrics, what):
     action, told = WORKER_DIES[what]
     run = train(action)
@@ -108,8 +113,17 @@ SAMPLE_FAILS = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("what", SAMPLE_FAILS)
+QUICK_FAILURES = {("raises", 0), ("raises", 1), ("NaN", 0), ("text", 1), ("reads stdin", 1)}
+
+
+@pytest.mark.parametrize(
+    ("what", "workers"),
+    [
+        pytest.param(what, workers, marks=[] if (what, workers) in QUICK_FAILURES else pytest.mark.slow)
+        for what in SAMPLE_FAILS
+        for workers in (0, 1)
+    ],
+)
 def test_a_sample_that_fails_is_told_with_its_id_and_left_out(engine, train, metrics, what, workers):
     action, told = SAMPLE_FAILS[what]
     run = train(action, workers=workers)

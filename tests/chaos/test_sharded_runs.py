@@ -128,7 +128,7 @@ def test_no_memory_on_one_rank_ends_the_run_with_advice_and_a_checkpoint_to_go_o
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_that_hangs_in_a_sharded_step_is_found_and_named(engine, hurting, ranks):
-    changes = {**SHARDED, "runtime.torchrun.stall_minutes": 0.1}
+    changes = {**SHARDED, "runtime.torchrun.command_timeout_minutes": 0.1}
     run = hurting.ended(engine.start("train", ranks(changes, hurt=["actor", 1, "forward", "sleep"])))
     assert run.code == 6
     lost = next(line for line in run.err.splitlines() if "Lost worker actor[1]" in line)

@@ -13,7 +13,7 @@ RUN = {"run.steps": 5, "algorithm.mini_batch_prompts": 2, "eval.every_steps": 1,
 PHASES = {  # point and its pass, steps that are done when the signal comes
     "rollout": ("step.generate@3", 2),
     "reward": ("step.reward@3", 2),
-    "annotate": ("step.annotate@3", 2),
+    "log_probs": ("step.log_probs@3", 2),
     "train": ("step.train@3", 2),
     "between backward and update": ("step.after_backward@5", 3),
     "after the first of two updates": ("step.after_update@5", 3),
@@ -24,7 +24,15 @@ PHASES = {  # point and its pass, steps that are done when the signal comes
     "save": ("checkpoint.after_role@1", 2),
 }
 CODES = {"term": 75, "int": 130}
-QUICK = {("rollout", "int"), ("save", "int"), *((phase, "term") for phase in PHASES)}
+QUICK_PHASES = (
+    "rollout",
+    "reward",
+    "between backward and update",
+    "after the first of two updates",
+    "eval",
+    "save",
+)
+QUICK = {("rollout", "int"), *((phase, "term") for phase in QUICK_PHASES)}
 EACH = [
     pytest.param(phase, action, marks=[] if (phase, action) in QUICK else pytest.mark.slow)
     for phase in PHASES

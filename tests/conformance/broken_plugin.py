@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from engine_core import hookimpl
 from engine_core.specs import Options, Reward, RolloutBackend, TrainBackend, TransportSpec
 from engine_plugin_hf_rollout.plugin import HFOptions
-from engine_plugin_processes.transports.options import TCPOptions
+from engine_plugin_processes.transports.table import TCPOptions
 from engine_plugin_torch.options import TorchOptions
 
 HERE = Path(__file__).parent

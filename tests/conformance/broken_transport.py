@@ -4,7 +4,7 @@ import itertools
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.buckets import checksum, unpacked
-from engine_plugin_processes.transports.base import check
+from engine_plugin_processes.transports.bucketing import verify
 from engine_plugin_processes.transports.tcp import TCP
 from engine_plugin_testing import transport_bench
 
@@ -53,13 +53,15 @@ class Credulous(TCP):
 
 class NoChecksum(Credulous):
     def look(self, message, update, expected):
-        check(self.end, update, {**message, "sum": checksum(message["data"])}, expected, message["data"])
+        verify(
+            self.endpoint, update, {**message, "sum": checksum(message["data"])}, expected, message["data"]
+        )
 
 
 class AnyVersion(Credulous):
     def look(self, message, update, expected):
         if checksum(message["data"]) != message["sum"]:
-            raise self.end.failed(update, "its checksum is wrong")
+            raise self.endpoint.failure(update, "its checksum is wrong")
 
 
 class BreaksAreEnds(TCP):
@@ -73,6 +75,6 @@ class BreaksAreEnds(TCP):
 class WaitsForEver(TCP):
     """Patience of the kit with it is shorter than with others, which may be slow."""
 
-    def __init__(self, options, end):
+    def __init__(self, options, endpoint):
         transport_bench.SLACK_SECONDS = 8.0
-        super().__init__(options.model_copy(update={"timeout_seconds": 3600.0}), end)
+        super().__init__(options.model_copy(update={"timeout_seconds": 3600.0}), endpoint)

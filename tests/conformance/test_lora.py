@@ -3,7 +3,7 @@ import pytest
 from engine_plugin_testing import TrainEngineSuite
 
 OTHER = "the gradient is the adapter's, not that of the whole model; see plugins/torch/tests/test_adapter.py"
-ROUNDED = "weights that come are rounded; see plugins/torch/tests/test_quantization.py"
+ROUNDED = "weights that come are rounded; see plugins/torch/tests/test_quantize_model.py"
 
 
 class TestLoRA(TrainEngineSuite):

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports.base import End, Update
 from engine_plugin_processes.transports.broadcast import Broadcast
-from engine_plugin_processes.transports.options import BroadcastOptions
+from engine_plugin_processes.transports.table import BroadcastOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,22 +36,22 @@ def link(tmp_path, monkeypatch):
     pool, ends = ThreadPoolExecutor(2), []
 
     def make(devices=("cuda:0", "cuda:1"), seconds=30.0):
-        for place, device in enumerate(devices):
-            meeting = {"file": str(tmp_path / "meet"), "tcp": None}
-            end = End(
-                "broadcast",
-                place,
-                ("sender", "taker"),
-                torch.device(device),
-                "127.0.0.1",
-                "t",
-                meeting,
-                "",
-                "l",
+        for index, device in enumerate(devices):
+            rendezvous = {"file": str(tmp_path / "meet"), "tcp": None}
+            endpoint = TransportEndpoint(
+                transport="broadcast",
+                index=index,
+                names=("sender", "receiver"),
+                device=torch.device(device),
+                host="127.0.0.1",
+                token="t",
+                rendezvous=rendezvous,
+                shared_folder="",
+                link_id="l",
             )
-            ends.append(Broadcast(BroadcastOptions(timeout_seconds=seconds), end))
-        told = [end.open() for end in ends]
-        for met in [pool.submit(end.join, told) for end in ends]:
+            ends.append(Broadcast(BroadcastOptions(timeout_seconds=seconds), endpoint))
+        peers = [end.open() for end in ends]
+        for met in [pool.submit(end.join, peers) for end in ends]:
             met.result(SECONDS)
         return pool, ends
 
@@ -63,11 +63,11 @@ def link(tmp_path, monkeypatch):
 
 def update(pool, ends, weights, number=1):
     def take():
-        torch.cuda.set_device(ends[1].end.device)
-        return dict(ends[1].receive(Update(number, number)))
+        torch.cuda.set_device(ends[1].endpoint.device)
+        return dict(ends[1].receive(WeightUpdate(number, number)))
 
     taken = pool.submit(take)
-    sent = pool.submit(ends[0].send, weights.items(), Update(number, number))
+    sent = pool.submit(ends[0].send, weights.items(), WeightUpdate(number, number))
     return sent.result(SECONDS), taken.result(SECONDS)
 
 
@@ -91,4 +91,4 @@ def test_ends_on_one_gpu_send_through_host_memory(link, weights):
 def test_a_sender_that_does_not_send_is_told_in_time(link):
     pool, ends = link(seconds=1.0)
     with pytest.raises(TrainingFailed, match=r"rollout\.broadcast\.timeout_seconds"):
-        pool.submit(lambda: list(ends[1].receive(Update(1, 1)))).result(SECONDS)
+        pool.submit(lambda: list(ends[1].receive(WeightUpdate(1, 1)))).result(SECONDS)

@@ -17,7 +17,7 @@ from engine_core.types import Batch, LossCall
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.precision import Precision, has_bf16
-from engine_plugin_torch.quantized import QuantizedLinear
+from engine_plugin_torch.quantized_linear import QuantizedLinear
 
 pytestmark = [
     pytest.mark.gpu,

@@ -122,7 +122,7 @@ def refused(grpo, changes):
     ("changes", "words"),
     [
         ({"rollout.weights": "auto"}, ["actor's own module", "[rollout.process]", 'rollout.weights = "own"']),
-        ({"runtime.local.trade_memory": True}, ["runtime.local.trade_memory", "pools of their own"]),
+        ({"runtime.local.offload_idle_roles": True}, ["runtime.local.offload_idle_roles", "pools of their own"]),
         ({"rollout.over_sampling": 1.5}, ["rollout.over_sampling", "waits for no straggler"]),
         ({"schedule": {"rollout.temperature": [[2, 0.5]]}}, ["schedule.'rollout.temperature'", "max_staleness = 0"]),
     ],

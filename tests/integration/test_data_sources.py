@@ -1,6 +1,7 @@
 """``[data] source``: rows of a plugin in whole short runs of every trainer that reads rows."""
 
 import json
+import re
 import shutil
 import textwrap
 
@@ -149,13 +150,30 @@ def test_the_rows_are_those_that_files_would_give(make, tmp_path):
     assert prompts < {f"{i} + {i} = " for i in range(6)}
 
 
-def test_license_revision_and_address_are_logged_once(make):
+def test_license_revision_and_address_are_logged_once_and_recorded(make):
     run = make({"eval.at_end": True})
     run.train()
 
     log = log_of(run)
     assert log.count("Data source 'sums' of Plugin file") == 1
     assert "license CC0-1.0, revision 2026-01, url https://example.org/sums." in log
+    about = {"license": "CC0-1.0", "revision": "2026-01", "url": "https://example.org/sums"}
+    assert json.loads((run.folder.path / "env.json").read_text())["data_source"] == {"name": "sums", **about}
+
+
+def test_messages_name_the_key_that_the_rows_come_from(make, world):
+    epochs = {"run.steps": None, "run.epochs": 1, "data.prompts_per_step": 1000}
+    with pytest.raises(
+        ConfigError, match=r"^data\.source has \d+ usable rows and data\.prompts_per_step = 1000: not one"
+    ):
+        make(epochs).train()
+    with pytest.raises(ConfigError, match=r"^data\.train has \d+ usable rows"):
+        make(epochs | {"data.source": None, "data.train": str(world / "data" / "train.jsonl")}).train()
+    with pytest.raises(ConfigError, match=r"^the argument data has 2 usable rows"):
+        make(epochs | {"data.source": None}, data=[{"prompt": "1"}, {"prompt": "2"}]).train()
+    run = make({"run.steps": None})
+    run.load_inputs()
+    assert re.search(r"\(\d+ rows in data\.source\)", " ".join(run.derived()))
 
 
 def test_a_source_without_a_license_is_logged_as_such(make):

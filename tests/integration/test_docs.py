@@ -370,8 +370,8 @@ def test_links_lead_somewhere():
 
 def test_keys_in_the_text_are_keys_of_a_run_file():
     """Words such as `rollout.top_p` or `[actor.optim]` in running text."""
-    from engine_core.config.schema import json_schema, schema_at
     from engine_plugin_tools.commands.schema import installed_specs
+    from engine_plugin_tools.schema import json_schema, schema_at
 
     schema = json_schema(installed_specs())
     tables = "|".join(

@@ -106,7 +106,7 @@ def test_each_case_is_a_valid_run(lengths, runs, tmp_path, case, changes):
     (tmp_path / "run.toml").write_text(text)
     config = load_config(tmp_path / "run.toml")
     assert config.trainer == ("rl" if case in ("sync", "early") else "async")
-    assert config.rollout.carry_partial == (case == "early")
+    assert config.rollout.partial_rollouts == (case == "early")
     assert sum(config.placement.pools.values() or [config.runtime.options.processes]) == given(**changes).gpus
     # ahead: whatever counts has as many groups sampled beside it as in a run that goes on
     assert config.run.steps == last + (2 if config.trainer == "async" else 0)

@@ -344,6 +344,16 @@ def test_a_column_may_come_from_the_teacher(make, model):
             "algorithm.advantage = 'calm' needs the column 'mean_suprise', which nothing in this run makes",
         ),
         ('role="ref"', 'role="reff"', "The column 'ref_entropy' has role = 'reff'"),
+        (
+            'output="entropy"',
+            'output="entropie"',
+            "The column 'ref_entropy' is the output 'entropie' of role 'ref'",
+        ),
+        (
+            'role="ref", output="entropy"',
+            'role="critic", output="values"',
+            "The column 'ref_entropy' comes from the critic, .* algorithm.advantage = 'calm' must need 'values' itself",
+        ),
     ],
 )
 def test_columns_that_nothing_makes_are_refused_before_the_run_begins(make, old, new, said):

@@ -204,7 +204,7 @@ def test_the_critics_rate_follows_the_schedule_of_settings(make):
 def test_memory_is_traded_with_a_critic_and_nothing_changes(make):
     plain, trading = (
         make({"run.name": "plain"}),
-        make({"run.name": "trading", "runtime.local.trade_memory": True}),
+        make({"run.name": "trading", "runtime.local.offload_idle_roles": True}),
     )
     plain.train()
     trading.train()

@@ -11,7 +11,7 @@ from engine_core import load_config
 from engine_core.config.assemble import plugins_for
 from engine_core.errors import ConfigError, PluginError
 from engine_core.runs.checkpoint import Checkpoints, read_state
-from engine_plugin_trainers.algorithms.preference_options import PAIR_LOSSES
+from engine_plugin_trainers.options import PAIR_LOSSES
 
 TRAINERS = ("dpo", "kto", "reward_model")
 
@@ -247,7 +247,7 @@ def squared(chosen, rejected, beta):
 
 @hookimpl
 def engine_pair_losses():
-    free = PairLoss(load=squared, reference=False, normalised=True)
+    free = PairLoss(load=squared, reference=False, normalized=True)
     return {"squared": PairLoss(load=squared), "free": free, "uncallable": PairLoss(load=lambda chosen: chosen)}
 """
 

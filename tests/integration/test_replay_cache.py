@@ -22,7 +22,7 @@ def digits(completions):
 @pytest.fixture
 def replay(grpo):
     """Five steps whose batches are half replayed, from a cache that overflows and ages."""
-    options = {"share": 0.5, "size": 7, "max_age": 2}
+    options = {"share": 0.5, "size": 7, "max_staleness": 2}
     return grpo | {
         "run.steps": STEPS,
         "stage": [{"name": "replay_cache", "replay_cache": options}],

@@ -98,7 +98,7 @@ def straight(world, tmp_path_factory):
         "step.begin@2",
         "step.generate@2",
         "step.reward@2",
-        "step.annotate@2",
+        "step.log_probs@2",
         "step.train@2",
         "step.after_backward@3",
         "step.after_update@3",
@@ -371,7 +371,7 @@ def test_a_reward_that_draws_numbers_draws_the_same_after_a_stop(small, fault, m
     seed()
     expected = run("straight")
     seed()
-    fault("step.annotate@2:term")  # the reward of step 2 has drawn its numbers by then
+    fault("step.log_probs@2:term")  # the reward of step 2 has drawn its numbers by then
     with pytest.raises(SystemExit):
         run("stopped")
     monkeypatch.delenv("ENGINE_FAULT")

@@ -149,7 +149,7 @@ def test_it_is_awake_in_the_reward_phase_alone(make, monkeypatch):
 
     run = make(
         {
-            "runtime.local.trade_memory": True,
+            "runtime.local.offload_idle_roles": True,
             "algorithm.kl_coef": 0.1,
             "run.steps": 1,
             "eval.at_end": True,
@@ -274,7 +274,7 @@ def test_judges_ask_models_of_their_own_beside_the_actor_and_sleep_when_they_are
     changes = {
         "reward": tables,
         "run.steps": 2,
-        "runtime.local.trade_memory": True,
+        "runtime.local.offload_idle_roles": True,
         "model.path": str(tmp_path / "actor"),
     }
     run = Trainer(load_config(overrides=grpo | changes))
@@ -313,7 +313,7 @@ def test_the_rewards_are_the_same_in_a_process_of_their_own_and_over_two_ranks(m
         | {
             "run.name": "two",
             "runtime.torchrun.processes": 2,
-            "runtime.torchrun.trade_memory": True,
+            "runtime.torchrun.offload_idle_roles": True,
             "actor.backend": "fsdp",
         },
         {"helpful": {"model": {"backend": "fsdp"}}},

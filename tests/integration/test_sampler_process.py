@@ -74,7 +74,7 @@ def same(one, other):
 
 
 def test_rewards_while_others_are_sampled_are_the_rewards_at_the_end(train):
-    late, early = train("late", {"rollout.score_early": False}), train("early", {})
+    late, early = train("late", {"rollout.overlap_rewards": False}), train("early", {})
     same(late, early)
     assert late["overlap"] == [0.0, 0.0]
     assert min(early["overlap"]) > 0

@@ -20,7 +20,7 @@ JOIN_SECONDS = 120.0
 POOLS = {
     "runtime.backend": "torchrun",
     "placement.pools": {"serve": 1, "train": 1},
-    "placement.most": {"serve": 3},
+    "placement.max_samplers": {"serve": 3},
     "placement.actor": "train",
     "placement.rollout": "serve",
     "rollout.hf.batch_size": 2,

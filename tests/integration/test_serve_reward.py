@@ -64,14 +64,14 @@ def test_a_runs_http_reward_is_the_in_process_reward_bit_for_bit(grpo, scorer, s
     monkeypatch.setenv("SCORER_TOKEN", "a-token-of-some-length")
     process, url = serve(scorer, "--token-env", "SCORER_TOKEN")
     tables = [
-        {"name": "here", "model": {"path": str(scorer), "own_tokens": False}},
+        {"name": "here", "model": {"path": str(scorer), "reuse_token_ids": False}},
         {
             "name": "http",
             "timeout_seconds": 60.0,
-            "http": {"url": url, "token_env": "SCORER_TOKEN", "try_seconds": 30.0},
+            "http": {"url": url, "token_env": "SCORER_TOKEN", "attempt_timeout_seconds": 30.0},
         },
     ]
-    run = Trainer(load_config(overrides=grpo | {"reward": tables, "rollout.score_early": False}))
+    run = Trainer(load_config(overrides=grpo | {"reward": tables, "rollout.overlap_rewards": False}))
     run.train()
     run.close()
     files = sorted(run.folder.rollouts_dir.glob("*.parquet"))

@@ -21,7 +21,6 @@ from engine_core import hooks as hookspecs
 from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.loss_options import PPOClipOptions
 from engine_core.config.models import AlgorithmConfig
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import ConfigError
 from engine_core.plugins.metadata import TABLES, installed, known_names
 from engine_core.plugins.modules import table_module
@@ -29,7 +28,8 @@ from engine_core.plugins.plugin_set import CAPABILITIES
 from engine_core.specs import TABLE_SPECS
 from engine_core.types import Prompt
 from engine_plugin_tools.commands.schema import installed_specs
-from engine_plugin_trainers.algorithms.preference_options import KTOOptions
+from engine_plugin_tools.schema import json_schema, schema_at
+from engine_plugin_trainers.options import KTOOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -99,6 +99,16 @@ def test_the_reference_has_every_key_with_its_default():
     assert "| `group_size` | `integer > 0` | `8` | G: responses sampled for each prompt. |" in text
     assert "## `[reward.length]`" in text
     assert "| `max_tokens` | `integer > 0` | required |" in text
+
+
+def test_the_glossary_defines_each_term_once():
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    terms = [term for term, _ in rows if term != "term"]
+    assert sorted(terms) == sorted(set(terms))
+    assert {"step", "update", "row", "column", "group", "rollout", "response", "episode"} <= set(terms)
+    assert {"policy version", "staleness", "role", "rank", "worker", "sampler", "trainer"} <= set(terms)
+    assert {"plugin", "hook", "part", "capability"} <= set(terms)
+    assert [term for term, meaning in rows if len(re.findall(r"\.(?= [A-Z]|$)", meaning)) > 3] == []
 
 
 def our_column(page: str) -> list[tuple[int, str]]:

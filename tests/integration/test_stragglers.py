@@ -34,7 +34,7 @@ def early(grpo):
         "rollout.max_response_tokens": 40,
         "rollout.stop_token_ids": list(range(2, 24)),
         "rollout.over_sampling": 1.75,
-        "rollout.carry_partial": True,
+        "rollout.partial_rollouts": True,
         "rollout.hf.tokens_per_step": 3,
         "actor.optim.lr": 0.02,
     }
@@ -84,7 +84,7 @@ def test_a_step_has_whole_groups_and_every_prompt_is_used_or_counted(early):
         assert line["sampling/resumed_groups"] == carried
         carried = line["sampling/carried_groups"]
         assert carried == 3
-        assert line["sampling/dropped_groups"] == line["sampling/too_old_groups"] == 0
+        assert line["sampling/dropped_groups"] == line["sampling/stale_groups"] == 0
     used = {taken(r) for batch in batches for r in batch}
     assert len(used) == STEPS * PROMPTS  # no group twice
     assert new == len(used) + carried
@@ -240,7 +240,7 @@ def test_carried_tokens_are_weighed_and_only_fresh_ones_measure_the_gap(early):
 
 
 def test_without_carrying_what_was_stopped_is_dropped_and_counted(early):
-    run = trained(early | {"rollout.carry_partial": False})
+    run = trained(early | {"rollout.partial_rollouts": False})
     lines, batches = lines_of(run.folder.path), batches_of(run.folder.path)
     assert run.sampling.early_stop.carried == []
     for step, (line, batch) in enumerate(zip(lines, batches, strict=True), 1):
@@ -254,15 +254,15 @@ def test_without_carrying_what_was_stopped_is_dropped_and_counted(early):
 @pytest.mark.slow
 def test_groups_that_are_too_old_go_and_are_counted(early):
     """One prompt a step and seven under way: some wait for several steps, since the oldest do not end first."""
-    changes = {"data.prompts_per_step": 1, "rollout.over_sampling": 5.0, "rollout.carry_max_age": 1}
+    changes = {"data.prompts_per_step": 1, "rollout.over_sampling": 5.0, "rollout.partial_max_staleness": 1}
     run = trained(early | changes | {"rollout.stop_token_ids": list(range(2, 40)), "run.steps": 8})
     lines = lines_of(run.folder.path)
-    assert sum(line["sampling/too_old_groups"] for line in lines) > 0
+    assert sum(line["sampling/stale_groups"] for line in lines) > 0
     for step, batch in enumerate(batches_of(run.folder.path, 8), 1):
         assert min(int(r.policy_versions[r.loss_mask].min()) for r in batch) >= step - 1 - 1
     for before, line in itertools.pairwise(lines):
         gone = before["sampling/carried_groups"] - line["sampling/resumed_groups"]
-        assert gone == line["sampling/too_old_groups"]
+        assert gone == line["sampling/stale_groups"]
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_a_stop_and_a_resume_are_the_uninterrupted_run_bit_for_bit(early, monkey
 @pytest.mark.slow
 def test_what_was_carried_is_dropped_with_a_word_where_carrying_is_off_now(early, tmp_path, caplog):
     trained(early | {"run.steps": 1})
-    trained(early | {"run.steps": 2, "rollout.carry_partial": False}, resume=tmp_path / "runs" / "r")
+    trained(early | {"run.steps": 2, "rollout.partial_rollouts": False}, resume=tmp_path / "runs" / "r")
     assert "3 groups that an earlier attempt had carried over are dropped" in caplog.text
 
 
@@ -311,7 +311,7 @@ def test_greedy_baselines_are_of_the_groups_that_were_complete(early):
 @pytest.mark.parametrize("policy", ["drop", "zero", "keep"])
 def test_a_response_out_of_time_follows_its_policy(early, policy):
     changes = {"rollout.over_sampling": 1.0, "rollout.request_timeout_seconds": 1e-6, "run.steps": 1}
-    run = trained(early | changes | {"rollout.on_timeout": policy, "rollout.score_early": True})
+    run = trained(early | changes | {"rollout.on_timeout": policy, "rollout.overlap_rewards": True})
     (line,), (batch,) = lines_of(run.folder.path), batches_of(run.folder.path, 1)
     late = [r for r in batch if r.finish_reason == "abort"]
     assert len(late) == line["sampling/timeouts"] > 0
@@ -356,12 +356,12 @@ def test_a_response_out_of_time_completes_its_group(early):
     [
         (
             {"algorithm.correction.level": "off"},
-            r"algorithm\.correction\.level.*got 'off', but rollout\.carry_partial brings responses whose tokens are of several",
+            r"algorithm\.correction\.level.*got 'off', but rollout\.partial_rollouts brings responses whose tokens are of several",
         ),
         ({"rollout.over_sampling": 0.5}, r"rollout\.over_sampling"),
         (
             {"trainer": "distill", "teacher.path": "x"},
-            r"rollout\.carry_partial.*trainer 'distill' does not correct for",
+            r"rollout\.partial_rollouts.*trainer 'distill' does not correct for",
         ),
         (
             {"environment.name": "calculator"},

@@ -106,7 +106,14 @@ def test_two_nodes_train_resume_and_export_as_one_machine(folder):
 
 @pytest.mark.slow
 def test_a_node_with_another_token_gets_no_part_in_the_run(folder):
-    words = ("train", "run.toml", "--set", "run.name=nodes", "--set", "runtime.torchrun.start_minutes=0.4")
+    words = (
+        "train",
+        "run.toml",
+        "--set",
+        "run.name=nodes",
+        "--set",
+        "runtime.torchrun.startup_timeout_minutes=0.4",
+    )
     nodes = start(folder, *words, env=({"ENGINE_TOKEN": "mine"}, {"ENGINE_TOKEN": "another"}))
     told = [node.communicate(timeout=280) for node in nodes]
     assert all(node.returncode for node in nodes)

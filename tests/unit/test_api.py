@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 import re
 import tomllib
@@ -131,16 +132,70 @@ def test_an_internal_module_is_listed_only_for_its_importers():
 
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
 def test_a_plugin_declares_the_distributions_that_it_imports(folder):
-    project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
-    lines = [
-        *project["dependencies"],
-        *(line for extra in project["optional-dependencies"].values() for line in extra),
-    ]
-    declared = {re.match(r"[\w-]+", line)[0] for line in lines}
+    project = project_of(folder)
+    extras = [lines for name, lines in project["optional-dependencies"].items() if name != "dev"]
+    declared = {
+        *distributions(project["dependencies"]),
+        *(name for lines in extras for name in distributions(lines)),
+    }
     imported = {module.partition(".")[0] for owner, _, module in crossings() if owner == folder.name}
     assert {
         package.replace("_", "-").replace("engine-core", "engine-core-rl") for package in imported
     } <= declared
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", line)[0].lower() for line in requirements}
+
+
+def extras_too(requirements: list[str]) -> set[str]:
+    """Return the distributions of requirements, with those of the extras of ours that they name."""
+    found = distributions(requirements)
+    for line in requirements:
+        if named := re.match(r"engine-plugin-([\w-]+)\[([\w,-]+)\]", line):
+            other = project_of(ROOT / "plugins" / named[1].replace("-", "_"))
+            for extra in named[2].split(","):
+                found |= extras_too(other["optional-dependencies"][extra])
+    return found
+
+
+distributions_of_packages = functools.cache(importlib.metadata.packages_distributions)
+
+
+def project_of(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def packages_imported(folder: Path) -> set[str]:
+    """Return the top-level packages that the Python files of a folder import, its own files left out."""
+    files = sorted(folder.rglob("*.py"))
+    found = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module).partition(".")[0])
+    return found - {path.stem for path in files} - {path.parent.name for path in files}
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
+def test_the_extra_of_developers_names_what_the_tests_import(folder):
+    project = project_of(folder)
+    declared = {"engine-core-rl", *distributions(project_of(ROOT)["dependencies"])}
+    declared |= extras_too([*project["dependencies"], *project["optional-dependencies"]["dev"]])
+    imported = packages_imported(folder / "tests") - {"engine_core", f"engine_plugin_{folder.name}"}
+    own = packages_imported(folder / "src")  # a library of the plugin is an extra for its users
+    missing = set()
+    for package in imported:
+        if package.startswith("engine_plugin_"):
+            names = {package.replace("_", "-")}
+        else:
+            names = set() if package in own else {*distributions_of_packages().get(package, ())}
+        if names and not declared & {name.lower() for name in names}:
+            missing.add(package)
+    assert missing == set(), f"Add to dev in {folder.name}/pyproject.toml"
+    assert {"pytest", "pytest-timeout"} <= distributions(project["optional-dependencies"]["dev"])
 
 
 def test_imports_and_loads_are_read():

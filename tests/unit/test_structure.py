@@ -24,7 +24,7 @@ SOURCES = [
     path
     for folder in ("engine_core", "plugins", "examples", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
-    if not {"build", "tests", "_template", "__pycache__"} & set(path.relative_to(ROOT).parts)
+    if not {"build", "tests", "__pycache__"} & set(path.relative_to(ROOT).parts)
 ]
 TESTS = [
     ROOT / "conftest.py",
@@ -76,9 +76,10 @@ LIGHT = [
         for module in ("errors", "types", "specs", "hooks", "redaction", "launch", "faults")
     ),
     *("engine_core.local.options", "engine_core.algorithms.columns", "engine_core.contracts.parts"),
+    "engine_core.contracts.weight_transport",  # a transport of one file is a hook module
     *(module for project in [ROOT / "pyproject.toml", *PROJECTS] for module in named_modules(project)),
 ]
-"""Modules that ``engine validate`` and ``engine plugins`` import: none of them imports a heavy library."""
+"""Modules that ``engine validate``, ``engine plugins`` or the hook module of a plugin imports: none of them imports a heavy library."""
 
 
 def name(path: Path) -> str:
@@ -221,6 +222,13 @@ def test_lines_of_code_are_counted(source, expected):
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(CORE)], ids=name)
 def test_the_kernel_imports_no_plugin(path):
     assert plugins_imported(path.read_text("utf-8")) == []
+
+
+def test_the_kernel_names_no_module_of_a_plugin():
+    """Docstrings and comments too; the modules of weight transports are the exception, which their contract refers to."""
+    found = re.compile(r"engine_plugin_(?!processes\.transports)\w+[\w.]*")
+    named = {name(path): found.findall(path.read_text("utf-8")) for path in CORE.rglob("*.py")}
+    assert {file: modules for file, modules in named.items() if modules} == {}
 
 
 @pytest.mark.parametrize(
@@ -366,3 +374,9 @@ def test_every_folder_of_tests_is_run():
     paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     folders = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
     assert {"plugins/*/tests", *folders} == set(paths)
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.parent.name)
+def test_the_tests_of_a_plugin_run_alone_with_the_configuration_of_the_root(project):
+    """A table of pytest in a plugin would make its folder the root and hide ``conftest.py`` of the repository."""
+    assert "pytest" not in tomllib.loads(project.read_text("utf-8"))["tool"]

@@ -129,7 +129,7 @@ def test_a_prompt_that_leaves_no_room_is_truncated_though_nothing_is_sampled(
     runner = environment(source, max_tokens=2)  # the prompt has two
     (rollout,) = play(runner, scripted(), requests(1))
     assert (rollout.failure, rollout.finish_reason, rollout.rewards) == ("", "length", {"solved": 0.0})
-    assert runner.metrics()["environment/limited"] == 1.0
+    assert runner.metrics()["environment/truncated"] == 1.0
 
 
 def test_rewards_that_do_not_apply_are_none(environment, scripted, requests, play):

@@ -145,7 +145,7 @@ def test_an_episode_without_end_is_truncated_at_its_turns_and_worth_nothing(
     rollouts = play(runner, scripted(), requests(2))
     assert [int(r.extras["turns"].max()) for r in rollouts] == [3, 3]
     assert [(r.finish_reason, r.rewards, r.valid) for r in rollouts] == [("length", {"good": 0.0}, True)] * 2
-    assert runner.metrics()["environment/limited"] == 2
+    assert runner.metrics()["environment/truncated"] == 2
 
 
 def test_no_sequence_is_longer_than_the_limit(environment, scripted, requests, play):

@@ -100,7 +100,12 @@ def test_layouts_that_make_no_whole_are_the_plugins_fault(layouts):
         slices_of("actor", layouts, [0, 1])
 
 
-GROWING = {"pools": {"serve": 1, "train": 2}, "most": {"serve": 3}, "actor": "train", "rollout": "serve"}
+GROWING = {
+    "pools": {"serve": 1, "train": 2},
+    "max_samplers": {"serve": 3},
+    "actor": "train",
+    "rollout": "serve",
+}
 
 
 def test_a_pool_has_ranks_for_those_that_may_come():
@@ -115,8 +120,8 @@ def test_a_pool_has_ranks_for_those_that_may_come():
 @pytest.mark.parametrize(
     ("changes", "roles", "starts", "message"),
     [
-        ({}, ("actor", "rollout"), False, "placement.most: processes that another has started cannot come or leave"),
-        ({"ref": "serve"}, RL, True, "placement.most: only a sampler in a pool of its own can come or leave; here its processes serve ref, rollout"),
+        ({}, ("actor", "rollout"), False, "placement.max_samplers: processes that another has started cannot come or leave"),
+        ({"ref": "serve"}, RL, True, "placement.max_samplers: only a sampler in a pool of its own can come or leave; here its processes serve ref, rollout"),
     ],
 )  # fmt: skip
 def test_samplers_that_cannot_come_are_refused_by_key(changes, roles, starts, message):
@@ -129,5 +134,7 @@ def test_samplers_that_cannot_come_are_refused_by_key(changes, roles, starts, me
 def test_samplers_of_several_processes_cannot_come_or_leave():
     placed = config(**GROWING)
     placed.rollout.options = types.SimpleNamespace(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"placement\.most: a sampler of 2 processes \(rollout\.hf\.tensor"):
+    with pytest.raises(
+        ConfigError, match=r"placement\.max_samplers: a sampler of 2 processes \(rollout\.hf\.tensor"
+    ):
         check_singly(placed, 1, plan_pools(placed, RL, 3), True)

@@ -16,7 +16,7 @@ def test_a_process_that_is_begun_while_the_run_ends_is_not_left_behind(monkeypat
     """The folder in which it would meet others is gone by the time that it is there."""
     placement = {
         "pools": {"train": 1, "serve": 1},
-        "most": {"serve": 2},
+        "max_samplers": {"serve": 2},
         "actor": "train",
         "rollout": "serve",
     }

@@ -158,8 +158,12 @@ def test_a_stream_that_breaks_leaves_no_mixture_to_sample_from(make, tmp_path):
 @pytest.mark.parametrize(
     ("what", "settings", "cause"),
     [
-        ("sleep", {"stall_minutes": 0.03}, r"at one piece of work for .* minutes .*; it is in happens \("),
-        ("freeze", {"silent_seconds": 4}, "gave no sign of life for 4 s"),
+        (
+            "sleep",
+            {"command_timeout_minutes": 0.03},
+            r"at one piece of work for .* minutes .*; it is in happens \(",
+        ),
+        ("freeze", {"heartbeat_timeout_seconds": 4}, "gave no sign of life for 4 s"),
     ],
 )
 def test_a_process_that_hangs_is_found_and_after_the_last_restart_the_run_ends_with_its_cause(

@@ -11,12 +11,12 @@ from engine_plugin_processes.buckets import received
 from engine_plugin_processes.sampler_process.memory import HostMemory
 from engine_plugin_processes.sampler_process.process import Lost
 from engine_plugin_processes.sampler_process.weights import Weights
-from engine_plugin_processes.transports.base import Memory
+from engine_plugin_processes.transports.bucketing import PrivateBuffer
 
 WEIGHTS = {"a": torch.randn(60), "b": torch.randn(7).bfloat16(), "c": torch.randn(100), "d": torch.tensor(2)}
 
 
-class DeviceStandIn(Memory):
+class DeviceStandIn(PrivateBuffer):
     """Memory that a process of this test can see; CUDA's has its own test on a GPU."""
 
     def told(self):

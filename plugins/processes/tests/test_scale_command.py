@@ -8,7 +8,12 @@ from engine_core.config import EngineConfig
 from engine_core.runs.tracking import RunFolder
 from engine_plugin_processes.scale_requests import FILE, ScaleRequests
 
-POOLS = {"pools": {"train": 1, "serve": 1}, "most": {"serve": 3}, "actor": "train", "rollout": "serve"}
+POOLS = {
+    "pools": {"train": 1, "serve": 1},
+    "max_samplers": {"serve": 3},
+    "actor": "train",
+    "rollout": "serve",
+}
 
 
 @pytest.fixture
@@ -32,12 +37,12 @@ def test_it_shows_what_is_wanted_there_and_allowed(engine, make):
     run = make(POOLS)
     assert (
         engine("scale", "r").out
-        == "samplers: 1 wanted, no step has told yet how many there are, 3 at the most\n"
+        == "samplers: 1 requested, no step has reported yet how many run, at most 3\n"
     )
     line = {"step": 1, "sampling/samplers": 2.0}
     run.metrics_file.write_text(json.dumps(line) + "\n")
-    assert engine("scale", "r", "3").out == "samplers: 3 wanted, 2 there, 3 at the most\n"
-    assert json.loads(engine("scale", "r", "--json").out) == {"wanted": 3, "there": 2, "most": 3}
+    assert engine("scale", "r", "3").out == "samplers: 3 requested, 2 running, at most 3\n"
+    assert json.loads(engine("scale", "r", "--json").out) == {"requested": 3, "running": 2, "max": 3}
     assert ScaleRequests(run.path, 3).new() == 3
     assert [entry.name for entry in run.path.glob("*samplers*")] == [FILE]
 
@@ -47,7 +52,7 @@ def test_a_number_out_of_the_range_is_refused(engine, make, count):
     run = make(POOLS)
     answer = engine("scale", "r", "--", count)
     assert answer.code == 2
-    assert f"SAMPLERS: got {count}, expected 1 to 3 (placement.most.serve of " in answer.err
+    assert f"SAMPLERS: got {count}, expected 1 to 3 (placement.max_samplers.serve of " in answer.err
     assert not (run.path / FILE).exists()
 
 
@@ -60,14 +65,14 @@ def test_what_is_no_number_is_refused(engine, make):
     ("placement", "way"),
     [
         ({}, "with a pool of the sampler's own in [placement]"),
-        (POOLS | {"most": {}}, "as in --set placement.most.serve=4"),
+        (POOLS | {"max_samplers": {}}, "as in --set placement.max_samplers.serve=4"),
     ],
 )
 def test_a_run_without_a_range_is_refused(engine, make, placement, way):
     run = make(placement)
     answer = engine("scale", "r", "2")
     assert answer.code == 2
-    assert "placement.most: " in answer.err
+    assert "placement.max_samplers: " in answer.err
     assert f"started or resumed, {way}." in answer.err
     assert not (run.path / FILE).exists()
 

@@ -10,7 +10,7 @@ def test_the_rank_that_is_in_no_collective_is_the_one_waited_for():
     blamed, cause, text = told("infer", 90.0, [0, 1], [0, 1, 2], {0: COLLECTIVE, 1: ASLEEP, 2: ASLEEP})
     assert blamed == 1
     assert cause == (
-        "no answer to 'infer' within 1.5 minutes (runtime.torchrun.stall_minutes); it is in forward (/x/plugin.py:3); "
+        "no answer to 'infer' within 1.5 minutes (runtime.torchrun.command_timeout_minutes); it is in forward (/x/plugin.py:3); "
         "rank 0 waits for rank 1 in all_reduce (/lib/torch/distributed/distributed_c10d.py:99); answered: rank 2"
     )
     assert "rank 0:\n  /x/engine.py:5 in step\n" in text

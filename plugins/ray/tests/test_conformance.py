@@ -22,5 +22,5 @@ class TestRayWithMessagesByRay(RuntimeSuite):
     """As between machines."""
 
     backend = "ray"
-    options: ClassVar[dict[str, str]] = {"messages": "ray"}
+    options: ClassVar[dict[str, str]] = {"worker_transport": "ray"}
     world_size = 2

@@ -55,7 +55,7 @@ def test_a_worker_of_this_node_has_a_socket_and_one_of_another_node_has_methods_
 
 def test_all_messages_go_by_ray_where_the_file_says_so(seats):
     runtime, actors, about = seats
-    runtime.options = RayOptions(messages="ray")
+    runtime.options = RayOptions(worker_transport="ray")
     ends = runtime._connect(actors, about, about[0]["node"])
     assert [type(end) for end in ends.values()] == [ControllerEnd, ControllerEnd]
     for end in ends.values():
@@ -83,7 +83,7 @@ def test_strangers_at_the_socket_hold_up_no_worker(seats, monkeypatch):
         return listener
 
     monkeypatch.setattr(nearby, "listen", with_strangers)
-    runtime.options = RayOptions(start_minutes=0.5)
+    runtime.options = RayOptions(startup_timeout_minutes=0.5)
     ends = runtime._connect(actors, about, about[0]["node"])
     assert [stranger.recv(1) for stranger in strangers] == [b""] * 5
     for end in ends.values():

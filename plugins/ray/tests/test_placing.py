@@ -164,7 +164,7 @@ def test_pools_that_are_hardest_to_place_are_placed_first(cluster):
 def test_samplers_that_may_come_have_no_room_in_a_cluster_that_never_gets_more():
     growing = Pool("serve", range(1, 5), ("rollout",), to_come=3)
     with pytest.raises(
-        ConfigError, match=r"^placement\.most: train = 1 \(actor\), serve = 4 \(rollout\) asks for"
+        ConfigError, match=r"^placement\.max_samplers: train = 1 \(actor\), serve = 4 \(rollout\) asks for"
     ):
         check([Pool("train", range(1), ("actor",)), growing], RayOptions(), False, {"a": {"CPU": 4}}, "it")
     check(at_start([growing]), RayOptions(), False, {"a": {"CPU": 4}}, "it")

@@ -100,4 +100,4 @@ def test_what_a_node_cannot_import_is_said_with_the_node_and_without_a_traceback
     assert module._no_seat(RayError("died\nsoon")) == (
         "A worker ended before it had started: RayError: died soon"
     )
-    assert "within runtime.ray.start_minutes. Raise it" in module._no_seat(GetTimeoutError("late"))
+    assert "within runtime.ray.startup_timeout_minutes. Raise it" in module._no_seat(GetTimeoutError("late"))

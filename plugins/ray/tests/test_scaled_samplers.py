@@ -24,7 +24,7 @@ slow = pytest.mark.slow
 GROWING = {
     "runtime.backend": "ray",
     "placement.pools": {"serve": 1, "train": 1},
-    "placement.most": {"serve": 3},
+    "placement.max_samplers": {"serve": 3},
     "placement.actor": "train",
     "placement.rollout": "serve",
     "rollout.hf.batch_size": 2,
@@ -171,7 +171,7 @@ def test_a_wish_that_never_finds_room_ends_with_the_run(cluster, train, wishes, 
     until(lambda: free() == CPUS)
     wishes |= {1: 5, 2: lambda: until(lambda: "Ray has no room" in caplog.text)}
     with caplog.at_level(logging.INFO, "engine"):
-        found = train("greedy", **GROWING | {"placement.most": {"serve": 5}, "run.steps": 3})
+        found = train("greedy", **GROWING | {"placement.max_samplers": {"serve": 5}, "run.steps": 3})
     assert max(of(found, "samplers")) <= 3
     until(lambda: free() == CPUS)
 
@@ -198,7 +198,7 @@ def test_one_that_is_lost_is_replaced_in_room_that_the_cluster_has_then(monkeypa
     """Its own may be on a node that was lost with it, and Ray may not know that yet."""
     placement = {
         "pools": {"serve": 1, "train": 1},
-        "most": {"serve": 2},
+        "max_samplers": {"serve": 2},
         "actor": "train",
         "rollout": "serve",
     }

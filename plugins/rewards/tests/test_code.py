@@ -48,7 +48,9 @@ class TestCode(RewardSuite):
 @pytest.fixture(scope="module")
 def judge():
     """``judge(program, tests)``: share of the tests that pass, and what is said of them."""
-    made = Judge(CodeOptions(block="whole", test_seconds=4.0), python(), 30.0)  # others keep the machine busy
+    made = Judge(
+        CodeOptions(block="whole", test_timeout_seconds=4.0), python(), 30.0
+    )  # others keep the machine busy
 
     def score(program, tests, **columns):
         result = made.score(program, tests, **columns)
@@ -173,7 +175,7 @@ def test_the_verdict_says_what_happened(judge, program, said):
 
 
 def made(**options):
-    return Judge(CodeOptions(block="whole", test_seconds=4.0, **options), python(), 30.0)
+    return Judge(CodeOptions(block="whole", test_timeout_seconds=4.0, **options), python(), 30.0)
 
 
 def test_all_or_nothing_stops_at_the_first_failure():
@@ -187,7 +189,7 @@ def test_all_or_nothing_stops_at_the_first_failure():
 
 
 def test_tests_that_the_total_time_does_not_reach_have_failed():
-    judge = Judge(CodeOptions(block="whole", test_seconds=0.4), python(), 1.0)
+    judge = Judge(CodeOptions(block="whole", test_timeout_seconds=0.4), python(), 1.0)
     result = judge.score("while True: pass", [{"stdin": "", "stdout": ""}] * 20)
 
     assert result["score"] == 0.0
@@ -256,9 +258,9 @@ def test_options_that_cannot_be_meant_are_refused(options, message):
 
 def test_times_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"total_seconds = 9.5 is more than nine tenths of timeout_seconds = 10"
+        ConfigError, match=r"total_timeout_seconds = 9.5 is more than nine tenths of timeout_seconds = 10"
     ):
-        make_code(10.0, [], tmp_path, False, total_seconds=9.5)
+        make_code(10.0, [], tmp_path, False, total_timeout_seconds=9.5)
 
 
 def test_an_unknown_language_is_refused_with_those_that_there_are(tmp_path):
@@ -338,7 +340,7 @@ def test_a_box_that_cannot_be_started_is_the_machine_s_problem(monkeypatch):
 
 
 def test_programs_that_hang_cost_their_time_and_no_worker(tmp_path):
-    rewards = runner(tmp_path, {"test_seconds": 1.0}, workers=2)
+    rewards = runner(tmp_path, {"test_timeout_seconds": 1.0}, workers=2)
     completions = [fenced("while True: pass"), fenced("def add(a, b): return a + b")] * 4
     try:
         rewards.ask(

@@ -50,7 +50,7 @@ def validate(tmp_path, monkeypatch, capsys):
     ("options", "code", "message"),
     [
         ('language = "pyton"', 3, "language = 'pyton': Unknown code language 'pyton'. Did you mean 'python'"),
-        ("total_seconds = 9.5", 2, "more than nine tenths of timeout_seconds = 10"),
+        ("total_timeout_seconds = 9.5", 2, "more than nine tenths of timeout_seconds = 10"),
         (
             'readable = ["{folder}/rows.json"]',
             2,

@@ -218,7 +218,7 @@ SANE = {  # options, a response with its answer, the reward
     "math": (MathOptions(), (r"so \boxed{2}", "2"), 1.0),
     "format": (FormatOptions(), ("<think>.</think><answer>2</answer>", "2"), 1.0),
     "length": (LengthOptions(max_tokens=10, buffer_tokens=5), ("2", "2"), 0.0),
-    "code": (CodeOptions(test_seconds=2.0), ("```python\nprint(2)\n```", TESTS), 1.0),
+    "code": (CodeOptions(test_timeout_seconds=2.0), ("```python\nprint(2)\n```", TESTS), 1.0),
 }
 FIXED = settings(
     max_examples=12,

@@ -17,7 +17,7 @@ from engine_plugin_rewards.http_scorer import make_http
 from engine_plugin_rewards.plugin import HTTPOptions
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
-QUICK = {"try_seconds": 4.0, "backoff_seconds": 0.01, "retries": 1}
+QUICK = {"attempt_timeout_seconds": 4.0, "backoff_seconds": 0.01, "retries": 1}
 
 
 def ask(url, words=("a", "bb"), timeout=5.0, **options):
@@ -78,7 +78,7 @@ def again_and_again(start, part):
     ids=["a header", "headers", "continue", "the length of a chunk", "chunks", "a body"],
 )
 def test_an_answer_that_never_ends_costs_its_tries_and_no_more(raw_server, start, part):
-    found = ask(raw_server(again_and_again(start, part)), try_seconds=0.3)
+    found = ask(raw_server(again_and_again(start, part)), attempt_timeout_seconds=0.3)
     # more than 100 headers are refused before the time is over
     ends = ("no whole answer within 0.3 s (try 2 of 2)", "got more than 100 headers (try 2 of 2)")
     assert all(str(error).endswith(ends) for error in found), found
@@ -87,7 +87,7 @@ def test_an_answer_that_never_ends_costs_its_tries_and_no_more(raw_server, start
 def test_a_body_of_gigabytes_is_left_where_it_is(raw_server):
     found = ask(
         raw_server(again_and_again(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * 500_000)),
-        try_seconds=5,
+        attempt_timeout_seconds=5,
         max_response_kb=64,
     )
     assert {str(error) for error in found} == {"the response is longer than 64 KB (max_response_kb)"}
@@ -99,7 +99,7 @@ def test_a_packed_answer_is_not_unpacked(scorer_server):
     def packed(handler, sent):
         handler.answer(bomb, headers=[("Content-Encoding", "gzip")])
 
-    found = ask(scorer_server(packed).url, try_seconds=5)
+    found = ask(scorer_server(packed).url, attempt_timeout_seconds=5)
     assert all("the response is no JSON: '\\x1f" in str(error) for error in found)
 
 
@@ -175,7 +175,7 @@ def test_the_address_that_was_judged_is_the_one_that_is_connected_to(scorer_serv
     url = server.url.replace("127.0.0.1", "scorer.test")
     # at the start, for the connection, and then rebound
     asked = names("127.0.0.1", "127.0.0.1", "169.254.169.254")
-    assert ask(url, allow_addresses=["127.0.0.1"], try_seconds=5) == [1.0, 2.0]
+    assert ask(url, allow_addresses=["127.0.0.1"], attempt_timeout_seconds=5) == [1.0, 2.0]
     assert asked.count("scorer.test") == 2
     assert server.seen[0][1]["Host"] == f"scorer.test:{server.server_port}"
 
@@ -188,7 +188,7 @@ def test_a_name_that_is_rebound_later_is_refused_then(scorer_server, names):
     server = scorer_server(closing)
     names("127.0.0.1", "127.0.0.1", "169.254.169.254")
     url = server.url.replace("127.0.0.1", "scorer.test")
-    found = ask(url, allow_addresses=["127.0.0.1"], try_seconds=5, batch_size=1, connections=1)
+    found = ask(url, allow_addresses=["127.0.0.1"], attempt_timeout_seconds=5, batch_size=1, connections=1)
     assert found[0] == 1.0
     assert "'scorer.test' leads to 169.254.169.254, which is a cloud's metadata service" in str(found[1])
     assert len(server.seen) == 1
@@ -219,7 +219,7 @@ def test_over_tls_the_certificate_must_be_the_names_though_the_address_is_connec
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
     names("127.0.0.1")
     port = server.server_port
-    options = {"allow_addresses": ["127.0.0.1"], "try_seconds": 5}
+    options = {"allow_addresses": ["127.0.0.1"], "attempt_timeout_seconds": 5}
     assert ask(f"https://scorer.test:{port}/", **options) == [1.0, 2.0]
     refused = ask(f"https://localhost:{port}/", **options)
     assert all("certificate" in str(error) for error in refused), refused

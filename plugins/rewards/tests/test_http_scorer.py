@@ -18,7 +18,7 @@ from engine_core.types import Prompt, Rollout
 from engine_plugin_rewards.http_scorer import make_http, read_scores
 from engine_plugin_rewards.plugin import HTTPOptions
 
-QUICK = {"try_seconds": 10.0, "backoff_seconds": 0.01, "retries": 2}
+QUICK = {"attempt_timeout_seconds": 10.0, "backoff_seconds": 0.01, "retries": 2}
 WORDS = ["a", "bb", "ccc"]
 
 
@@ -134,7 +134,7 @@ def test_no_more_requests_run_at_once_than_connections(scorer_server):
 )
 def test_what_may_pass_is_tried_again(scorer_server, fault):
     server = scorer_server(fault, scorer_server.lengths)
-    assert ask(server.url, try_seconds=2.0) == [1.0, 2.0, 3.0]
+    assert ask(server.url, attempt_timeout_seconds=2.0) == [1.0, 2.0, 3.0]
     assert len(server.seen) == 2
 
 
@@ -213,7 +213,7 @@ def test_a_server_that_asks_for_a_pause_gets_it(scorer_server):
 def test_the_time_of_the_reward_bounds_all_tries_together(scorer_server):
     server = scorer_server(sleep_for(0.6))
     begun = time.monotonic()
-    found = ask(server.url, timeout=1.0, try_seconds=0.4, retries=50, backoff_seconds=0.2)
+    found = ask(server.url, timeout=1.0, attempt_timeout_seconds=0.4, retries=50, backoff_seconds=0.2)
     assert {type(error) for error in found} == {TimeoutError}
     assert len(server.seen) < 5  # not fifty
     assert time.monotonic() - begun < 60

@@ -40,7 +40,7 @@ def test_ahead_the_side_that_is_waited_for_is_the_one_to_strengthen():
     assert "engine scale" not in said
     lines = run(generate=6.0, train=3.5, step=10.0, sampling=10.0)
     assert advice([line | {"sampling/samplers": 2.0} for line in lines]).endswith(
-        "With placement.most 'engine scale' brings them while the run goes on."
+        "With placement.max_samplers 'engine scale' brings them while the run goes on."
     )
     said = advice(run(generate=0.0, train=9.5, step=10.0, sampling=4.0))
     assert "more trainers, at best 2.50x" in said

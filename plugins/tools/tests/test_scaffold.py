@@ -124,6 +124,7 @@ def test_a_new_run_file_has_known_keys_only_and_its_data(tmp_path):
     config = EngineConfig.model_validate(data)
 
     assert config.reward[0].name == "numeric"
+    assert config.tracking.trackers == ["tensorboard"]
     rows = (file.parent / config.data.train).read_text().splitlines()
     assert len(rows) == config.data.prompts_per_step
     with pytest.raises(ConfigError, match=r"Not written, because it exists: .*run.toml"):

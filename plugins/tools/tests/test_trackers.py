@@ -32,6 +32,7 @@ def scalars(run: RunFolder, name: str, folder: str = "tensorboard") -> list[tupl
 
 
 def config_in(tmp_path, **tables) -> EngineConfig:
+    tables = {"tracking": {"trackers": ["tensorboard"]}, **tables}
     return EngineConfig(run={"dir": str(tmp_path), "name": "a"}, **tables)
 
 

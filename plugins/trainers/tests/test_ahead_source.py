@@ -124,7 +124,7 @@ def test_staleness_is_that_of_the_tokens_that_count_also_once_a_stage_has_masked
         with_versions("none", [0], [False]),
     ]
     # ages 2, 2, 1, 0 and 0; one of three rollouts is of several versions
-    expected = {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/mixed_share": 1 / 3}
+    expected = {"async/staleness_mean": 1.0, "async/staleness_max": 2.0, "async/mixed_version_share": 1 / 3}
     made._check_staleness(rollouts)
     assert made._staleness(rollouts) == expected
     rollouts[0].loss_mask[1:3] = False  # ages 1, 0 and 0

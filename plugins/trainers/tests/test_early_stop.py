@@ -194,7 +194,7 @@ def test_groups_that_a_run_under_other_settings_drops_are_counted(tmp_path, capl
             rollout = Rollout(f"1:{number}:{index}", prompt, tokens, mask, torch.zeros(5), mask.int(), reason)
             held.append(dataclasses.replace(rollout, group_id=number))
     write_rollouts(tmp_path / CARRIED, step=0, rollouts=held)
-    options = SimpleNamespace(over_sampling=over_sampling, carry_partial=carry)
+    options = SimpleNamespace(over_sampling=over_sampling, partial_rollouts=carry)
     run = SimpleNamespace(config=SimpleNamespace(rollout=options))
     stragglers = Stragglers(SimpleNamespace(run=run))
     stragglers.load(tmp_path)

@@ -66,7 +66,7 @@ def asked(count, **sampling):
 
 @pytest.mark.parametrize("seeds", [True, False])
 def test_a_response_has_numbers_of_its_own_unless_the_run_says_otherwise(engine, monkeypatch, seeds):
-    monkeypatch.setattr(engine, "options", engine.options.model_copy(update={"seeds": seeds}))
+    monkeypatch.setattr(engine, "options", engine.options.model_copy(update={"per_request_seeds": seeds}))
     first, again = (engine.generate(asked(4, temperature=1.0)) for _ in range(2))
     same = all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
     assert same is seeds

@@ -133,7 +133,7 @@ def fake():
 
 
 def options_of(server, **settings):
-    quick = {"try_seconds": 5.0, "retries": 1, "backoff_seconds": 0.01}
+    quick = {"attempt_timeout_seconds": 5.0, "retries": 1, "backoff_seconds": 0.01}
     return VLLMServerOptions(**({"url": server.url} | quick | settings))
 
 
@@ -312,7 +312,7 @@ def test_what_passes_is_tried_again_and_what_does_not_ends_the_run_with_its_caus
         TrainingFailed, match=r"does not answer: status 503: .* \(try 2 of 2\)\. The last checkpoint is good"
     ):
         list(gone.given([[1, 2]], 0))
-    late = Remote(opened(fake(**{path: [(0, 1.0)] * 2}), try_seconds=0.2))
+    late = Remote(opened(fake(**{path: [(0, 1.0)] * 2}), attempt_timeout_seconds=0.2))
     with pytest.raises(TrainingFailed, match=r"no whole answer within 0\.2 s"):
         list(late.given([[1, 2]], 0))
     few = {"message": "Requested prompt logprobs of 9, which is greater than max allowed: 2"}

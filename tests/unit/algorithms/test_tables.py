@@ -12,7 +12,7 @@ from engine_core import builtin
 from engine_core.algorithms import correction
 from engine_core.algorithms.kl import ESTIMATORS
 from engine_core.config.models import AlgorithmConfig, CorrectionConfig
-from engine_plugin_trainers.algorithms.preference_options import PAIR_LOSSES
+from engine_plugin_trainers.options import PAIR_LOSSES
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -138,6 +138,19 @@ def test_schema_is_json_over_all_tables_and_installed_names(engine):
     assert optim["properties"]["lr"]["default"] == 1e-6
 
 
+def test_schema_has_the_names_of_tables_that_plugins_define(engine, install):
+    source = """
+        from engine_core import hookimpl
+        from engine_plugin_rewards.tables import CodeLanguage
+
+        @hookimpl
+        def engine_code_languages():
+            return {"rust": CodeLanguage(load="rust_language:language")}
+        """
+    install("engine-rust", {"code_languages": {"rust": "rust_language"}}, {"rust_language": source})
+    assert 'language = "python"  ("python" | "rust")' in engine("schema", "reward.code").out
+
+
 def test_schema_of_a_table_is_readable(engine):
     text = engine("schema", "actor.torch").out
     assert text.startswith("[actor.torch]\n")

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class FormatOptions(Options):
     """[reward.format]"""
 
+    renamed = {"part": "share"}
+
     pattern: str
     """Regular expression."""
     share: float = Field(1.0, gt=0, le=1)

@@ -5,7 +5,7 @@ import pytest
 
 from engine_core.config.dump import as_data, dump_toml
 from engine_core.config.evaluation import held_out_sets
-from engine_core.config.schema import json_schema, schema_at
+from engine_plugin_tools.schema import json_schema, schema_at
 
 RUN = """\
 [model]

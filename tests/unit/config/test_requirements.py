@@ -211,14 +211,36 @@ def test_a_loss_may_need_a_column_of_a_plugin():
     assert planned_with(Offering(**CHAIN), loss=loss).derived == ("surprise",)
 
 
-@pytest.mark.parametrize("role", ["actor", "ref", "teacher", "critic"])
+@pytest.mark.parametrize("role", ["actor", "ref", "teacher"])
 def test_a_column_of_a_role_builds_that_role(role):
     made = planned_with(Offering(extra=Column(role=role, output="entropy")), "extra")
 
-    wanted = {"ref": made.needs_ref, "teacher": made.needs_teacher, "critic": made.needs_critic}
+    wanted = {"ref": made.needs_ref, "teacher": made.needs_teacher}
     assert {name for name, needed in wanted.items() if needed} == {role} - {"actor"}
+    assert not made.needs_critic
     assert made.columns == ("extra",)
     assert made.derived == ()
+
+
+def test_a_column_of_the_critic_is_made_next_to_its_values():
+    advantage = needing("rewards", "values", "extra", makes=frozenset({"advantages", "returns"}))
+    offered = Offering(extra=Column(role="critic", output="scores"))
+    made = planned(advantage, producers=producers_of(offered, advantage, CLIP))
+
+    assert made.needs_critic
+    calls = made.inferred(torch.tensor([0]), AlgorithmConfig())
+    assert calls == {"critic": {"values": "values", "extra": "scores"}}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"a": Column(role="critic", output="values")}, {"a": made_of("values")}],
+    ids=["its own", "by way of values"],
+)
+def test_a_column_of_the_critic_without_values_for_the_estimator_is_refused(columns):
+    said = "comes from the critic.* algorithm.advantage = 'grpo' must need 'values' itself and make 'returns'"
+    with pytest.raises(ConfigError, match=said):
+        planned_with(Offering(**columns), "a")
 
 
 def test_what_every_batch_holds_is_not_a_plugins():
@@ -251,6 +273,14 @@ def test_a_column_may_read_what_the_rewards_gave():
         (
             {"a": Column(role="ref")},
             "The column 'a' has role = 'ref' and output = ''; expected an output of one of",
+        ),
+        (
+            {"a": Column(role="ref", output="entropie")},
+            "The column 'a' is the output 'entropie' of role 'ref', which no train engine computes. Did you mean 'entropy'",
+        ),
+        (
+            {"a": Column(role="critic", output="entropy")},
+            "The column 'a' is the output 'entropy' of role 'critic', which no train engine computes",
         ),
         ({"b": made_of()}, "algorithm.advantage = 'grpo' needs the column 'a'"),
     ],

@@ -4,8 +4,8 @@ import jsonschema
 import pytest
 
 from engine_core.config.dump import dump_toml
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import ConfigError
+from engine_plugin_tools.schema import json_schema, schema_at
 
 
 @pytest.fixture

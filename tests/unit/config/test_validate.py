@@ -14,8 +14,8 @@ def test_a_good_file_has_typed_tables_and_options(config_of, good):
     assert config.reward[1].options.share == 1.0
     assert config.algorithm.advantage_options.normalize_by_std is True
     assert config.algorithm.loss_options.clip_ratio == 0.2
-    assert config.tracking.options["tensorboard"].folder == "tensorboard"
-    assert config.runtime.options.trade_memory is False
+    assert config.tracking.options == {}
+    assert config.runtime.options.offload_idle_roles is False
     assert config._source.unread == []
 
 
@@ -74,9 +74,10 @@ def test_used_names_are_those_that_the_trainer_reads():
     assert used_names(data, shared) == {
         "trainers": {"sft"},
         "train_engines": {"torch"},
-        "trackers": {"tensorboard"},
         "runtimes": {"local"},
     }
+    tracked = {**data, "tracking": {"trackers": ["tensorboard"]}}
+    assert used_names(tracked, shared)["trackers"] == {"tensorboard"}
     names = used_names({**data, "actor": {"backend": "fsdp"}})
     assert names["train_engines"] == {"fsdp"}  # [ref] is like the actor
     assert names["rollout_engines"] == {"vllm"}
@@ -269,24 +270,24 @@ def test_a_long_value_is_cut(problems_of):
             "1: placement.rollout: missing. With several pools (a, b) each role names its own.",
         ),
         (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { c = 3 }",
-            "5: placement.most.c: got 'c', which is no pool of placement.pools. Known: a, b.",
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { c = 3 }",
+            "5: placement.max_samplers.c: got 'c', which is no pool of placement.pools. Known: a, b.",
         ),
         (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { b = 1 }",
-            "5: placement.most.b: got 1, expected at least placement.pools.b = 2, with which the pool starts.",
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { b = 1 }",
+            "5: placement.max_samplers.b: got 1, expected at least placement.pools.b = 2, with which the pool starts.",
         ),
         (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { a = 2 }",
-            "5: placement.most.a: only the number of samplers can change while a run goes on",
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { a = 2 }",
+            "5: placement.max_samplers.a: only the number of samplers can change while a run goes on",
         ),
         (
-            "[placement]\npools = { a = 1 }\nmost = { a = 2 }",
-            "3: placement.most.a: only the number of samplers can change while a run goes on",
+            "[placement]\npools = { a = 1 }\nmax_samplers = { a = 2 }",
+            "3: placement.max_samplers.a: only the number of samplers can change while a run goes on",
         ),
         (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmost = { b = 0 }",
-            "5: placement.most.b",
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { b = 0 }",
+            "5: placement.max_samplers.b",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_the_arrow_files_go_with_the_rows_and_nothing_lands_at_home(tmp_path, mo
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    monkeypatch.delenv("ENGINE_CACHE", raising=False)
     rows = Rows([write(tmp_path / "a.csv", b"a\n3\n")])
     cache = Path(rows.cache)
     assert any(cache.rglob("*.arrow"))
@@ -185,10 +185,13 @@ def test_the_arrow_files_go_with_the_rows_and_nothing_lands_at_home(tmp_path, mo
 
 
 def test_a_cache_folder_of_the_user_is_used_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ENGINE_CACHE", str(tmp_path / "cache"))
     del (rows := [Rows([write(tmp_path / "a.csv", b"a\n3\n")])])[:]
     assert not rows
-    assert any((tmp_path / "cache").rglob("*.arrow"))
+    (kept,) = (tmp_path / "cache").rglob("*.arrow")
+    made = kept.stat().st_mtime_ns
+    assert Rows([str(tmp_path / "a.csv")]).row(0) == {"a": "3"}
+    assert kept.stat().st_mtime_ns == made  # read again, not made again
 
 
 def test_local_files_need_no_network(tmp_path, monkeypatch):

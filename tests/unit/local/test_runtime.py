@@ -125,7 +125,7 @@ def test_only_a_training_run_has_roles_whose_weights_never_change():
 
 def test_a_critic_is_built_from_its_own_table_and_sleeps_and_wakes_with_the_trainers():
     config = EngineConfig(critic={"max_tokens_per_rank": 5})
-    config.runtime.options = LocalOptions(trade_memory=True)
+    config.runtime.options = LocalOptions(offload_idle_roles=True)
     runtime = LocalRuntime(config, Plugins(), {})
     roles = {"actor": Role("train", idle_steps=4), "critic": Role("train"), "rollout": Role("rollout")}
     groups = runtime.start(roles, total_steps=7)
@@ -164,7 +164,7 @@ def test_memory_is_traded_only_when_asked_and_given_back_before_it_is_taken():
     with runtime.phase("generate"):
         pass
     assert EVENTS == []
-    runtime, _ = started(Plugins(), trade_memory=True)
+    runtime, _ = started(Plugins(), offload_idle_roles=True)
     EVENTS.clear()
     with runtime.phase("generate"):
         pass
@@ -177,7 +177,7 @@ def test_memory_is_traded_only_when_asked_and_given_back_before_it_is_taken():
 
 def test_the_time_of_handing_memory_over_is_summed_up(monkeypatch):
     clock = iter([10.0, 10.5, 20.0, 22.0])
-    runtime, _ = started(Plugins(), trade_memory=True)
+    runtime, _ = started(Plugins(), offload_idle_roles=True)
     runtime.traded_seconds = 1.0
     monkeypatch.setattr("engine_core.local.runtime.time.perf_counter", lambda: next(clock))
     with runtime.phase("generate"):

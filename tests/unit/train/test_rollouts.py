@@ -14,9 +14,9 @@ def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one(
     source = RolloutSource.__new__(RolloutSource)
     source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None, folder=None)
     source.version, source._traded = 0, 1.0
-    assert source.sync()["time/switch"] == 2.0 + 0.25
+    assert source.sync()["time/offload_and_sync"] == 2.0 + 0.25
     runtime.traded_seconds = 7.0
-    assert source.sync()["time/switch"] == 4.0 + 0.5
+    assert source.sync()["time/offload_and_sync"] == 4.0 + 0.5
 
 
 def test_an_update_has_the_runtime_look_for_requests_in_the_folder_of_the_run(tmp_path):

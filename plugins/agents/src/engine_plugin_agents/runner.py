@@ -30,7 +30,7 @@ TRACES_LOGGED = 20
 COUNTS = (
     "environment/errors",
     "environment/timeouts",
-    "environment/limited",
+    "environment/truncated",
     "environment/tool_calls",
     "environment/tool_errors",
     "environment/tool_timeouts",
@@ -209,7 +209,7 @@ class EnvironmentRunner:
             finished[end.number] = end
             self._counts["episodes"] += 1
             self._counts["turns"] += int(end.rollout.extras["turns"].max())
-            self._counts["limited"] += end.limited
+            self._counts["truncated"] += end.limited
             request = requests[end.number]
             end.rollout.request_id, end.rollout.prompt = request.id, request.prompt
             end.rollout.group_id, end.rollout.index = request.group_id, request.index

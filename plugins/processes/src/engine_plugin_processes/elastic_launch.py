@@ -114,7 +114,7 @@ class Launch:
                 if found is None:
                     raise EnvironmentProblem(
                         f"Rank {', '.join(map(str, sorted(missing)))} of {self.world_size} did not come within "
-                        f"{seconds / 60:g} minutes (runtime.torchrun.start_minutes). Does torchrun run the same command "
+                        f"{seconds / 60:g} minutes (runtime.torchrun.startup_timeout_minutes). Does torchrun run the same command "
                         f"on every node, with the same {TOKEN}?"
                     )
                 rank, channel = found

@@ -98,13 +98,13 @@ class Links:
                 self.drop(source, target)
                 raise
             else:
-                takers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
-                return SyncResult(version, moved * len(takers), time.perf_counter() - start, checksum)
+                receivers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
+                return SyncResult(version, moved * len(receivers), time.perf_counter() - start, checksum)
 
     def _update(
         self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
     ) -> tuple[int, str]:
-        """One update over a link: bytes, and the takers' checksum."""
+        """One update over a link: bytes, and the receivers' checksum."""
         link.updates += 1
         fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
         what = roles[1], "update_weights"
@@ -140,7 +140,7 @@ class Links:
             self._used.setdefault(key, []).append(link.number)
 
     def _link(self, source: Pool, target: Pool) -> Link:
-        """The open link, or a new one: every end made, then joined."""
+        """Return the open link, or a new one: every endpoint is opened, then all are joined."""
         key = source.name, target.name
         if key in self._open and set(self._open[key].ranks[1:]) != set(self.ranks_of(target)):
             self.drop(source, target)  # who takes part has changed
@@ -148,29 +148,29 @@ class Links:
             return self._open[key]
         self._made += 1
         link = Link(self._made, (source.ranks[0], *self.ranks_of(target)))
-        label = f"{self._run}-{link.number}"
+        link_id = f"{self._run}-{link.number}"
         workers = [self.crew.workers[rank] for rank in link.ranks]
         role = {rank: source.roles[0] if rank == link.ranks[0] else target.roles[0] for rank in link.ranks}
-        told = self._each(
+        peers = self._each(
             link,
             "link",
-            lambda place, rank: {
-                "link": link.number, "transport": self.transport_of(source, target), "place": place,
+            lambda index, rank: {
+                "link": link.number, "transport": self.transport_of(source, target), "index": index,
                 "names": [f"{role[worker.rank]}[{worker.rank}] on {worker.host}" for worker in workers],
-                "host": self.hosts[rank], "meeting": self.meeting(f"weights-{link.number}"),
-                "folder": self.folder, "label": label, "instead_of": self._used.get(key, []),
+                "host": self.hosts[rank], "rendezvous": self.meeting(f"weights-{link.number}"),
+                "shared_folder": self.folder, "link_id": link_id, "instead_of": self._used.get(key, []),
             },
         ).result()  # fmt: skip
-        self._each(link, "join", lambda place, rank: {"link": link.number, "told": told}).result()
+        self._each(link, "join", lambda *_: {"link": link.number, "peers": peers}).result()
         self._open[key] = link
         self._used.pop(key, None)
         return link
 
     def _each(self, link: Link, kind: str, fields: Callable[[int, int], Mapping[str, Any]]) -> Future[Any]:
-        """One command to every end, with fields of its own; their answers, by place."""
+        """Send one command to every endpoint, each with its own fields; the result is their answers by index."""
         number = self.crew.next_number()
         messages = {
-            rank: message_to(number, kind, **fields(place, rank)) for place, rank in enumerate(link.ranks)
+            rank: message_to(number, kind, **fields(index, rank)) for index, rank in enumerate(link.ranks)
         }
         return self.crew.send(
             messages, ("worker", kind), number, leaders=link.ranks, merge=lambda results: list(results)

@@ -64,9 +64,9 @@ def wanted_processes(config: EngineConfig) -> int | None:
 
 
 def processes_to_come(config: EngineConfig) -> int:
-    """That may be there beside those of the start (`placement.most`)."""
+    """That may be there beside those of the start (`placement.max_samplers`)."""
     pools = config.placement.pools
-    return sum(most - pools[name] for name, most in config.placement.most.items())
+    return sum(most - pools[name] for name, most in config.placement.max_samplers.items())
 
 
 def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> list[Pool]:
@@ -96,7 +96,7 @@ def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> li
                 f"placement.pools: pool '{name}' serves no role of this run ({', '.join(roles)}). Take it out, or "
                 f"name it in [placement]."
             )
-        most = config.placement.most.get(name, size)
+        most = config.placement.max_samplers.get(name, size)
         pools.append(Pool(name, range(first, first + most), served, most - size))
         first += most
     return pools
@@ -117,7 +117,7 @@ def check_singly(config: EngineConfig, replaced: int, pools: Sequence[Pool], can
     key = f"runtime.{config.runtime.backend}.max_replacements"
     verb, way_out = "be replaced", f"set {key} = 0"
     if not replaced:
-        key, verb, way_out = "placement.most", "come or leave", "take it out"
+        key, verb, way_out = "placement.max_samplers", "come or leave", "take it out"
     roles = next((pool.roles for pool in pools if "rollout" in pool.roles), ())
     if tuple(roles) != ("rollout",):
         raise ConfigError(
@@ -132,9 +132,9 @@ def check_singly(config: EngineConfig, replaced: int, pools: Sequence[Pool], can
             else f"{started} while the run goes on. Start the run without torchrun, or take it out."
         )
     parts = getattr(config.rollout.options, "tensor_parallel_size", 1)
-    if config.placement.most and parts > 1:
+    if config.placement.max_samplers and parts > 1:
         raise ConfigError(
-            f"placement.most: a sampler of {parts} processes (rollout.{config.rollout.backend}.tensor_parallel_size) cannot "
+            f"placement.max_samplers: a sampler of {parts} processes (rollout.{config.rollout.backend}.tensor_parallel_size) cannot "
             "come or leave, each process does it alone. Set tensor_parallel_size = 1, or take it out."
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from engine_core.hooks import hookimpl
 from engine_core.specs import Command, Part, RuntimeSpec, TransportSpec
 from engine_plugin_processes.options import TorchrunOptions
-from engine_plugin_processes.transports.options import TRANSPORTS
+from engine_plugin_processes.transports.table import TRANSPORTS
 
 
 @hookimpl

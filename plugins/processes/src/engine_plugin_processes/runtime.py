@@ -40,7 +40,8 @@ from engine_plugin_processes.replaceable_group import ReplaceableGroup
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.scale_requests import ScaleRequests
 from engine_plugin_processes.shared_module import SharedModule
-from engine_plugin_processes.transports.choice import KIND, Endpoint, Topology, by_topology, choose, make
+from engine_plugin_processes.transports.choice import KIND, Topology, by_topology, choose, make
+from engine_plugin_processes.transports.devices import ProcessDevice
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
@@ -66,7 +67,7 @@ class MultiProcessRuntime(Runtime):
         self.replacements: Replacements | None = None  # where samplers may be lost
         self._scale_requests: ScaleRequests | None = None
         self._transport = ""  # of weights to the sampler
-        self._weight_seats: dict[int, Endpoint] = {}  # of each rank, once it is there
+        self._devices: dict[int, ProcessDevice] = {}  # by rank, once it has started
         self._loan: SharedModule | None = None  # of the actor's module, where samplers of its pool share it
         self._token = new_token()
 
@@ -208,7 +209,9 @@ class MultiProcessRuntime(Runtime):
     def _start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
         workers = self._launch()
         name = self.config.runtime.backend
-        self.crew = WorkerPool(workers, self.options.stall_minutes * 60, f"runtime.{name}.stall_minutes")
+        self.crew = WorkerPool(
+            workers, self.options.command_timeout_minutes * 60, f"runtime.{name}.command_timeout_minutes"
+        )
         common = self._order(total_steps)
         number, orders = self.crew.next_number(), {}
         for pool in self.pools:
@@ -225,9 +228,9 @@ class MultiProcessRuntime(Runtime):
             number,
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
-            deadline=self.options.start_minutes * 60,
+            deadline=self.options.startup_timeout_minutes * 60,
         ).result()
-        self._see_seats(ready)
+        self._read_devices(ready)
         places = self._meeting, self._private_folder()
         self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, *places, self._token)
         self.links.replaceable = self.replacements is not None
@@ -258,9 +261,9 @@ class MultiProcessRuntime(Runtime):
                 kind, options = make(self.config, self.plugins, self._transport)
                 kind.check(options, self._one_machine())
 
-    def _see_seats(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
-        """What ``auto`` means is known when every rank has told what it is on."""
-        self._weight_seats = {rank: Endpoint(**found["seat"]) for rank, found in ready.items()}
+    def _read_devices(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
+        """Note the device of each rank; with all of them known, choose the transport that ``auto`` means."""
+        self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
         served = {role for pool in self.pools for role in pool.roles}
         if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
             topology = self._topology(self._pool("actor"), self._pool("rollout"))
@@ -269,14 +272,14 @@ class MultiProcessRuntime(Runtime):
     def _repeatable(self, pool: Pool) -> bool:
         """Accelerators promise no bits but where the file asks for them."""
         return self.config.run.deterministic or all(
-            self._weight_seats[rank].device == "cpu" for rank in pool.started
+            self._devices[rank].kind == "cpu" for rank in pool.started
         )
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
-        like = self._weight_seats.get(target.ranks[0], Endpoint())  # one that comes later is on the same
-        seats = tuple(self._weight_seats.get(rank, like) for rank in (source.ranks[0], *target.ranks))
+        like = self._devices.get(target.ranks[0], ProcessDevice())  # one that comes later is on the same
+        devices = tuple(self._devices.get(rank, like) for rank in (source.ranks[0], *target.ranks))
         may_leave = self.replacements is not None and "rollout" in target.roles
-        return Topology(source is not target, seats, self._one_machine(), may_leave)
+        return Topology(source is not target, devices, self._one_machine(), may_leave)
 
     def _transport_to(self, source: Pool, target: Pool) -> str:
         """That of the sampler; to a reference in another pool, where that cannot be it, the one that ``auto`` means."""
@@ -306,7 +309,7 @@ class MultiProcessRuntime(Runtime):
         Raises:
             ConfigError: they are to be, and cannot.
         """
-        if not (self.options.max_replacements or self.config.placement.most):
+        if not (self.options.max_replacements or self.config.placement.max_samplers):
             return False
         check_singly(self.config, self.options.max_replacements, self.pools, self._can_replace())
         return True
@@ -332,10 +335,10 @@ class MultiProcessRuntime(Runtime):
             self.options.max_replacements,
             f"runtime.{self.config.runtime.backend}.max_replacements",
             begin,
-            self.options.start_minutes * 60,
+            self.options.startup_timeout_minutes * 60,
             pool.started,
             self._ended,
-            changeable=bool(self.config.placement.most),
+            changeable=bool(self.config.placement.max_samplers),
         )
 
     def _ranks(self, pool: Pool) -> list[int]:
@@ -356,7 +359,7 @@ class MultiProcessRuntime(Runtime):
         if (need := (wanted or 0) + to_come) > there:
             name = self.config.runtime.backend
             key = "placement.pools" if self.config.placement.pools else f"runtime.{name}.processes"
-            key, least = ("placement.most", " at the most") if (wanted or 0) <= there else (key, "")
+            key, least = ("placement.max_samplers", " at the most") if (wanted or 0) <= there else (key, "")
             raise ConfigError(
                 f"{key}: {need if least else wanted} processes{least} need an accelerator each, and this machine shows "
                 f'{there}. Lower it, look at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
@@ -371,8 +374,8 @@ class MultiProcessRuntime(Runtime):
             "tokenizer": tokenizer_hash(self.live["tokenizer"]) if "tokenizer" in self.live else None,
             "device": self.options.device,
             "log_level": log.getEffectiveLevel(),
-            "stall_seconds": self.options.stall_minutes * 60,
-            "start_seconds": self.options.start_minutes * 60,
+            "stall_seconds": self.options.command_timeout_minutes * 60,
+            "start_seconds": self.options.startup_timeout_minutes * 60,
             "token": self._token,
         }
 
@@ -424,7 +427,7 @@ class MultiProcessRuntime(Runtime):
 
     def _trade(self, phase: str) -> None:
         """Each process for itself; all pools at the same time."""
-        if self.options.trade_memory:
+        if self.options.offload_idle_roles:
             start = time.perf_counter()
             told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
             for future in told:
@@ -433,9 +436,9 @@ class MultiProcessRuntime(Runtime):
 
     def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
         """Weights from one pool to another: its first rank sends, all ranks of the other take."""
-        givers, takers = self._pool(source), self._pool(target)
+        senders, receivers = self._pool(source), self._pool(target)
         one = functools.partial(_one_checksum, target)
-        return self.links.push(givers, takers, (source, target), version, mix, one)
+        return self.links.push(senders, receivers, (source, target), version, mix, one)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -22,18 +22,18 @@ Samplers = Annotated[
 
 
 def scale(run: Run, samplers: Samplers = None, as_json: Json = False) -> None:
-    """Have another number of samplers while a run goes on, within placement.most; or show how many there are.
+    """Have another number of samplers while a run goes on, within placement.max_samplers; or show how many there are.
 
     The run looks at each update of its weights: new ones are started in the background and take part from a later
     update on, and the last ones leave.
     """
     folder = RunFolder.open(run)
     pool, placement = _range(folder)
-    start, most = placement.pools[pool], placement.most[pool]
+    start, most = placement.pools[pool], placement.max_samplers[pool]
     if samplers is not None:
         if not 1 <= samplers <= most:
             raise ConfigError(
-                f"SAMPLERS: got {samplers}, expected 1 to {most} (placement.most.{pool} of {folder.path})."
+                f"SAMPLERS: got {samplers}, expected 1 to {most} (placement.max_samplers.{pool} of {folder.path})."
             )
         if not folder.in_use:
             before = _wanted(folder, start, most)
@@ -47,12 +47,14 @@ def scale(run: Run, samplers: Samplers = None, as_json: Json = False) -> None:
                 f"'engine resume {folder.path}' starts with placement.pools.{pool} = {start} of them{then}."
             )
         write_request(folder.path, samplers)
-    shown = {"wanted": _wanted(folder, start, most), "there": _there(folder), "most": most}
+    shown = {"requested": _wanted(folder, start, most), "running": _there(folder), "max": most}
     if as_json:
         print_json(shown)
         return
-    there = "no step has told yet how many there are" if shown["there"] is None else f"{shown['there']} there"
-    print(f"samplers: {shown['wanted']} wanted, {there}, {most} at the most")
+    there = (
+        "no step has reported yet how many run" if shown["running"] is None else f"{shown['running']} running"
+    )
+    print(f"samplers: {shown['requested']} requested, {there}, at most {most}")
 
 
 def _range(folder: RunFolder) -> tuple[str, PlacementConfig]:
@@ -71,18 +73,18 @@ def _range(folder: RunFolder) -> tuple[str, PlacementConfig]:
             f"runtime.backend = 'local': {folder.path} has one process, and no samplers that come or leave. Use a runtime "
             "whose workers are processes."
         )
-    if not placement.most:
+    if not placement.max_samplers:
         pool = placement.rollout if placement.rollout != placement.actor else None
         way = (
-            f"as in --set placement.most.{pool}=4"
+            f"as in --set placement.max_samplers.{pool}=4"
             if pool
             else "with a pool of the sampler's own in [placement]"
         )
         raise ConfigError(
-            f"placement.most: {folder.path} has none, so it keeps the samplers that it starts with. Set it when the run is "
+            f"placement.max_samplers: {folder.path} has none, so it keeps the samplers that it starts with. Set it when the run is "
             f"started or resumed, {way}."
         )
-    return next(iter(placement.most)), placement
+    return next(iter(placement.max_samplers)), placement
 
 
 def _wanted(folder: RunFolder, start: int, most: int) -> int:

@@ -14,7 +14,7 @@ def told(
     waiting: Sequence[int],
     ranks: Sequence[int],
     stacks: Mapping[int, Sequence[Stack]],
-    key: str = "runtime.torchrun.stall_minutes",
+    key: str = "runtime.torchrun.command_timeout_minutes",
 ) -> tuple[int, str, str]:
     """What to say of a command that is past its deadline.
 

@@ -54,7 +54,7 @@ class TorchrunRuntime(MultiProcessRuntime):
 
     def _launch(self) -> list[WorkerHandle]:
         if self._torchrun is not None:
-            self._gathered = self._torchrun.gather(self.options.start_minutes * 60)
+            self._gathered = self._torchrun.gather(self.options.startup_timeout_minutes * 60)
             return self._gathered
         self._folder = TemporaryFolder("engine-torchrun-")
         return self._spawn([rank for pool in self.pools for rank in pool.started])

@@ -10,8 +10,10 @@ unblocked by: the thread that reads, an interrupt; produces: answers and parts o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
+import inspect
 import logging
 import os
 import queue
@@ -21,9 +23,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
+from engine_core.errors import TrainingFailed
 from engine_core.types import decode_ended
 from engine_plugin_processes.channel import Channel, Closed, Outbox
 from engine_plugin_processes.peer_watch import end_with
@@ -33,9 +37,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
+    from engine_core.contracts.weight_transport import WeightTransport
     from engine_core.types import Rollout
     from engine_plugin_processes.shared_module import SharingHost
-    from engine_plugin_processes.transports.base import Transport
 
 CONTROLLER_GONE = 70
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
@@ -57,7 +61,7 @@ class Worker:
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self.host: SharingHost
         self.order: dict[str, Any] = {}
-        self.links: dict[int, Transport] = {}  # this process's end of each, by number
+        self.links: dict[int, WeightTransport] = {}  # endpoints of this process, by number of the link
         self.current: int | None = None  # the command in hand
         self.dropped: set[int] = set()  # commands that nobody waits for
         self.thread = 0  # in which commands are carried out
@@ -111,14 +115,15 @@ class Worker:
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
         """Join the pool, load the run's plugins, build the engines; what each role is like."""
         from engine_plugin_processes.starting import describe, join_pool, make_host
-        from engine_plugin_processes.transports.choice import Endpoint
+        from engine_plugin_processes.transports.devices import ProcessDevice
 
         self.order = message
         self._forward_logs(message["log_level"])
         device = join_pool(message)
         self.host = make_host(message, device)
         roles = {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
-        return {"shared": self.host.shared, "roles": roles, "seat": dataclasses.asdict(Endpoint.of(device))}
+        described = dataclasses.asdict(ProcessDevice.of(device))
+        return {"shared": self.host.shared, "roles": roles, "device": described}
 
     def _do_call(self, message: dict[str, Any]) -> Any:
         """A method of an engine's contract."""
@@ -187,32 +192,34 @@ class Worker:
         self.host.take_back()
 
     def _do_link(self, message: dict[str, Any]) -> Any:
-        """Make this process's end of a link; what the others are told of it. One of the same pools before it ends."""
-        from engine_plugin_processes.transports.base import End
+        """Open this process's endpoint of a link, and close those of the links that it replaces."""
+        from engine_core.contracts.weight_transport import TransportEndpoint
         from engine_plugin_processes.transports.choice import make
 
         for number in message["instead_of"]:
             if (old := self.links.pop(number, None)) is not None:
                 old.close()
-        fields = {name: message[name] for name in ("place", "host", "meeting", "folder", "label")}
-        end = End(
-            name=message["transport"],
+        fields = {
+            name: message[name]
+            for name in ("transport", "index", "host", "rendezvous", "shared_folder", "link_id")
+        }
+        endpoint = TransportEndpoint(
             names=tuple(message["names"]),
             device=self.host.place.device,
             token=self.order["token"],
             **fields,
         )
         kind, options = make(self.host.config, self.host.plugins, message["transport"])
-        self.links[message["link"]] = transport = kind(options, end)
+        self.links[message["link"]] = transport = kind(options, endpoint)
         return transport.open()
 
     def _do_join(self, message: dict[str, Any]) -> None:
-        self.links[message["link"]].join(message["told"])
+        self.links[message["link"]].join(message["peers"])
 
     def _do_send(self, message: dict[str, Any]) -> int:
         """Weights to another pool; a rank without a link only takes part in the stream."""
         from engine_core.contracts.weight_sync import sends_adapter, stream_of
-        from engine_plugin_processes.transports.base import Update
+        from engine_core.contracts.weight_transport import WeightUpdate
 
         actor = cast("TrainEngine", self.host.engines[message["role"]])
         adapter = message["mix"] is None and sends_adapter(self.host.config)
@@ -221,15 +228,15 @@ class Worker:
             for _ in stream:
                 pass
             return 0
-        return self.links[message["link"]].send(stream, Update(message["update"], message["version"]))
+        return self.links[message["link"]].send(stream, WeightUpdate(message["update"], message["version"]))
 
     def _do_receive(self, message: dict[str, Any]) -> str:
         """Weights of another pool: into the sampler, or mixed into a model."""
-        from engine_plugin_processes.transports.base import Update, begun
+        from engine_core.contracts.weight_transport import WeightUpdate
 
         engine: Any = self.host.engines[message["role"]]
-        stream = self.links[message["link"]].receive(Update(message["update"], message["version"]))
-        with begun(stream):
+        stream = self.links[message["link"]].receive(WeightUpdate(message["update"], message["version"]))
+        with closing_stream(stream):
             if message["mix"] is not None:
                 engine.load_named_weights(stream, message["mix"])
                 return ""
@@ -308,6 +315,22 @@ class ToOwner(logging.Handler):
             self.outbox.put({"log": self.format(record), "name": record.name, "level": record.levelno})
         except Exception:
             self.handleError(record)
+
+
+@contextlib.contextmanager
+def closing_stream(stream: Generator[Any, None, None]) -> Iterator[None]:
+    """Close a stream of ``WeightTransport.receive`` at the end, and start it first if nobody did.
+
+    The sender waits for this endpoint, so an engine that refuses an update before it reads the stream (because it is asleep)
+    must not leave the stream unstarted.
+    """
+    try:
+        yield
+    finally:
+        if inspect.getgeneratorstate(stream) == inspect.GEN_CREATED:
+            with contextlib.suppress(TrainingFailed):
+                next(stream, None)
+        stream.close()
 
 
 def end_at_once(code: int) -> None:

@@ -168,7 +168,7 @@ class WorkerPool:
         self,
         workers: Sequence[WorkerHandle],
         stall_seconds: float,
-        stall_key: str = "runtime.torchrun.stall_minutes",
+        stall_key: str = "runtime.torchrun.command_timeout_minutes",
     ) -> None:
         self.workers = {worker.rank: worker for worker in workers}
         self.stall_seconds, self.stall_key = stall_seconds, stall_key
@@ -213,7 +213,7 @@ class WorkerPool:
             leaders: whose results count; default: the first rank's.
             merge: makes one result of theirs.
             interruptible: may be left at any point: no rank waits for another in it.
-            deadline: seconds; default: `stall_minutes`.
+            deadline: seconds; default: `command_timeout_minutes`.
             on_part: is given, in a thread, each part of a result that a rank tells before it answers.
         """
         ranks = list(messages)

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
 from engine_plugin_processes import plugin as builtin
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.transports.base import End, Update
 
 WEIGHTS = {
     "embed.weight": torch.rand(50, 7),
@@ -23,29 +23,35 @@ class Ends:
     Args:
         name: of the transport.
         folder: that all see.
-        takers: how many.
+        receivers: how many.
         options: of its table.
     """
 
-    def __init__(self, name, folder, takers, **options):
+    def __init__(self, name, folder, receivers, **options):
         spec = builtin.engine_weight_transports()[name]
-        names = ("actor[0] on here", *(f"rollout[{place}] on there" for place in range(1, takers + 1)))
-        meeting, token = {"file": str(folder / "meet"), "tcp": None}, new_token()
-        self.pool = ThreadPoolExecutor(takers + 1)
+        names = ("actor[0] on here", *(f"rollout[{index}] on there" for index in range(1, receivers + 1)))
+        same = {
+            "transport": name,
+            "names": names,
+            "device": torch.device("cpu"),
+            "host": "127.0.0.1",
+            "token": new_token(),
+            "rendezvous": {"file": str(folder / "meet"), "tcp": None},
+            "shared_folder": str(folder),
+            "link_id": "r-1",
+        }
+        self.pool = ThreadPoolExecutor(receivers + 1)
         self.ends = [
-            spec.resolve()(
-                spec.config(**options),
-                End(name, place, names, torch.device("cpu"), "127.0.0.1", token, meeting, str(folder), "r-1"),
-            )
-            for place in range(takers + 1)
+            spec.resolve()(spec.config(**options), TransportEndpoint(index=index, **same))
+            for index in range(receivers + 1)
         ]
-        told = [end.open() for end in self.ends]
-        for met in [self.pool.submit(end.join, told) for end in self.ends]:
+        peers = [end.open() for end in self.ends]
+        for met in [self.pool.submit(end.join, peers) for end in self.ends]:
             met.result(30)
 
     def update(self, stream=None, number=1, version=7, take=None):
-        """Futures of what ``send`` returns, and of what every taker has received."""
-        update = Update(number, version)
+        """Futures of what ``send`` returns, and of what every receiver has received."""
+        update = WeightUpdate(number, version)
         taken = [
             self.pool.submit(take or (lambda at, update: list(at.receive(update))), at, update)
             for at in self.ends[1:]
@@ -68,8 +74,8 @@ def weights():
 def link(tmp_path):
     made = []
 
-    def make(name, takers=1, **options):
-        made.append(Ends(name, tmp_path, takers, **options))
+    def make(name, receivers=1, **options):
+        made.append(Ends(name, tmp_path, receivers, **options))
         return made[-1]
 
     yield make

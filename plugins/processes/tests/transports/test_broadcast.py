@@ -3,22 +3,22 @@
 import pytest
 import torch.distributed as dist
 
+from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.base import Update
 
 
 def test_the_group_is_none_of_the_pool(link):
-    ends = link("broadcast", takers=2)
+    ends = link("broadcast", receivers=2)
     assert not dist.is_initialized()
     assert [end.group.size() for end in ends.ends] == [3, 3, 3]
 
 
 def test_a_group_that_has_failed_is_not_used_again(link):
-    (_, taker) = link("broadcast", timeout_seconds=0.2).ends
+    (_, receiver) = link("broadcast", timeout_seconds=0.2).ends
     with pytest.raises(TrainingFailed, match="nothing went on"):
-        list(taker.receive(Update(1, 0)))
+        list(receiver.receive(WeightUpdate(1, 0)))
     with pytest.raises(TrainingFailed, match="has failed before"):
-        list(taker.receive(Update(2, 0)))
+        list(receiver.receive(WeightUpdate(2, 0)))
 
 
 class Carries:
@@ -37,7 +37,7 @@ class Carries:
 
 
 def test_bytes_go_between_gpus_where_every_end_has_tried_it(link):
-    ends = link("broadcast", takers=2)
+    ends = link("broadcast", receivers=2)
     groups = [Carries() for _ in ends.ends]
     tried = [
         ends.pool.submit(end._tried, lambda made=made: made)
@@ -47,7 +47,7 @@ def test_bytes_go_between_gpus_where_every_end_has_tried_it(link):
 
 
 def test_where_one_end_cannot_none_does_and_updates_go_through_host_memory(link, weights):
-    ends = link("broadcast", takers=2)
+    ends = link("broadcast", receivers=2)
     groups = [Carries() for _ in ends.ends]
 
     def fails():

@@ -9,10 +9,11 @@ from engine_core import load_config
 from engine_core.config.assemble import plugins_for
 from engine_core.config.completeness import check_complete
 from engine_core.errors import ConfigError
-from engine_plugin_processes.transports.choice import Endpoint, Topology, choose, make
+from engine_plugin_processes.transports.choice import Topology, choose, make
+from engine_plugin_processes.transports.devices import ProcessDevice
 from engine_plugin_processes.transports.folder import Folder
 from engine_plugin_processes.transports.ipc import IPC
-from engine_plugin_processes.transports.options import IPCOptions
+from engine_plugin_processes.transports.table import IPCOptions
 from engine_plugin_processes.transports.tcp import TCP
 
 POOLS = {
@@ -34,11 +35,11 @@ def config(tmp_path):
     return load
 
 
-CPU, XPU = Endpoint(), Endpoint("xpu")
+CPU, XPU = ProcessDevice(), ProcessDevice("xpu")
 
 
 def gpu(name, nccl=True):
-    return Endpoint("cuda", name, nccl)
+    return ProcessDevice("cuda", name, nccl)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,9 @@ def test_auto_chooses_by_where_actor_and_sampler_are_and_says_why(config, caplog
     assert why in caplog.text
 
 
-def test_the_seat_of_a_cpu_is_no_gpu():
-    assert (Endpoint.of(torch.device("cpu")).device, Endpoint.of(torch.device("cpu")).gpu) == ("cpu", "")
+def test_a_cpu_has_no_gpu_uuid():
+    found = ProcessDevice.of(torch.device("cpu"))
+    assert (found.kind, found.gpu) == ("cpu", "")
 
 
 def test_shared_memory_is_refused_where_the_run_need_not_be_on_one_machine():

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports.base import Update
 from engine_plugin_processes.transports.folder import MANIFEST, Folder
-from engine_plugin_processes.transports.options import FolderOptions
+from engine_plugin_processes.transports.table import FolderOptions
 
 
 @pytest.fixture
@@ -18,44 +18,44 @@ def ends(link, monkeypatch):
 
 
 def test_a_damaged_part_is_found_and_refused_with_its_file(ends, weights):
-    sender, taker = ends.ends
-    sender.send(weights.items(), Update(1, 7))
+    sender, receiver = ends.ends
+    sender.send(weights.items(), WeightUpdate(1, 7))
     part = sender.root / "update-00000001" / "part-00001.safetensors"
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
     with pytest.raises(TrainingFailed, match=r"part-00001\.safetensors is missing or damaged: its checksum"):
-        list(taker.receive(Update(1, 7)))
+        list(receiver.receive(WeightUpdate(1, 7)))
 
 
 def test_without_its_manifest_an_update_is_not_there(ends, weights):
-    sender, taker = ends.ends
-    sender.send(weights.items(), Update(1, 7))
+    sender, receiver = ends.ends
+    sender.send(weights.items(), WeightUpdate(1, 7))
     (sender.root / "update-00000001" / MANIFEST).unlink()
     with pytest.raises(TrainingFailed, match=r"manifest\.json was not there within 0\.3 s"):
-        list(taker.receive(Update(1, 7)))
+        list(receiver.receive(WeightUpdate(1, 7)))
 
 
 def test_an_update_of_another_version_is_refused(ends, weights):
-    sender, taker = ends.ends
-    sender.send(weights.items(), Update(1, 7))
+    sender, receiver = ends.ends
+    sender.send(weights.items(), WeightUpdate(1, 7))
     file = sender.root / "update-00000001" / MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 6}))
     with pytest.raises(TrainingFailed, match="is of another update"):
-        list(taker.receive(Update(1, 7)))
+        list(receiver.receive(WeightUpdate(1, 7)))
 
 
 def test_two_updates_are_kept_and_none_when_the_run_ends(ends, weights):
-    sender, taker = ends.ends
+    sender, receiver = ends.ends
     for number in range(1, 5):
-        sender.send(weights.items(), Update(number, number))
-        assert len(list(taker.receive(Update(number, number)))) == 4
+        sender.send(weights.items(), WeightUpdate(number, number))
+        assert len(list(receiver.receive(WeightUpdate(number, number)))) == 4
     assert sorted(path.name for path in sender.root.iterdir()) == ["update-00000003", "update-00000004"]
     sender.close()
     assert not sender.root.exists()
 
 
-def test_a_folder_that_the_taker_does_not_see_is_told_with_its_key(ends, tmp_path):
+def test_a_folder_that_the_receiver_does_not_see_is_told_with_its_key(ends, tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.folder\.path: rollout\[1\] on there does not see"):
         ends.ends[1].join([str(tmp_path / "elsewhere"), ""])
 

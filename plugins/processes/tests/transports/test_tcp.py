@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.base import Update
 
 
 def test_a_stranger_is_passed_over(link, weights):
@@ -21,7 +21,7 @@ def test_the_end_that_sends_does_not_listen(link):
 
 
 def test_a_sender_that_does_not_come_is_missed_in_time_however_often_strangers_call(link, persistent):
-    taker = link("tcp", timeout_seconds=0.5).ends[1]
-    persistent(taker.listener.getsockname())
+    receiver = link("tcp", timeout_seconds=0.5).ends[1]
+    persistent(receiver.listener.getsockname())
     with pytest.raises(TrainingFailed, match="none came"):
-        list(taker.receive(Update(1, 7)))
+        list(receiver.receive(WeightUpdate(1, 7)))

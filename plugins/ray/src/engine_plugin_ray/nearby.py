@@ -108,10 +108,10 @@ def _look(missing: list[int], asked: Mapping[int, Any], late: bool) -> None:
                 cause = str(error).strip().splitlines()[-1]
                 raise EnvironmentProblem(
                     f"The worker of rank {rank} does not reach the controller over {HOST} ({cause}). "
-                    "Set runtime.ray.messages = 'ray', if they share a machine and no network."
+                    "Set runtime.ray.worker_transport = 'ray', if they share a machine and no network."
                 ) from error
     if late:
         raise EnvironmentProblem(
-            f"Rank {', '.join(map(str, missing))} did not come over {HOST} within runtime.ray.start_minutes. "
-            "Set runtime.ray.messages = 'ray', if workers and controller share a machine and no network."
+            f"Rank {', '.join(map(str, missing))} did not come over {HOST} within runtime.ray.startup_timeout_minutes. "
+            "Set runtime.ray.worker_transport = 'ray', if workers and controller share a machine and no network."
         )

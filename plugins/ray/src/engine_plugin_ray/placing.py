@@ -65,9 +65,9 @@ def problems(config: EngineConfig) -> Iterator[str]:
     if unknown := list(unknown_pools(list(sizes) or [DEFAULT_POOL], options)):
         yield from unknown
         return
-    for name in (name for name in config.placement.most if name in options.strategy):
+    for name in (name for name in config.placement.max_samplers if name in options.strategy):
         yield (
-            f"runtime.ray.strategy.{name}: with placement.most.{name} each process of the pool comes and leaves alone, "
+            f"runtime.ray.strategy.{name}: with placement.max_samplers.{name} each process of the pool comes and leaves alone, "
             "wherever there is room. Take one of them out."
         )
     if not sizes and options.processes != "auto":
@@ -121,7 +121,7 @@ def check(
     total = sum(len(pool.ranks) for pool in pools)
     if total > sum(room.values()):
         key = _size_key(pools[0]) if len(pools) == 1 else "placement.pools"
-        key = "placement.most" if any(pool.to_come for pool in pools) else key
+        key = "placement.max_samplers" if any(pool.to_come for pool in pools) else key
         raise ConfigError(
             f"{key}: {asked}; {shown} has room for "
             f"{sum(room.values())} processes: {there}. Lower it, {_other_ways(total, each, nodes)}."
@@ -192,7 +192,7 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
     """A placement group for each pool; all or none.
 
     Raises:
-        EnvironmentProblem: others hold what is needed, for longer than `start_minutes`.
+        EnvironmentProblem: others hold what is needed, for longer than `startup_timeout_minutes`.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -203,15 +203,15 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
             strategy, first = options.strategy.get(pool.name, "pack").upper(), pool.ranks[0]
             bundles = [resources(options, gpu)] * len(pool.ranks)
             groups[first] = placement_group(bundles, strategy=strategy)
-            if not groups[first].wait(options.start_minutes * 60):
+            if not groups[first].wait(options.startup_timeout_minutes * 60):
                 free = {
                     name: amount
                     for name, amount in ray.available_resources().items()
                     if name in ("CPU", "GPU")
                 }
                 raise EnvironmentProblem(
-                    f"runtime.ray.start_minutes: no room for {_asked([pool], bundles[0])} within "
-                    f"{options.start_minutes:g} minutes; free in the cluster: {free}. Others use the rest: wait, or "
+                    f"runtime.ray.startup_timeout_minutes: no room for {_asked([pool], bundles[0])} within "
+                    f"{options.startup_timeout_minutes:g} minutes; free in the cluster: {free}. Others use the rest: wait, or "
                     "ask for less."
                 )
     except BaseException:

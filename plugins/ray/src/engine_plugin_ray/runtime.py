@@ -131,7 +131,7 @@ class RayRuntime(MultiProcessRuntime):
 
     def _staying(self) -> list[Pool]:
         """Pools whose number of processes does not change."""
-        return [pool for pool in self.pools if pool.name not in self.config.placement.most]
+        return [pool for pool in self.pools if pool.name not in self.config.placement.max_samplers]
 
     def _bundle(self, pool: Pool, rank: int) -> tuple[Any, int]:
         """The placement group of a rank, and its place in it."""
@@ -141,7 +141,7 @@ class RayRuntime(MultiProcessRuntime):
         return self._groups[staying.index(pool)], pool.ranks.index(rank)
 
     def _check_pythons(self, pools: Sequence[Pool], groups: Sequence[Any]) -> None:
-        seconds = self.options.start_minutes * 60
+        seconds = self.options.startup_timeout_minutes * 60
         try:
             environments.check_there(pools, self.options.python, groups, seconds)
         except RayError as error:
@@ -176,7 +176,7 @@ class RayRuntime(MultiProcessRuntime):
                 actors.append(chosen.remote(*given))
         try:
             about = ray.get(
-                [actor.about.remote() for actor in actors], timeout=self.options.start_minutes * 60
+                [actor.about.remote() for actor in actors], timeout=self.options.startup_timeout_minutes * 60
             )
         except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
@@ -198,14 +198,14 @@ class RayRuntime(MultiProcessRuntime):
             here: id of the controller's node.
         """
         near: dict[int, Any] = {}
-        if self.options.messages == "auto":
+        if self.options.worker_transport == "auto":
             near = {
                 rank: actor
                 for (rank, actor), found in zip(actors.items(), about, strict=True)
                 if found["node"] == here
             }
         try:
-            ends = connect_all(near, self._token, self.options.start_minutes * 60)
+            ends = connect_all(near, self._token, self.options.startup_timeout_minutes * 60)
         except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
         far = {rank: actor for rank, actor in actors.items() if rank not in near}
@@ -315,7 +315,7 @@ class RayRuntime(MultiProcessRuntime):
 def _no_seat(error: Exception) -> str:
     """Why an actor did not come to be, from what Ray says of it: a traceback, in colours, of its node."""
     if isinstance(error, GetTimeoutError):
-        return "Workers did not start within runtime.ray.start_minutes. Raise it, or look at the logs of Ray on their nodes."
+        return "Workers did not start within runtime.ray.startup_timeout_minutes. Raise it, or look at the logs of Ray on their nodes."
     text = " ".join(COLOUR.sub("", str(error)).split())
     if missing := NOT_IMPORTED.findall(text):
         node = NODE.search(text)

@@ -60,10 +60,10 @@ def settled(
     chosen: CodeOptions, timeout: float, modules: Sequence[str], root: Path, allow_code: bool
 ) -> tuple[float, Language]:
     """Seconds for all tests of a response, and the language; arguments and errors as of ``make_code``."""
-    total = timeout * DEFAULT_SHARE if chosen.total_seconds is None else chosen.total_seconds
+    total = timeout * DEFAULT_SHARE if chosen.total_timeout_seconds is None else chosen.total_timeout_seconds
     if total > timeout * LARGEST_SHARE:
         raise ConfigError(
-            f"[reward.code] total_seconds = {total:g} is more than nine tenths of timeout_seconds = {timeout:g} "
+            f"[reward.code] total_timeout_seconds = {total:g} is more than nine tenths of timeout_seconds = {timeout:g} "
             "of the [[reward]], so a slow program would count as a failure of the reward. Raise timeout_seconds."
         )
     try:
@@ -115,14 +115,14 @@ class Judge:
     Args:
         options: of the reward.
         language: of the programs.
-        total_seconds: for all tests of one response.
+        total_timeout_seconds: for all tests of one response.
 
     Raises:
         EnvironmentProblem: see ``make_code``.
     """
 
-    def __init__(self, options: CodeOptions, language: Language, total_seconds: float) -> None:
-        self.options, self.language, self.total_seconds = options, language, total_seconds
+    def __init__(self, options: CodeOptions, language: Language, total_timeout_seconds: float) -> None:
+        self.options, self.language, self.total_timeout_seconds = options, language, total_timeout_seconds
         self.tier = tiers.demand(least_tier(options, language))
         limits = Limits(
             memory_mb=options.memory_mb,
@@ -171,14 +171,14 @@ class Judge:
         return self._judge(source, cases)
 
     def _judge(self, source: str, cases: Sequence[Case]) -> dict[str, float | str]:
-        deadline = time.monotonic() + self.total_seconds
+        deadline = time.monotonic() + self.total_timeout_seconds
         verdicts, first = [], ""
         for case in cases:
             left = deadline - time.monotonic()
             if left < LEAST_SECONDS or (self.options.score == "all" and verdicts and verdicts[-1] != PASSED):
                 verdicts.append("not run")
                 continue
-            found, ended = self._try(source, case, min(left, self.options.test_seconds))
+            found, ended = self._try(source, case, min(left, self.options.test_timeout_seconds))
             verdicts.append(found)
             if found != PASSED and not first:
                 first = f"; test {len(verdicts)}: {found} {_last_line(ended.errors)}".rstrip()

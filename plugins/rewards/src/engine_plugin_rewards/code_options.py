@@ -12,6 +12,9 @@ from engine_core.specs import Options
 class CodeOptions(Options):
     """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
 
+    chooses = {"language": "code_languages"}
+    renamed = {"test_seconds": "test_timeout_seconds", "total_seconds": "total_timeout_seconds"}
+
     language: str = "python"
     """Language of the programs, by name; others come from plugins (``engine.code_languages``)."""
     min_isolation: Literal["limits", "landlock", "namespaces", "bubblewrap"] = "landlock"
@@ -28,9 +31,9 @@ class CodeOptions(Options):
     """Only the first so many tests of a row; 0: all."""
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """Largest difference of floating-point numbers, absolute, or relative where that is more."""
-    test_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    test_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """Wall-clock time for one test."""
-    total_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    total_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Time for all tests of a response; what is not run then has failed. Default: half of `timeout_seconds` of the ``[[reward]]``, and at most nine tenths of that."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
     """Address space of one process, MiB."""

@@ -106,7 +106,7 @@ class HTTPOptions(ServerOptions):
     """Requests of one worker at the same time."""
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most requests of one worker in a second, tries counted, at even distances."""
-    try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Time for one try. All tries together have nine tenths of `timeout_seconds` of the ``[[reward]]``."""
     max_response_kb: Annotated[int, Field(ge=1)] = 1024
     """A longer response is refused unread."""

@@ -66,7 +66,7 @@ def test_the_actors_own_tokens_are_scored_as_they_are(scorer, folder_of, tokeniz
     assert values(scorer(path, tokenizer).score(rows, 1)) == pytest.approx(
         one_by_one(path, [[*odd, 1]]), abs=1e-5
     )
-    anew = values(scorer(path, tokenizer, own_tokens=False).score(rows, 1))
+    anew = values(scorer(path, tokenizer, reuse_token_ids=False).score(rows, 1))
     assert anew == pytest.approx(one_by_one(path, [tokenizer("Qx<eos>")["input_ids"]]), abs=1e-5)
 
 

@@ -21,7 +21,7 @@ compares with slow values of its own (``reference``). ``launcher`` starts the ``
 for a class and has each contract run in all of them; contracts hold for any number of ranks.
 
 Left out on purpose: speed, memory, and how good a training run is. Suites of train engines need the extra ``torch``; those
-of runtimes and transports, and of engines of several ranks, ``processes``.
+of rollout engines, runtimes and transports, and of engines of several ranks, ``processes``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ POINTS = (
     "step.begin",
     "step.generate",
     "step.reward",
-    "step.annotate",
+    "step.log_probs",
     "step.train",
     "step.after_backward",  # gradients are there, weights are the old ones
     "step.after_update",  # one optimizer step is done

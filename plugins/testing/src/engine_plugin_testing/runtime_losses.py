@@ -113,12 +113,12 @@ def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> Non
 
 @contract(capability="processes")
 def samplers_come_and_leave_while_it_runs(bench: RuntimeBench) -> None:
-    """With `placement.most` a second sampler comes, with the weights of the update from which on it samples; then one leaves, and its process ends."""
+    """With `placement.max_samplers` a second sampler comes, with the weights of the update from which on it samples; then one leaves, and its process ends."""
     from engine_plugin_testing.runtime_bench import PATIENCE
 
     changes = {
         "placement.pools": {"train": 1, "serve": 1},
-        "placement.most": {"serve": 2},
+        "placement.max_samplers": {"serve": 2},
         "placement.actor": "train",
         "placement.rollout": "serve",
     }

@@ -21,9 +21,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports.base import End, Transport, Update
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.worker import Place, resolve
 
@@ -72,18 +72,20 @@ class TransportBench(EngineBench):
 
     # -- links --------------------------------------------------------------
 
-    def link(self, label: str = "link", ranks: Sequence[int] = (), soon: bool = False) -> Transport | None:
+    def link(
+        self, label: str = "link", ranks: Sequence[int] = (), soon: bool = False
+    ) -> WeightTransport | None:
         """This rank's end of a link, joined with the others; None where it has none. Every rank of the link calls it.
 
         Args:
             label: of the link, another one for each of a contract.
-            ranks: by place, rank 0 first; default: all.
+            ranks: by index, rank 0 first; default: all.
             soon: with the suite's options ``soon``, so that what is late is told within seconds.
         """
         members = list(ranks or self.ranks)
         if self.rank not in members:
             return None
-        place, name = members.index(self.rank), self.name
+        name = self.name
         self._members[label] = members
         plugins = self.load_plugins()
         given = {**self.settings["options"], **(self.settings["soon"] if soon else {})}
@@ -92,33 +94,35 @@ class TransportBench(EngineBench):
         )
         private = self.folder / f"private-{label}"
         private.mkdir(exist_ok=True)
-        end = End(
-            name=name,
-            place=place,
-            names=tuple(name_of(place, rank) for place, rank in enumerate(members)),
+        endpoint = TransportEndpoint(
+            transport=name,
+            index=members.index(self.rank),
+            names=tuple(name_of(index, rank) for index, rank in enumerate(members)),
             device=self.device,
             host="127.0.0.1",
             token=f"token of {self.folder.name}",
-            meeting={"file": str(self.folder / f"meet-{label}"), "tcp": None},
-            folder=str(private),
-            label=label,
+            rendezvous={"file": str(self.folder / f"meet-{label}"), "tcp": None},
+            shared_folder=str(private),
+            link_id=label,
         )
-        made: Transport = plugins.resolve(self.kind, name)(options, end)
+        made: WeightTransport = plugins.resolve(self.kind, name)(options, endpoint)
         self.stack.callback(made.close)
         made.join(self.told(f"open-{label}", made.open(), members))
         return made
 
-    def update(self, link: Transport, stream: Iterable[tuple[str, Tensor]], update: Update) -> Any:
+    def update(
+        self, link: WeightTransport, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate
+    ) -> Any:
         """One update at this rank's end: what ``send`` returns, or the list of what was received; in time."""
-        if link.end.place == 0:
+        if link.endpoint.index == 0:
             return self.in_time(lambda: link.send(iter(stream), update))
         return self.in_time(lambda: list(link.receive(update)))
 
-    def whole(self, link: Transport, stream: Iterable[tuple[str, Tensor]], update: Update) -> Any:
+    def whole(self, link: WeightTransport, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> Any:
         """``update`` at every end; none goes on, and closes what others still read, before all have it."""
         found = self.update(link, stream, update)
-        members = self._members[link.end.label]
-        self.told(f"whole-{link.end.label}-{update.number}", True, members)
+        members = self._members[link.endpoint.link_id]
+        self.told(f"whole-{link.endpoint.link_id}-{update.number}", True, members)
         return found
 
     def goes_on(self, label: str = "again", ranks: Sequence[int] = ()) -> None:
@@ -127,8 +131,8 @@ class TransportBench(EngineBench):
         if link is None:
             return
         weights = self.weights(seed=99)
-        got = self.whole(link, weights.items(), Update(1, 99))
-        if link.end.place:
+        got = self.whole(link, weights.items(), WeightUpdate(1, 99))
+        if link.endpoint.index:
             same_weights(got, weights, "after an update that failed, over a link made anew")
         link.close()
 
@@ -155,7 +159,7 @@ class TransportBench(EngineBench):
 
     @contextlib.contextmanager
     def damage(self) -> Iterator[None]:
-        """Within it the second bucket of an update is damaged between its checksum and its taker; at the sender."""
+        """Within it the second bucket of an update is damaged between its checksum and its receiver; at the sender."""
         made = resolve(self.settings["damage"], Path(self.settings["root"]))
         with made():
             yield
@@ -244,16 +248,16 @@ def die(order: Mapping[str, Any]) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield entry
 
-        if link.end.place == 0:
-            link.send(stream(), Update(1, 7))
+        if link.endpoint.index == 0:
+            link.send(stream(), WeightUpdate(1, 7))
         else:
-            next(link.receive(Update(1, 7)))
+            next(link.receive(WeightUpdate(1, 7)))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def name_of(place: int, rank: int) -> str:
+def name_of(index: int, rank: int) -> str:
     """As links of a run name their ends."""
-    return f"actor[{rank}] on giver" if place == 0 else f"rollout[{rank}] on taker{place}"
+    return f"actor[{rank}] on sender" if index == 0 else f"rollout[{rank}] on receiver{index}"
 
 
 def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor], what: str) -> None:
@@ -269,16 +273,18 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
         assert torch.equal(tensor.cpu(), expected), f"{about} has other values than were sent."
 
 
-def refusal(bench: TransportBench, link: Transport, work: Callable[[], object], what: str) -> TrainingFailed:
+def refusal(
+    bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
+) -> TrainingFailed:
     """The error of an end; it is a ``TrainingFailed`` that names the transport, this end and the other side."""
     try:
         work()
     except TrainingFailed as error:
-        text, end = str(error), link.end
-        others = end.names[1:] if end.place == 0 else end.names[:1]
-        named = [name for name in (end.names[end.place], *others) if name in text]
-        assert end.names[end.place] in named, (
-            f"{what}: the error does not name {end.names[end.place]}: {text}"
+        text, endpoint = str(error), link.endpoint
+        others = endpoint.names[1:] if endpoint.index == 0 else endpoint.names[:1]
+        named = [name for name in (endpoint.names[endpoint.index], *others) if name in text]
+        assert endpoint.names[endpoint.index] in named, (
+            f"{what}: the error does not name {endpoint.names[endpoint.index]}: {text}"
         )
         assert len(named) > 1, f"{what}: the error does not name the other side ({list(others)}): {text}"
         assert bench.name in text, f"{what}: the error does not name the transport '{bench.name}': {text}"
@@ -286,7 +292,9 @@ def refusal(bench: TransportBench, link: Transport, work: Callable[[], object], 
     raise AssertionError(f"{what}: no TrainingFailed was raised on rank {bench.rank}.")
 
 
-def whole_or_told(bench: TransportBench, link: Transport, work: Callable[[], object], what: str) -> bool:
+def whole_or_told(
+    bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
+) -> bool:
     """Whether an end came through; if not, by an error as in ``refusal``. It does not wait for long in any case."""
     done: list[object] = []
     try:

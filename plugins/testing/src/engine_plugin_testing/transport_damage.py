@@ -1,4 +1,4 @@
-"""Damage for the kit of transports: what is between the sender's checksum and the taker's."""
+"""Damage for the kit of transports: what is between the sender's checksum and the receiver's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin_processes.transports import base
+from engine_plugin_processes.transports import bucketing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def after_the_checksum() -> Iterator[None]:
-    """One bit of the second bucket of ``flattened`` is turned once its checksum was worked out."""
-    fill, filled = base.fill, 0
+    """One bit of the second bucket of ``flat_buckets`` is turned once its checksum was worked out."""
+    fill, filled = bucketing.fill, 0
 
     def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
         nonlocal filled
@@ -24,8 +24,8 @@ def after_the_checksum() -> Iterator[None]:
         if filled == 2:
             arena.view(bucket.offset, bucket.size)[0] ^= 1
 
-    base.fill = damaged
+    bucketing.fill = damaged
     try:
         yield
     finally:
-        base.fill = fill
+        bucketing.fill = fill

@@ -8,21 +8,22 @@ from collections.abc import Generator, Iterator
 import torch
 from torch import Tensor
 
+from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports.base import Transport, Update, begun
+from engine_plugin_processes.worker import closing_stream
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.transport_bench import TransportBench, refusal, same_weights, whole_or_told
 
 LOST = "a rank of the trainer was lost"
-UPDATE = Update(1, 7)  # the first, of version 7
+UPDATE = WeightUpdate(1, 7)  # the first, of version 7
 
 
 @contract(catches=("a checksum that nobody looks at",))
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
-    """Bytes that are not those of the sender's checksum reach no engine: every taker raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
+    """Bytes that are not those of the sender's checksum reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
     link = bench.link()
     assert link is not None
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         with bench.damage():
             _others(bench, link, "Damaged")
     else:
@@ -32,7 +33,7 @@ def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
         )  # fmt: skip
         assert "checksum" in str(error), (
             f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
-            "`flattened`, give the suite a `damage` of its own."
+            "`flat_buckets`, give the suite a `damage` of its own."
         )
         weights = bench.weights()
         for name, tensor in taken:
@@ -42,23 +43,23 @@ def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
 
 @contract(catches=("any version taken",))
 def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
-    """Where sender and takers are not at the same update, no tensor is given: every taker raises ``TrainingFailed`` with both sides, within the time-out."""
+    """Where sender and receivers are not at the same update, no tensor is given: every receiver raises ``TrainingFailed`` with both sides, within the time-out."""
     link = bench.link(soon=True)
     assert link is not None
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         _others(bench, link, "An update of another version")
     else:
         taken: list[object] = []
         refusal(
-            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(Update(1, 6)))), "Version 7 for 6"
+            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(WeightUpdate(1, 6)))), "Version 7 for 6"
         )  # fmt: skip
-        assert not taken, f"{len(taken)} tensors of version 7 were given to a taker of version 6."
+        assert not taken, f"{len(taken)} tensors of version 7 were given to a receiver of version 6."
     _again(bench, link, "refused")
 
 
 @contract(catches=("a broken stream taken for a whole one",))
-def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
-    """What the trainer's stream raises is raised by ``send`` as it is, and every taker is told of it at once."""
+def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None:
+    """What the trainer's stream raises is raised by ``send`` as it is, and every receiver is told of it at once."""
     link = bench.link()
     assert link is not None
 
@@ -66,7 +67,7 @@ def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
         yield from list(bench.weights().items())[:4]
         raise OSError(LOST)
 
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         raised = ""
         try:
             bench.update(link, broken(), UPDATE)
@@ -79,26 +80,26 @@ def a_stream_that_fails_is_told_to_every_taker(bench: TransportBench) -> None:
 
 
 @contract()
-def a_taker_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
-    """One taker's engine refuses the update before it looks at the stream: the others come through or are told, without waiting for the time-out, and the next update is taken by all."""
+def a_receiver_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
+    """One receiver's engine refuses the update before it looks at the stream: the others come through or are told, without waiting for the time-out, and the next update is taken by all."""
     link = bench.link()
     assert link is not None
     if _is_last(link):
         bench.in_time(lambda: _refuse(link.receive(UPDATE)))
     else:
-        _others(bench, link, "A taker that is asleep")
+        _others(bench, link, "A receiver that is asleep")
     _again(bench, link, "refused")
 
 
 def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
     """As the worker and an engine that is asleep do."""
-    with contextlib.suppress(TrainingFailed), begun(stream):
+    with contextlib.suppress(TrainingFailed), closing_stream(stream):
         raise TrainingFailed("asleep")
 
 
 @contract()
-def a_taker_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
-    """One taker closes the stream after its first tensor: the others come through or are told, without waiting for the time-out."""
+def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
+    """One receiver closes the stream after its first tensor: the others come through or are told, without waiting for the time-out."""
     link = bench.link()
     assert link is not None
     if _is_last(link):
@@ -107,16 +108,16 @@ def a_taker_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
         same_weights([first], {first[0]: bench.weights()[first[0]]}, "before the rest was refused")
         bench.in_time(stream.close)
     else:
-        _others(bench, link, "A taker that wants no more")
+        _others(bench, link, "A receiver that wants no more")
     _again(bench, link, "closed")
 
 
-@contract(catches=("a taker that waits for ever",))
+@contract(catches=("a receiver that waits for ever",))
 def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
-    """Takers to whom nothing comes raise ``TrainingFailed`` within their time-out: who waited for whom, and the key of the time-out."""
+    """Receivers to whom nothing comes raise ``TrainingFailed`` within their time-out: who waited for whom, and the key of the time-out."""
     link = bench.link(soon=True)
     assert link is not None
-    if link.end.place:
+    if link.endpoint.index:
         error = refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A sender that does not send")
         key = f"rollout.{bench.name.rpartition(':')[2]}."
         assert key in str(error), f"The error does not name the key of the time-out ({key}...): {error}"
@@ -124,8 +125,8 @@ def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
 
 
 @contract()
-def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) -> None:
-    """One taker stops in the middle and stays: sender and other takers come through, or raise ``TrainingFailed`` with both sides, within the time-out."""
+def a_receiver_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) -> None:
+    """One receiver stops in the middle and stays: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out."""
     link = bench.link(soon=True)
     assert link is not None
     if _is_last(link):
@@ -136,7 +137,7 @@ def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) ->
         with contextlib.suppress(TrainingFailed):
             bench.in_time(stream.close)
     else:
-        _others(bench, link, "A taker that does not take")
+        _others(bench, link, "A receiver that does not take")
         bench.all_here("ended")
         link.close()
     bench.goes_on()
@@ -144,7 +145,7 @@ def a_taker_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) ->
 
 @contract()
 def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """The sender's process is killed in the middle of an update: every taker raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a link made anew goes on."""
+    """The sender's process is killed in the middle of an update: every receiver raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a link made anew goes on."""
     if bench.rank == 0:
         bench.dies("link")
     else:
@@ -157,15 +158,15 @@ def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
 
 
 @contract()
-def a_taker_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """A taker's process is killed in the middle of an update: sender and other takers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it goes on, and so does one with another in its place."""
+def a_receiver_that_dies_is_told_in_time(bench: TransportBench) -> None:
+    """A receiver's process is killed in the middle of an update: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it goes on, and so does one with another in its place."""
     last, link = bench.ranks[-1], None
     if bench.rank == last:
         bench.dies("link")
     else:
         link = bench.link(soon=True)
         assert link is not None
-        _others(bench, link, "A taker that was killed")
+        _others(bench, link, "A receiver that was killed")
     bench.all_here("told")
     if link is not None:
         link.close()
@@ -174,17 +175,17 @@ def a_taker_that_dies_is_told_in_time(bench: TransportBench) -> None:
     bench.goes_on()
 
 
-def _is_last(link: Transport) -> bool:
-    """Whether this end is the taker that is unlike the others."""
-    return 0 < link.end.place == len(link.end.names) - 1
+def _is_last(link: WeightTransport) -> bool:
+    """Whether this end is the receiver that is unlike the others."""
+    return 0 < link.endpoint.index == len(link.endpoint.names) - 1
 
 
-def _others(bench: TransportBench, link: Transport, what: str) -> None:
+def _others(bench: TransportBench, link: WeightTransport, what: str) -> None:
     """The update at this end, which does as it should: it comes through, or is told in time."""
     whole_or_told(bench, link, lambda: bench.update(link, bench.weights().items(), UPDATE), what)
 
 
-def _again(bench: TransportBench, link: Transport, what: str) -> None:
+def _again(bench: TransportBench, link: WeightTransport, what: str) -> None:
     """Once all ranks have come so far, ``what`` that is, a link made anew brings a whole update."""
     bench.all_here(what)
     link.close()

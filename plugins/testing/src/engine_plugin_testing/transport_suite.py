@@ -12,7 +12,7 @@ LEAST_RANKS = 2
 
 
 class TransportSuite(Suite, modules=(imports, transport_updates, transport_failures)):
-    """Contracts of ``engine_plugin_processes.transports.base.Transport``. See ``Suite`` for the other attributes.
+    """Contracts of ``engine_core.contracts.weight_transport.WeightTransport``. See ``Suite`` for the other attributes.
 
     Each rank is a process with one end of the link, as in a run: rank 0 sends, the others take.
 
@@ -21,7 +21,7 @@ class TransportSuite(Suite, modules=(imports, transport_updates, transport_failu
         options: its table, as in ``[rollout.NAME]``.
         soon: options besides, with which it gives up within a few seconds; for contracts of what is late.
         damage: ``module:function`` or ``file.py:function``, a context manager within which the second bucket of an update is
-            damaged between its checksum and its taker; entered by the sender. Default: of what ``flattened`` gives.
+            damaged between its checksum and its receiver; entered by the sender. Default: of what ``flat_buckets`` gives.
         device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the CPU. Without an index each rank
             has the one of its number.
     """
@@ -48,12 +48,12 @@ class TransportSuite(Suite, modules=(imports, transport_updates, transport_failu
         spec: Any = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root()).spec(
             cls.kind, cls.offered()
         )
-        if "apart" not in spec.serves:
+        if "disaggregated" not in spec.serves:
             cls._problem = (
                 f"'{cls.offered()}' serves samplers in the actor's own processes alone: nothing crosses, and there is no link "
                 "to test. `RolloutEngineSuite` holds what it promises."
             )
         elif cls.world_size < LEAST_RANKS:
             cls._problem = (
-                f"world_size is {cls.world_size}; a link has a sender and at least one taker: 2 or more."
+                f"world_size is {cls.world_size}; a link has a sender and at least one receiver: 2 or more."
             )

@@ -14,42 +14,44 @@ from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.config.roles import LoRAConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG, ADAPTER_PREFIX, stream_of
+from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.runs.state_files import load_tensors, save_tensors
-from engine_plugin_processes.transports.base import Update
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.transport_bench import TransportBench, same_weights
 
 
 @contract(catches=("the last bucket lost",))
-def every_taker_receives_all_weights_bit_for_bit(bench: TransportBench) -> None:
-    """Update after update over one link, every taker has every tensor: names in order, types, shapes, bits; also tensors that are empty, not contiguous, or larger than a bucket."""
+def every_receiver_gets_all_weights_bit_for_bit(bench: TransportBench) -> None:
+    """Update after update over one link, every receiver has every tensor: names in order, types, shapes, bits; also tensors that are empty, not contiguous, or larger than a bucket."""
     link, received = bench.link(), []
     assert link is not None
     for number in (1, 2, 3):
-        got = bench.whole(link, bench.weights(number).items(), Update(number, number - 1))
-        received.append([(name, tensor.clone()) for name, tensor in got] if link.end.place else [])
-    for number, found in enumerate(received if link.end.place else [], 1):
+        got = bench.whole(link, bench.weights(number).items(), WeightUpdate(number, number - 1))
+        received.append([(name, tensor.clone()) for name, tensor in got] if link.endpoint.index else [])
+    for number, found in enumerate(received if link.endpoint.index else [], 1):
         same_weights(found, bench.weights(number), f"of update {number}")
 
 
-@contract(catches=("bytes counted for each taker",))
+@contract(catches=("bytes counted for each receiver",))
 def bytes_are_counted_once(bench: TransportBench) -> None:
-    """``send`` returns the bytes of the weights, whatever the number of takers, without gaps between tensors."""
+    """``send`` returns the bytes of the weights, whatever the number of receivers, without gaps between tensors."""
     link, weights = bench.link(), bench.weights()
     assert link is not None
-    sent = bench.whole(link, weights.items(), Update(1, 1))
+    sent = bench.whole(link, weights.items(), WeightUpdate(1, 1))
     expected = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         assert sent == expected, f"send returned {sent}; expected {expected} bytes."
 
 
-@contract(catches=("buffers used again under the taker",))
-def tensors_are_the_takers_to_keep(bench: TransportBench) -> None:
+@contract(catches=("buffers used again under the receiver",))
+def tensors_are_the_receivers_to_keep(bench: TransportBench) -> None:
     """What was received stays as it was while later updates come over the same link."""
     link = bench.link()
     assert link is not None
-    received = [bench.whole(link, bench.weights(seed).items(), Update(seed + 1, seed)) for seed in range(3)]
-    if link.end.place:
+    received = [
+        bench.whole(link, bench.weights(seed).items(), WeightUpdate(seed + 1, seed)) for seed in range(3)
+    ]
+    if link.endpoint.index:
         for seed, kept in enumerate(received):
             same_weights(kept, bench.weights(seed), f"of update {seed + 1}, looked at after update 3,")
 
@@ -64,8 +66,8 @@ def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
         yield from bench.weights().items()
         ended.append(True)
 
-    bench.whole(link, stream(), Update(1, 1))
-    if link.end.place == 0:
+    bench.whole(link, stream(), WeightUpdate(1, 1))
+    if link.endpoint.index == 0:
         assert ended == [True], f"The stream of the sender came to its end {len(ended)} times; expected once."
 
 
@@ -77,49 +79,49 @@ def links_do_not_meet(bench: TransportBench) -> None:
         for seed, (label, link) in enumerate(links.items(), 10 * number):
             assert link is not None
             weights = bench.weights(seed)
-            got = bench.whole(link, weights.items(), Update(number, seed))
-            if link.end.place:
+            got = bench.whole(link, weights.items(), WeightUpdate(number, seed))
+            if link.endpoint.index:
                 same_weights(got, weights, f"over link '{label}'")
 
 
 @contract()
-def weights_cut_in_one_way_reach_takers_that_cut_them_in_another(bench: TransportBench) -> None:
+def weights_cut_in_one_way_reach_receivers_that_cut_them_in_another(bench: TransportBench) -> None:
     """Half of the ranks hold rows each and gather whole tensors, all of them in step; each of the others keeps columns of what comes: together they have every weight, bit for bit."""
-    givers = bench.ranks[: max(1, len(bench.ranks) // 2)]
-    takers = bench.ranks[len(givers) :]
+    senders = bench.ranks[: max(1, len(bench.ranks) // 2)]
+    receivers = bench.ranks[len(senders) :]
     whole = bench.weights(5)
     names = ["z.embed.weight", "a.head.weight"]
-    group = dist.new_group(list(givers), backend="gloo")  # collective over all ranks
-    link = bench.link(ranks=[0, *takers])
-    if bench.rank in givers:
-        own = {name: whole[name].chunk(len(givers))[bench.rank].cpu() for name in names}
-        stream = _gathered(own, whole, givers, group, bench.device)
+    group = dist.new_group(list(senders), backend="gloo")  # collective over all ranks
+    link = bench.link(ranks=[0, *receivers])
+    if bench.rank in senders:
+        own = {name: whole[name].chunk(len(senders))[bench.rank].cpu() for name in names}
+        stream = _gathered(own, whole, senders, group, bench.device)
         if link is None:
             for _ in stream:
                 pass
         else:
-            bench.whole(link, stream, Update(1, 1))
+            bench.whole(link, stream, WeightUpdate(1, 1))
         return
     assert link is not None
-    place = bench.rank - takers[0]
-    came = bench.whole(link, (), Update(1, 1))
-    kept = {name: tensor.chunk(len(takers), dim=1)[place] for name, tensor in came}
-    expected = {name: whole[name].chunk(len(takers), dim=1)[place] for name in names}
-    same_weights(list(kept.items()), expected, f"as columns of taker {place}")
+    place = bench.rank - receivers[0]
+    came = bench.whole(link, (), WeightUpdate(1, 1))
+    kept = {name: tensor.chunk(len(receivers), dim=1)[place] for name, tensor in came}
+    expected = {name: whole[name].chunk(len(receivers), dim=1)[place] for name in names}
+    same_weights(list(kept.items()), expected, f"as columns of receiver {place}")
 
 
 def _gathered(
     own: dict[str, Tensor],
     whole: dict[str, Tensor],
-    givers: Sequence[int],
+    senders: Sequence[int],
     group: Any,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """As a sharded engine streams: each tensor is put together when it is asked for, by all ranks that hold rows."""
     for name, part in own.items():
-        rows = [len(each) for each in whole[name].chunk(len(givers))]
+        rows = [len(each) for each in whole[name].chunk(len(senders))]
         parts = [torch.zeros(count, part.shape[1], dtype=part.dtype) for count in rows]
-        for rank, taken in zip(givers, parts, strict=True):
+        for rank, taken in zip(senders, parts, strict=True):
             if rank == dist.get_rank():
                 taken.copy_(part)
             dist.broadcast(taken, rank, group=group)
@@ -132,7 +134,7 @@ def an_adapter_alone_arrives_before_the_model_would(bench: TransportBench) -> No
     link, file = bench.link(), bench.folder / "adapter.safetensors"
     assert link is not None
     path = bench.model()
-    if link.end.place == 0:
+    if link.endpoint.index == 0:
         plugins = bench.load_plugins(train_engines="torch")
         options = plugins.spec("train_engines", "torch").config.model_validate({"param_dtype": "fp32"})
         config = RoleConfig(backend="torch", optim=OptimConfig(), options=options, lora=LoRAConfig(rank=2))
@@ -140,9 +142,9 @@ def an_adapter_alone_arrives_before_the_model_would(bench: TransportBench) -> No
         engine = plugins.resolve("train_engines", "torch")(config, ModelConfig(path=path), context)
         bench.stack.callback(engine.close)
         save_tensors(file, dict(stream_of(engine, adapter=True)))
-        bench.whole(link, stream_of(engine, adapter=True), Update(1, 3))
+        bench.whole(link, stream_of(engine, adapter=True), WeightUpdate(1, 3))
         return
-    got = bench.whole(link, (), Update(1, 3))
+    got = bench.whole(link, (), WeightUpdate(1, 3))
     names = [name for name, _ in got]
     assert names[0] == ADAPTER_CONFIG, f"First came '{names[0]}'; expected '{ADAPTER_CONFIG}': {names}."
     about = json.loads(bytes(got[0][1].cpu().numpy()))
@@ -159,7 +161,7 @@ def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
     link = bench.link()
     assert link is not None
     for number in (1, 2):
-        bench.whole(link, bench.weights().items(), Update(number, number))
+        bench.whole(link, bench.weights().items(), WeightUpdate(number, number))
     bench.all_here("updated")
     link.close()
     link.close()

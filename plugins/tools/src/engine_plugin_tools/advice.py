@@ -44,7 +44,7 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> str:
     said = _ahead(medians) if "time/sampling" in medians else _in_turn(medians)
     may_change = "sampling/samplers" in usable[-1] and "more samplers" in said
     return (
-        f"{said} With placement.most 'engine scale' brings them while the run goes on."
+        f"{said} With placement.max_samplers 'engine scale' brings them while the run goes on."
         if may_change
         else said
     )

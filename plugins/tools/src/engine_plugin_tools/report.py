@@ -44,7 +44,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-PHASES = ("generate", "reward", "annotate", "train", "sync")
+PHASES = ("generate", "reward", "log_probs", "train", "sync")
 GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
 HELD_OUT = "Held-out scores, 95% intervals"
 SCORE = re.compile(r"eval/(?:[^/]+/accuracy|(?:[^/]+/)?(?:pass|maj)@\d+)")

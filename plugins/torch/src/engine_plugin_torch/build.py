@@ -32,7 +32,7 @@ from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimi
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.packed_forward import PackedForward
 from engine_plugin_torch.precision import Precision, choose, find_device
-from engine_plugin_torch.quantization import Change, check_quantized, quantize
+from engine_plugin_torch.quantize_model import Change, check_quantized, quantize
 from engine_plugin_torch.sizing import Sizing
 from engine_plugin_torch.units import checkpoint_units, compile_units, decoder_layers, units_problem
 from engine_plugin_torch.value_forward import ValueForward

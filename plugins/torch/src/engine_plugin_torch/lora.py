@@ -24,7 +24,7 @@ from engine_core.config.completeness import peft_missing
 from engine_core.contracts.weight_names import near
 from engine_core.errors import ConfigError, DataError
 from engine_core.runs import state_files
-from engine_plugin_torch.quantized import QuantizedLinear
+from engine_plugin_torch.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from engine_core.config.roles import LoRAConfig

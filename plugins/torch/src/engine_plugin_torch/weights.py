@@ -25,7 +25,7 @@ from engine_core.contracts.weight_names import (
     some_values,
 )
 from engine_core.errors import DataError
-from engine_plugin_torch.quantized import QuantizedLinear
+from engine_plugin_torch.quantized_linear import QuantizedLinear
 from engine_plugin_torch.sharded import whole, write
 
 SAMPLES = 256  # values of each tensor in an identity

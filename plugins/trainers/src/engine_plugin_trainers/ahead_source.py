@@ -82,7 +82,7 @@ class AheadSource(RolloutSource):
         self.thread = SamplerThread(self.run.groups["rollout"], self.run.clock)
         self.run.groups["rollout"] = ThreadedSampler(self.thread)
         config = self.run.config.rollout
-        if config.score_early and config.group_size > 1 and self.rewards.in_parts():
+        if config.overlap_rewards and config.group_size > 1 and self.rewards.in_parts():
             self.scoring = ScoringThread(self.rewards, self._scored, self.run.clock)
 
     def end(self) -> None:
@@ -282,12 +282,12 @@ class AheadSource(RolloutSource):
         """How many versions ago the tokens of a step were sampled."""
         found = version_runs(rollouts) if (came := self._unchanged()) is None else came
         if not len(found.versions):
-            return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_share": 0.0}
+            return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_version_share": 0.0}
         ages = self.version - found.versions.astype("int64")
         return {
             "async/staleness_mean": int((ages * found.counts).sum()) / int(found.counts.sum()),
             "async/staleness_max": float(max(int(ages.max()), 0)),
-            "async/mixed_share": found.mixed() / len(rollouts),
+            "async/mixed_version_share": found.mixed() / len(rollouts),
         }
 
     def _unchanged(self) -> VersionRuns | None:
@@ -312,8 +312,8 @@ class AheadSource(RolloutSource):
             ready = sum(group.ready for group in self.queue.groups)
             waiting = len(self.queue.groups) - ready
         counters = {
-            "async/overtaken": float(self.queue.overtaken),
-            "async/cut": float(self.thread.cut),
+            "async/out_of_order_groups": float(self.queue.overtaken),
+            "async/aborted": float(self.thread.cut),
             "async/kept_tokens": float(self.thread.kept_tokens),
             "async/resampled": float(self.resampled),
             "time/sampling": self.thread.busy_seconds,

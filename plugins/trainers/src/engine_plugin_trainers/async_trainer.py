@@ -136,9 +136,9 @@ class AsyncTrainer(Trainer):
                     f"schedule.'{key}': rollouts are sampled ahead, and the step that learns from them would compute "
                     f"log-probs of another distribution. Leave it constant, {remedy}."
                 )
-        if self._together() and getattr(config.runtime.options, "trade_memory", False):
+        if self._together() and getattr(config.runtime.options, "offload_idle_roles", False):
             yield (
-                f"runtime.{config.runtime.backend}.trade_memory: the sampler works while the trainer does, so neither can "
+                f"runtime.{config.runtime.backend}.offload_idle_roles: the sampler works while the trainer does, so neither can "
                 f"give its memory to the other. Set it to false, place them in pools of their own, {remedy}."
             )
         if self._together() and config.rollout.process is None and self._would_share():

@@ -1,6 +1,6 @@
 """Steps that do not wait for their last responses: more groups are asked for than a step needs, and the rest is stopped.
 
-What was stopped goes on in the next step, from the token where it was (`rollout.carry_partial`), or is dropped. Whoever
+What was stopped goes on in the next step, from the token where it was (`rollout.partial_rollouts`), or is dropped. Whoever
 drops learns from short responses more often than the policy gives them; whoever carries learns from tokens of
 older policies, each with the log-prob and the version that it was sampled with.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine_core.train.rollouts import RolloutSource
 
 COUNTS = (
-    *("sampling/stopped", "sampling/stopped_tokens", "sampling/dropped_groups", "sampling/too_old_groups"),
+    *("sampling/stopped", "sampling/stopped_tokens", "sampling/dropped_groups", "sampling/stale_groups"),
     *("sampling/carried_groups", "sampling/resumed_groups", "sampling/resumed_tokens"),
 )
 """Metrics of a step."""
@@ -189,7 +189,7 @@ class Stragglers:
     @property
     def off_policy(self) -> bool:
         """Whether tokens of older policies come into the update."""
-        return self.used and self.source.run.config.rollout.carry_partial
+        return self.used and self.source.run.config.rollout.partial_rollouts
 
     def to_take(self, wanted: int) -> int:
         """Prompts to take from the data for a round of ``wanted`` groups."""
@@ -245,7 +245,7 @@ class Stragglers:
         self.carried = read_rollouts(folder / CARRIED) if (folder / CARRIED).is_file() else []
         if self.carried and not self.off_policy:
             log.warning(
-                "%d groups that an earlier attempt had carried over are dropped: rollout.carry_partial is off now.",
+                "%d groups that an earlier attempt had carried over are dropped: rollout.partial_rollouts is off now.",
                 len(_groups(self.carried)),
             )
             self._drop(self.carried)
@@ -305,7 +305,7 @@ class Stragglers:
         """Carry groups over that this step does not use, or drop them."""
         unfinished = [request.id for group in groups for request in group.left]
         self._counts["sampling/stopped"] += len(unfinished)
-        if self.source.run.config.rollout.carry_partial:
+        if self.source.run.config.rollout.partial_rollouts:
             self.carried = [r for i, group in enumerate(groups) for r in group.rollouts(i, stopped)]
             self._counts["sampling/carried_groups"] = len(groups)
             return
@@ -323,10 +323,10 @@ class Stragglers:
 
     def _forget_old(self) -> None:
         """Drop carried groups whose oldest token is of too old a policy."""
-        oldest = self.source.version - self.source.run.config.rollout.carry_max_age
+        oldest = self.source.version - self.source.run.config.rollout.partial_max_staleness
         versions = version_runs(self.carried).oldest()
         old = {self.carried[place].group_id for place, version in versions.items() if version < oldest}
-        self._counts["sampling/too_old_groups"] += len(old)
+        self._counts["sampling/stale_groups"] += len(old)
         self.carried = [
             rollout for group in _groups(self.carried) for rollout in group if rollout.group_id not in old
         ]

@@ -19,7 +19,7 @@ from engine_plugin_trainers.preference import PreferenceRun
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig
-    from engine_plugin_trainers.algorithms.preference_options import KTOOptions
+    from engine_plugin_trainers.options import KTOOptions
 
 
 class KTOTrainer(PreferenceRun[Judged]):

@@ -14,17 +14,15 @@ from engine_core.specs import (
     Stage,
     TrainerSpec,
 )
-from engine_plugin_trainers.algorithms.preference_options import (
-    PAIR_LOSSES,
-    DPOOptions,
-    KTOOptions,
-    RewardModelOptions,
-)
 from engine_plugin_trainers.options import (
+    PAIR_LOSSES,
     AsyncOptions,
     DistillOptions,
+    DPOOptions,
+    KTOOptions,
     OfflineOptions,
     ReplayCacheOptions,
+    RewardModelOptions,
     SFTOptions,
 )
 

@@ -21,9 +21,9 @@ from engine_core.train.run import TrainingRun
 from engine_core.train.source_rows import evaluated, rows_of
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms import preference_columns as columns
-from engine_plugin_trainers.algorithms.preference_options import check_offered
 from engine_plugin_trainers.data.preferences import Judged, Pair
 from engine_plugin_trainers.data.sources import PairSource
+from engine_plugin_trainers.options import check_offered
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine_core.config.evaluation import HeldOut
     from engine_core.config.models import DataConfig
     from engine_core.specs import PairLoss
-    from engine_plugin_trainers.algorithms.preference_options import DPOOptions
+    from engine_plugin_trainers.options import DPOOptions
 
 Item = TypeVar("Item", Pair, Judged)
 
@@ -75,7 +75,7 @@ class PreferenceRun(TrainingRun, Generic[Item]):
 
     def step(self, step: int) -> dict[str, float]:
         batch = self.batch(self.source.take(self.config_now.data.prompts_per_step))
-        with self.phase("annotate"):
+        with self.phase("log_probs"):
             batch, noted = self.annotate(batch, training=True)
         with self.phase("train"):
             metrics = self.learn(batch, self.loss_call())

@@ -15,7 +15,7 @@ from engine_plugin_trainers.preference import PreferenceRun, pair_batch
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig
-    from engine_plugin_trainers.algorithms.preference_options import RewardModelOptions
+    from engine_plugin_trainers.options import RewardModelOptions
 
 
 class RewardModelTrainer(PreferenceRun[Pair]):

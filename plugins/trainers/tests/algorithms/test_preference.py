@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine_plugin_trainers.algorithms.preference import f_score
-from engine_plugin_trainers.algorithms.preference_options import PAIR_LOSSES
+from engine_plugin_trainers.options import PAIR_LOSSES
 
 BETA, E, GAMMA, TAU = 0.3, 0.1, 0.7, 0.05
 POINTS = [(-1.0, -2.0), (-2.0, -1.0), (-0.5, -0.5), (-6.0, -0.1), (-0.2, -9.0)]

@@ -49,7 +49,7 @@ def test_a_step_gets_groups_of_earlier_steps_and_none_of_its_own():
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.2, 1), (0.5, 4), (0.75, 12), (0.9, 16)])
 def test_the_share_is_of_the_batch_and_at_most_what_is_there(share, expected):
-    cache = ReplayCache(share=share, max_age=100)
+    cache = ReplayCache(share=share, max_staleness=100)
     for step in range(1, 5):
         cache(step_of(step, groups=4), step)
     batch, noted = cache(step_of(5, groups=4), 5)
@@ -102,14 +102,14 @@ def test_what_a_later_stage_does_to_a_rollout_is_not_done_to_the_cache():
 
 
 def test_the_oldest_groups_leave_a_full_cache():
-    cache = ReplayCache(size=3, share=0.9, max_age=100)
+    cache = ReplayCache(size=3, share=0.9, max_staleness=100)
     for step in (1, 2, 3):
         cache(step_of(step), step)
     assert [g[0].request_id for g in cache.groups] == ["2:1:0", "3:0:0", "3:1:0"]
 
 
 def test_a_group_leaves_when_its_oldest_token_is_too_many_versions_behind():
-    cache = ReplayCache(max_age=2, share=0.9)
+    cache = ReplayCache(max_staleness=2, share=0.9)
     mixed = group(0, 5)
     mixed[1].policy_versions[1] = 3  # sampled while weights changed
     cache([*mixed, *group(1, 4), *group(2, 5)], 6)
@@ -119,7 +119,7 @@ def test_a_group_leaves_when_its_oldest_token_is_too_many_versions_behind():
 
 
 def test_versions_that_stand_still_are_no_age():
-    cache = ReplayCache(max_age=1, share=0.5)
+    cache = ReplayCache(max_staleness=1, share=0.5)
     for step in range(1, 6):  # only the critic learns
         _, noted = cache(group(0, 0, step=step), step)
     assert noted["size"] == 5
@@ -141,7 +141,7 @@ def test_a_step_without_a_new_group_draws_none_and_keeps_the_cache():
 
 def test_the_draw_depends_on_seed_and_step_alone():
     def drawn(seed, step):
-        cache = ReplayCache(share=0.2, seed=seed, max_age=100)
+        cache = ReplayCache(share=0.2, seed=seed, max_staleness=100)
         cache(step_of(1, groups=64), 1)
         return ids(r for r in cache(step_of(2, groups=16), step)[0] if r.request_id.startswith("1:"))
 

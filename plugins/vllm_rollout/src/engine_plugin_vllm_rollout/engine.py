@@ -185,7 +185,9 @@ class VLLMRolloutEngine(RolloutEngine):
             taken.add(request.id)
         for request in requests:
             ids = request.prompt.token_ids + begun_response(request)
-            params = sampling_params(request, self._room, self._vocabulary, self._full, self.options.seeds)
+            params = sampling_params(
+                request, self._room, self._vocabulary, self._full, self.options.per_request_seeds
+            )
             given = tokens_input(ids, cache_salt=f"weights {self._updates}")
             internal = self._llm.add_request(request.id, given, params, lora_request=self._updater.request)
             self._running[request.id] = Running(request, internal)

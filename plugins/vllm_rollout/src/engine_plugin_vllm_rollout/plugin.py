@@ -70,6 +70,8 @@ class EngineOptions(Options):
                 problems.append(f"'{name}' is set by `{OURS[name]}` in a run file; remove it here.")
             elif name in FIXED:
                 problems.append(f"'{name}' cannot be set: {FIXED[name]}. Remove it.")
+            elif name in self.renamed:
+                problems.append(f"'{name}' was renamed to '{self.renamed[name]}'.")
             elif why := installed.option_problem(name, value):
                 problems.append(why)
         if problems:
@@ -88,8 +90,10 @@ class EngineOptions(Options):
 class VLLMOptions(EngineOptions):
     """``[rollout.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``) under vLLM's own name."""
 
+    renamed = {"seeds": "per_request_seeds"}
+
     sleep_level: Literal[0, 1, 2] = 1
-    """What ``trade_memory`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
+    """What ``offload_idle_roles`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
     log_probs: Literal["auto", "sampled", "full"] = "auto"
     """``full``: beside the log-probs of a distribution that top-p or top-k cut, those of the whole one (after temperature). ``sampled``: the former alone. ``auto``: ``full`` where ``[rollout]`` cuts."""
     quantization: Literal["fp8"] | None = None
@@ -98,7 +102,7 @@ class VLLMOptions(EngineOptions):
     """Type of the KV cache; ``auto``: that of the computation. In 8 bits it holds twice as many tokens, experimental as `quantization`."""
     adapter: bool = False
     """In a run with ``[actor.lora]``: vLLM keeps the base and is given the adapter alone with each update, not merged weights. Ranks over 16 need vLLM's `max_lora_rank` too."""
-    seeds: bool = True
+    per_request_seeds: bool = True
     """Each response draws from numbers of its own, so that it does not depend on which others are sampled beside it, and a run that goes on samples as if it had not stopped. ``false``: all draw from vLLM's one generator, which spares a call to the device for every sequence and token."""
     fp32_head: bool = False
     """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
@@ -137,7 +141,7 @@ class FrozenOptions(EngineOptions):
     """``[teacher.vllm]`` and its like: vLLM's engine of a model that is never trained. The keys below, and every option of it (``EngineArgs``) under vLLM's own name."""
 
     sleep_level: Literal[0, 1] = 1
-    """What ``trade_memory`` gives back while others work. 0: nothing. 1: the KV cache, and the weights to the host."""
+    """What ``offload_idle_roles`` gives back while others work. 0: nothing. 1: the KV cache, and the weights to the host."""
 
 
 @hookimpl
@@ -150,7 +154,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             load="engine_plugin_vllm_rollout.served:VLLMServedEngine",
             config=VLLMServerOptions,
             frozen_only=True,
-            elsewhere=True,
+            remote=True,
         ),
     }
 

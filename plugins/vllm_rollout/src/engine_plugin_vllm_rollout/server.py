@@ -78,7 +78,7 @@ class Server:
             connections,
             headers,
             secrets,
-            options.try_seconds,
+            options.attempt_timeout_seconds,
             options.retries,
             options.backoff_seconds,
             options.max_response_mb << 20,
@@ -109,7 +109,7 @@ class Server:
         server._process = ServerProcess(vllm_serve(model, start, port, classifies), environment(token))
         try:
             server._process.wait_until(
-                server._answers, start.start_minutes * 60, f"[{table}.start] vllm serve"
+                server._answers, start.startup_timeout_minutes * 60, f"[{table}.start] vllm serve"
             )
         except BaseException:
             server.close()
@@ -227,7 +227,7 @@ class Server:
             TrainingFailed: it does not answer, or not with what was asked for.
         """
         tries = self.options.retries + 1
-        deadline = time.monotonic() + tries * (self.options.try_seconds + 2 * LONGEST_BACKOFF)
+        deadline = time.monotonic() + tries * (self.options.attempt_timeout_seconds + 2 * LONGEST_BACKOFF)
         where = f"[{self.table}] the server at {self.url}"
         try:
             answer = self._asker.answer(_encoded({"model": self.model, **body}), deadline, self.base + path)

@@ -17,11 +17,13 @@ SET_HERE = ("model", "host", "port", "api_key", "runner", "max_logprobs")
 class StartOptions(Options):
     """``start``: where the table is present, the run starts the server itself, and it ends with the run."""
 
+    renamed = {"start_minutes": "startup_timeout_minutes"}
+
     host: str = "127.0.0.1"
     """Address that it binds, one of loopback: vLLM asks for its token below ``/v1`` alone, and other paths answer anybody."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: one that is free."""
-    start_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 15.0
+    startup_timeout_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 15.0
     """Time until it answers."""
     options: dict[str, Any] = {}
     """Options of vLLM's engine (``EngineArgs``) by vLLM's own names: ``{ dtype = "bfloat16", gpu_memory_utilization = 0.3 }``."""
@@ -67,7 +69,7 @@ class VLLMServerOptions(ServerOptions):
     """Requests at the same time, of each rank."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Sequences in one request, where the server takes several; a judge that writes is asked one by one."""
-    try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
+    attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
     """Time for one try."""
     max_response_mb: Annotated[int, Field(ge=1)] = 256
     """A longer response is refused unread. A teacher's has about 80 bytes for each token and candidate."""

@@ -16,6 +16,8 @@ from engine_plugin_processes.http.addresses import AddressRefused, check_address
 class ServerOptions(Options):
     """What is asked of every server; a subclass adds what it is for."""
 
+    renamed = {"try_seconds": "attempt_timeout_seconds"}
+
     url: str
     """Address of the server: ``http://`` or ``https://``, a host, a path."""
     token_env: str | None = None
@@ -24,7 +26,7 @@ class ServerOptions(Options):
     """Addresses and networks, such as ``"10.1.0.0/16"``, that the server may have besides public ones, and loopback if ``url`` says so. A cloud's metadata service must be named alone."""
     connections: Annotated[int, Field(ge=1, le=256)] = 4
     """Requests at the same time."""
-    try_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Time for one try."""
     retries: Annotated[int, Field(ge=0)] = 4
     """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""

@@ -95,7 +95,7 @@ class Asker:
         connections: to the server.
         headers: sent with every request, with ``secrets`` in them, which are never written down.
         secrets: what no message shows.
-        try_seconds: for one try.
+        attempt_timeout_seconds: for one try.
         retries: further tries.
         backoff_seconds: before the second try.
         max_bytes: longest response.
@@ -108,14 +108,18 @@ class Asker:
         connections: Connections,
         headers: Mapping[str, str],
         secrets: Sequence[str],
-        try_seconds: float,
+        attempt_timeout_seconds: float,
         retries: int,
         backoff_seconds: float,
         max_bytes: int,
         pace: Pace | None = None,
         longest_key: str = "max_response_kb",
     ) -> None:
-        self.connections, self.secrets, self.try_seconds = connections, secrets, try_seconds
+        self.connections, self.secrets, self.attempt_timeout_seconds = (
+            connections,
+            secrets,
+            attempt_timeout_seconds,
+        )
         self.retries, self.backoff_seconds, self.max_bytes = retries, backoff_seconds, max_bytes
         self.pace, self.longest_key = pace or Pace(None), longest_key
         self.headers = {
@@ -152,7 +156,7 @@ class Asker:
             if not self.pace.wait(deadline):
                 raise TimeoutError("requests_per_second leaves no time for a try")
             try:
-                return self._try(body, min(self.try_seconds, deadline - time.monotonic()), path)
+                return self._try(body, min(self.attempt_timeout_seconds, deadline - time.monotonic()), path)
             except AddressRefused as error:
                 raise NoAnswer(str(error)) from None
             except Passing as failed:

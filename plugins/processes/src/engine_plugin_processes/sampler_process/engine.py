@@ -384,8 +384,8 @@ class SamplerEngine(RolloutEngine):
                 self.python,
                 self._weights.host.descriptor,
                 env,
-                settings.silent_seconds,
-                settings.stall_minutes * 60,
+                settings.heartbeat_timeout_seconds,
+                settings.command_timeout_minutes * 60,
                 bool(settings.python),
             )
         except OSError as error:
@@ -403,10 +403,10 @@ class SamplerEngine(RolloutEngine):
     def _take_engine(self, process: SamplerProcess, number: int) -> str:
         """Once it is built, it gets all that it should have; its checksum of the weights."""
         settings = self.settings
-        reply = process.reply_to(number, settings.start_minutes * 60)
+        reply = process.reply_to(number, settings.startup_timeout_minutes * 60)
         if reply is None:
             process.lose(
-                f"its engine was not built within {settings.start_minutes:g} minutes (rollout.process.start_minutes)"
+                f"its engine was not built within {settings.startup_timeout_minutes:g} minutes (rollout.process.startup_timeout_minutes)"
             )
             raise Lost(process.lost)
         if reply.get("error"):

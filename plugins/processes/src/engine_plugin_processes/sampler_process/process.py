@@ -60,7 +60,7 @@ class SamplerProcess:
         python: the interpreter.
         memory: descriptor that it inherits, for weights.
         env: added to this process's environment.
-        silent_seconds: without a sign of life: it is lost.
+        heartbeat_timeout_seconds: without a sign of life: it is lost.
         stall_seconds: at one piece of work: it is lost.
         other: the interpreter is of another environment.
     """
@@ -70,11 +70,11 @@ class SamplerProcess:
         python: str,
         memory: int,
         env: Mapping[str, str],
-        silent_seconds: float,
+        heartbeat_timeout_seconds: float,
         stall_seconds: float,
         other: bool,
     ) -> None:
-        self.silent_seconds, self.stall_seconds = silent_seconds, stall_seconds
+        self.heartbeat_timeout_seconds, self.stall_seconds = heartbeat_timeout_seconds, stall_seconds
         self.arrived: collections.deque[Rollout] = collections.deque()
         self.failure: Mapping[str, Any] | None = None  # of a step
         self.idle = True  # it samples nothing
@@ -170,18 +170,18 @@ class SamplerProcess:
             self._watched_from = now
         self._watched = now
         silent = now - max(self._seen, self._watched_from)
-        if self._spoke and silent > self.silent_seconds:
+        if self._spoke and silent > self.heartbeat_timeout_seconds:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.popen.pid, signal.SIGUSR2)  # its stacks go to what it prints
             time.sleep(TICK_SECONDS)
             self.lose(
-                f"it gave no sign of life for {self.silent_seconds:g} s (rollout.process.silent_seconds): it is stopped, or "
+                f"it gave no sign of life for {self.heartbeat_timeout_seconds:g} s (rollout.process.heartbeat_timeout_seconds): it is stopped, or "
                 "its engine holds the interpreter"
             )
         elif self._busy > self.stall_seconds:
             where = self._where()
             self.lose(
-                f"it has been at one piece of work for {self._busy / 60:.3g} minutes (rollout.process.stall_minutes); "
+                f"it has been at one piece of work for {self._busy / 60:.3g} minutes (rollout.process.command_timeout_minutes); "
                 f"it is in {where}"
             )
 

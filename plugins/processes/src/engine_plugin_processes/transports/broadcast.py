@@ -1,4 +1,4 @@
-"""Weights by broadcast: one process group over the sender and all takers, gloo or, where all are on CUDA, NCCL.
+"""Weights by broadcast: one process group over the sender and all receivers, gloo or, where all are on CUDA, NCCL.
 
 The group is none of ``torch.distributed``'s default ones, in which every pool is a world of its own. Each bucket is
 three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.
@@ -14,26 +14,19 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.starting import store_at
-from engine_plugin_processes.transports.base import (
-    Flat,
-    Stream,
-    Transport,
-    Update,
-    check,
-    flattened,
-    gpu_of,
-    size_of,
-)
+from engine_plugin_processes.transports.bucketing import FlatBucket, flat_buckets, verify, weight_bytes
+from engine_plugin_processes.transports.devices import gpu_uuid
 
 MAX_HEADER_BYTES = 1 << 31
 SPIN_SECONDS = 0.05  # a bucket takes a millisecond; who waits longer waits for somebody
@@ -42,36 +35,36 @@ NAP_SECONDS = 0.001
 log = logging.getLogger("engine")
 
 
-class Broadcast(Transport):
-    """See the module and ``Transport``."""
+class Broadcast(WeightTransport):
+    """The transport ``broadcast``: a process group over the sender and all receivers."""
 
     group: Any = None  # of words, and of bytes where these go through host memory
     bytes_group: Any = None  # of NCCL
     device = torch.device("cpu")
 
     def open(self) -> Any:
-        """Which GPU weights are to come to; "" where it is none that NCCL reaches."""
-        return gpu_of(self.end.device) if dist.is_nccl_available() else ""
+        """Return the UUID of this process's GPU; "" if NCCL cannot reach the device."""
+        return gpu_uuid(self.endpoint.device) if dist.is_nccl_available() else ""
 
-    def join(self, told: Sequence[Any]) -> None:
+    def join(self, peers: Sequence[Any]) -> None:
         seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
-        store = store_at(self.end.meeting, len(told), seconds)
-        place, size = self.end.place, len(told)
-        words = dist.PrefixStore(f"{self.end.label}/words", store)
-        self.group = dist.ProcessGroupGloo(words, place, size, seconds)
-        if not all(told):
+        store = store_at(self.endpoint.rendezvous, len(peers), seconds)
+        index, size = self.endpoint.index, len(peers)
+        words = dist.PrefixStore(f"{self.endpoint.link_id}/words", store)
+        self.group = dist.ProcessGroupGloo(words, index, size, seconds)
+        if not all(peers):
             return
-        if len(set(told)) < size:
+        if len(set(peers)) < size:
             log.warning(
                 "rollout.transport = 'broadcast': processes share a GPU, so weights go through host memory."
             )
             return
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 2 * seconds  # past it NCCL ends the process: this module says before what is late
-        data = dist.PrefixStore(f"{self.end.label}/bytes", store)
-        self.bytes_group, why = self._tried(lambda: dist.ProcessGroupNCCL(data, place, size, options))
+        data = dist.PrefixStore(f"{self.endpoint.link_id}/bytes", store)
+        self.bytes_group, why = self._tried(lambda: dist.ProcessGroupNCCL(data, index, size, options))
         if self.bytes_group is not None:
-            self.device = self.end.device
+            self.device = self.endpoint.device
         else:
             log.warning(
                 "rollout.transport = 'broadcast': NCCL does not work between these GPUs (%s), so weights go through host memory, "
@@ -84,7 +77,7 @@ class Broadcast(Transport):
         seconds = self.options.timeout_seconds / 2  # the others still wait for the answer then
         try:
             group = make()
-            word = torch.zeros(8, dtype=torch.uint8, device=self.end.device)
+            word = torch.zeros(8, dtype=torch.uint8, device=self.endpoint.device)
             if not _done(group.broadcast(word, 0), seconds):
                 why = f"nothing came within {seconds:g} s"
         except RuntimeError as error:
@@ -98,14 +91,14 @@ class Broadcast(Transport):
                 group.abort()
         return None, why
 
-    def send(self, stream: Stream, update: Update) -> int:
+    def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         sent = 0
         under_way: list[Any] = []
         try:
-            for flat in flattened(stream, self.device):
+            for flat in flat_buckets(stream, self.device):
                 self._wait(under_way, update)
-                under_way = self._post(flat.told(update), flat, update)
-                sent += size_of(flat.bucket)
+                under_way = self._post(flat.header(update), flat, update)
+                sent += weight_bytes(flat.bucket)
             self._wait(under_way, update)
         except TrainingFailed:
             raise
@@ -116,20 +109,22 @@ class Broadcast(Transport):
         self._wait(self._post({"end": True}, None, update), update)
         return sent
 
-    def receive(self, update: Update) -> Generator[tuple[str, Tensor], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
         over, expected = False, 0
         try:
             while True:
-                told = self._header(update)
-                over = "end" in told or "break" in told
-                if "break" in told:
-                    raise self.end.failed(update, f"The stream of weights broke off: {told['break']}.")
+                header = self._header(update)
+                over = "end" in header or "break" in header
+                if "break" in header:
+                    raise self.endpoint.failure(
+                        update, f"The stream of weights broke off: {header['break']}."
+                    )
                 if over:
                     return
-                data = self._payload(told, update)
-                check(self.end, update, told, expected, data)
+                data = self._payload(header, update)
+                verify(self.endpoint, update, header, expected, data)
                 expected += 1
-                yield from unpacked(data, told["entries"])
+                yield from unpacked(data, header["entries"])
         finally:
             if not over:
                 self._drain(update)
@@ -139,40 +134,40 @@ class Broadcast(Transport):
 
     # -- one broadcast ------------------------------------------------------
 
-    def _post(self, told: Mapping[str, Any], flat: Flat | None, update: Update) -> list[Any]:
+    def _post(self, header: Mapping[str, Any], flat: FlatBucket | None, update: WeightUpdate) -> list[Any]:
         """Send a header, and the bytes of a bucket; what is under way, with the tensors that it reads."""
-        header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-        lengths = torch.tensor([len(header), flat.bucket.size if flat else 0])
-        tensors = [lengths, header, *([flat.data] if flat and flat.bucket.size else [])]
+        words = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        lengths = torch.tensor([len(words), flat.bucket.size if flat else 0])
+        tensors = [lengths, words, *([flat.data] if flat and flat.bucket.size else [])]
         return [(self._broadcast(tensor, update), tensor) for tensor in tensors]
 
-    def _header(self, update: Update) -> dict[str, Any]:
+    def _header(self, update: WeightUpdate) -> dict[str, Any]:
         lengths = self._taken(torch.zeros(2, dtype=torch.int64), update)
         header_bytes, size = lengths.tolist()
         if not 0 < header_bytes < MAX_HEADER_BYTES:
             raise self._unusable(update, f"a header of {header_bytes} bytes came, which is none of ours.")
-        header = self._taken(torch.empty(header_bytes, dtype=torch.uint8), update)
-        told: dict[str, Any] = json.loads(bytes(header.numpy()))
-        return told | {"size": size}
+        words = self._taken(torch.empty(header_bytes, dtype=torch.uint8), update)
+        header: dict[str, Any] = json.loads(bytes(words.numpy()))
+        return header | {"size": size}
 
-    def _payload(self, told: Mapping[str, Any], update: Update) -> Tensor:
-        data = torch.empty(told["size"], dtype=torch.uint8, device=self.device)
-        return self._taken(data, update) if told["size"] else data
+    def _payload(self, header: Mapping[str, Any], update: WeightUpdate) -> Tensor:
+        data = torch.empty(header["size"], dtype=torch.uint8, device=self.device)
+        return self._taken(data, update) if header["size"] else data
 
-    def _taken(self, tensor: Tensor, update: Update) -> Tensor:
+    def _taken(self, tensor: Tensor, update: WeightUpdate) -> Tensor:
         self._wait([(self._broadcast(tensor, update), tensor)], update)
         return tensor
 
-    def _broadcast(self, tensor: Tensor, update: Update) -> Any:
+    def _broadcast(self, tensor: Tensor, update: WeightUpdate) -> Any:
         if self.group is None:
-            raise self.end.failed(update, "the group has failed before. This is a bug of the runtime.")
+            raise self.endpoint.failure(update, "the group has failed before. This is a bug of the runtime.")
         try:
             group = self.group if tensor.device.type == "cpu" else self.bytes_group
             return group.broadcast(tensor, 0)
         except RuntimeError as error:
             raise self._unusable(update, _first_line(error)) from error
 
-    def _wait(self, under_way: Sequence[Any], update: Update) -> None:
+    def _wait(self, under_way: Sequence[Any], update: WeightUpdate) -> None:
         for work, tensor in under_way:
             try:
                 if tensor.device.type != "cpu" and not _done(work, self.options.timeout_seconds):
@@ -188,21 +183,21 @@ class Broadcast(Transport):
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
-    def _unusable(self, update: Update, what: str) -> TrainingFailed:
+    def _unusable(self, update: WeightUpdate, what: str) -> TrainingFailed:
         """The group cannot be used any more; said by whoever sees it first."""
         self._leave()
         if "imed out" in what:
-            return self.end.late(update, f"nothing went on ({what})", self.options.timeout_seconds)
-        return self.end.failed(update, what)
+            return self.endpoint.timeout(update, f"nothing went on ({what})", self.options.timeout_seconds)
+        return self.endpoint.failure(update, what)
 
-    def _drain(self, update: Update) -> None:
+    def _drain(self, update: WeightUpdate) -> None:
         """Take the rest without looking at it, so that nobody waits for this end."""
         while self.group is not None:
             try:
-                told = self._header(update)
-                if "end" in told or "break" in told:
+                header = self._header(update)
+                if "end" in header or "break" in header:
                     return
-                self._payload(told, update)
+                self._payload(header, update)
             except TrainingFailed:
                 return  # who sends is gone, too
 

@@ -1,4 +1,4 @@
-"""Which transport a run uses: the one that the file names, where it can, or one chosen by where actor and sampler are."""
+"""Choose the transport of a run: the one that the run file names, or for ``auto`` one by the devices of actor and sampler."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 from engine_core.config.choices import AUTO
 from engine_core.config.completeness import transport_problem
 from engine_core.errors import ConfigError
-from engine_plugin_processes.transports.options import TRANSPORTS
+from engine_plugin_processes.transports.devices import ProcessDevice
+from engine_plugin_processes.transports.table import TRANSPORTS
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_core.config import EngineConfig
+    from engine_core.contracts.weight_transport import WeightTransport
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Options
-    from engine_plugin_processes.transports.base import Transport
 
 log = logging.getLogger("engine")
 
@@ -25,35 +24,17 @@ KIND = "weight_transports"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """What a process can be reached by."""
-
-    device: str = "cpu"  # its kind
-    gpu: str = ""  # its identity, the same in every process that sees it; "" of another device
-    nccl: bool = False  # torch is built with it
-
-    @classmethod
-    def of(cls, device: torch.device) -> Endpoint:
-        """Of this process."""
-        import torch.distributed as dist
-
-        from engine_plugin_processes.transports.base import gpu_of
-
-        return cls(device.type, gpu_of(device), dist.is_nccl_available())
-
-
-@dataclass(frozen=True, slots=True)
 class Topology:
-    """Where weights go."""
+    """The pools and devices between which weights are sent."""
 
-    apart: bool  # to processes of another pool
-    seats: tuple[Endpoint, ...] = (Endpoint(), Endpoint())  # of the one that sends, and of those that take
-    one_machine: bool = False  # the run has started all processes itself, on one machine
-    may_leave: bool = False  # those that take may be lost one by one, or come and go
+    apart: bool  # sender and receivers are in different pools
+    devices: tuple[ProcessDevice, ...] = (ProcessDevice(), ProcessDevice())  # of the sender and the receivers
+    one_machine: bool = False  # the run starts all processes itself, on one machine
+    may_leave: bool = False  # receivers may be lost one by one, or join and leave
 
 
 def choose(config: EngineConfig, plugins: PluginSet, topology: Topology) -> str:
-    """The transport's name; the log says what and why.
+    """Return the name of the transport; log it with the reason.
 
     Raises:
         ConfigError: the one that the file names does not serve this topology.
@@ -69,8 +50,8 @@ def choose(config: EngineConfig, plugins: PluginSet, topology: Topology) -> str:
     return wanted
 
 
-def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Transport], Options]:
-    """The class behind a name that ``choose`` gave, and its options."""
+def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[WeightTransport], Options]:
+    """Return the class behind a name that ``choose`` returned, and its options."""
     found: Any
     if name == config.rollout.transport:
         found = plugins.resolve(KIND, name)
@@ -81,32 +62,32 @@ def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Tran
 
 
 def by_topology(topology: Topology) -> tuple[str, str]:
-    """What ``auto`` means, and why."""
-    takers = len(topology.seats) - 1
+    """Return what ``auto`` means here, and the reason."""
+    receivers = len(topology.devices) - 1
     if not topology.apart:
         return "same_process", "the sampler is in the actor's processes"
-    if any(seat.device != "cpu" for seat in topology.seats):
+    if any(device.kind != "cpu" for device in topology.devices):
         return _between_accelerators(topology)
-    if takers > 1:
-        return "broadcast", f"the sampler has {takers} processes of its own, which all take the same"
+    if receivers > 1:
+        return "broadcast", f"the sampler has {receivers} processes of its own, which all take the same"
     return "tcp", "the sampler has one process of its own"
 
 
 def _between_accelerators(topology: Topology) -> tuple[str, str]:
-    """NCCL where it can, a GPU's memory where that is seen, and else what always works."""
-    gpus = [seat.gpu for seat in topology.seats]
+    """Return ``broadcast`` where NCCL can be used, else ``ipc`` on one machine, else ``tcp``; and the reason."""
+    gpus = [device.gpu for device in topology.devices]
     if not all(gpus):
-        kinds = ", ".join(sorted({seat.device for seat in topology.seats}))
+        kinds = ", ".join(sorted({device.kind for device in topology.devices}))
         return (
             "tcp",
             f"not every end is on a CUDA device (there are {kinds}), so weights go through host memory",
         )
     if topology.may_leave:
         return "tcp", (
-            "samplers may be lost one by one (max_replacements, placement.most), and a group of NCCL would wait for one that is; "
+            "samplers may be lost one by one (max_replacements, placement.max_samplers), and a group of NCCL would wait for one that is; "
             "'broadcast' is faster where none is lost"
         )
-    shared, nccl = len(set(gpus)) < len(gpus), all(seat.nccl for seat in topology.seats)
+    shared, nccl = len(set(gpus)) < len(gpus), all(device.nccl for device in topology.devices)
     if nccl and not shared:
         return (
             "broadcast",

@@ -1,6 +1,6 @@
 """Weights through files: safetensors parts in a folder of the update, and its manifest last.
 
-For processes that share nothing but a disk. Takers read when the manifest is there, and never a part of an update. At
+For processes that share nothing but a disk. Receivers read when the manifest is there, and never a part of an update. At
 most two updates lie in the folder: the one that is written and the one before.
 """
 
@@ -11,14 +11,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import ConfigError, DataError
 from engine_core.runs.state_files import load_tensors, save_tensors
 from engine_plugin_processes.buckets import grouped
-from engine_plugin_processes.transports.base import Stream, Transport, Update
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,8 @@ MANIFEST = "manifest.json"
 POLL_SECONDS = 0.02
 
 
-class Folder(Transport):
-    """See the module and ``Transport``."""
+class Folder(WeightTransport):
+    """The transport ``folder``: files in a folder that the sender and all receivers see."""
 
     root = Path()
 
@@ -40,28 +40,30 @@ class Folder(Transport):
             )
 
     def open(self) -> Any:
-        self.root = Path(self.options.path or self.end.folder) / f"weights-{self.end.label}"
-        if self.end.place == 0:
+        self.root = (
+            Path(self.options.path or self.endpoint.shared_folder) / f"weights-{self.endpoint.link_id}"
+        )
+        if self.endpoint.index == 0:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         return str(self.root)
 
-    def join(self, told: Sequence[Any]) -> None:
+    def join(self, peers: Sequence[Any]) -> None:
         """Every end must see the sender's folder.
 
         Raises:
             ConfigError: this one does not.
         """
-        self.root = Path(told[0])
+        self.root = Path(peers[0])
         deadline = time.monotonic() + self.options.timeout_seconds
         while not self.root.is_dir():
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"rollout.folder.path: {self.end.names[self.end.place]} does not see {self.root}, which "
-                    f"{self.end.names[0]} has made. Name a folder that both see."
+                    f"rollout.folder.path: {self.endpoint.names[self.endpoint.index]} does not see {self.root}, which "
+                    f"{self.endpoint.names[0]} has made. Name a folder that both see."
                 )
             time.sleep(POLL_SECONDS)
 
-    def send(self, stream: Stream, update: Update) -> int:
+    def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         folder = self._of(update.number)
         folder.mkdir()
         parts, sent = [], 0
@@ -80,16 +82,16 @@ class Folder(Transport):
         shutil.rmtree(self._of(update.number - 2), ignore_errors=True)
         return sent
 
-    def receive(self, update: Update) -> Generator[tuple[str, Tensor], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
         manifest = self._manifest(update)
         if "break" in manifest:
-            raise self.end.failed(update, f"The stream of weights broke off: {manifest['break']}.")
+            raise self.endpoint.failure(update, f"The stream of weights broke off: {manifest['break']}.")
         if (manifest.get("update"), manifest.get("version")) != (update.number, update.version):
-            raise self.end.failed(update, f"{self._of(update.number) / MANIFEST} is of another update.")
+            raise self.endpoint.failure(update, f"{self._of(update.number) / MANIFEST} is of another update.")
         for number, part in enumerate(manifest["parts"]):
             file = self._of(update.number) / _part(number)
             if not file.is_file() or _sum_of(file) != part["sum"]:
-                raise self.end.failed(
+                raise self.endpoint.failure(
                     update,
                     f"{file} is missing or damaged: its checksum is not the one that was written. The update is refused, and "
                     "nothing is sampled until a whole one came. Look at the disk.",
@@ -97,27 +99,27 @@ class Folder(Transport):
             try:
                 tensors = load_tensors(file)
             except DataError as error:
-                raise self.end.failed(update, str(error)) from error
+                raise self.endpoint.failure(update, str(error)) from error
             yield from ((name, tensors[name]) for name in part["names"])
 
     def close(self) -> None:
-        if self.end.place == 0 and self.root != Path():
+        if self.endpoint.index == 0 and self.root != Path():
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _of(self, number: int) -> Path:
         return self.root / f"update-{number:08d}"
 
-    def _manifest(self, update: Update) -> dict[str, Any]:
+    def _manifest(self, update: WeightUpdate) -> dict[str, Any]:
         file = self._of(update.number) / MANIFEST
         deadline = time.monotonic() + self.options.timeout_seconds
         while not file.is_file():
             if time.monotonic() > deadline:
-                raise self.end.late(update, f"{file} was not there", self.options.timeout_seconds)
+                raise self.endpoint.timeout(update, f"{file} was not there", self.options.timeout_seconds)
             time.sleep(POLL_SECONDS)
         try:
             found = json.loads(file.read_text("utf-8"))
         except ValueError as error:
-            raise self.end.failed(update, f"{file} is no manifest: {error}.") from error
+            raise self.endpoint.failure(update, f"{file} is no manifest: {error}.") from error
         return found if isinstance(found, dict) else {}
 
 

@@ -1,7 +1,7 @@
-"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each taker.
+"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each receiver.
 
 For processes of one machine, also where they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
-fills one again when every taker has said that it has its copy. On GPUs the buffers are on the sender's, and a taker copies
+fills one again when every receiver has said that it has its copy. On GPUs the buffers are on the sender's, and a receiver copies
 from there to its own, where it sees that one too; else they are files in memory without a name.
 Between GPUs this is experimental: it has not run on one.
 """
@@ -9,7 +9,7 @@ Between GPUs this is experimental: it has not run on one.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,15 @@ from engine_core.errors import ConfigError
 from engine_plugin_processes.channel import Closed
 from engine_plugin_processes.codec import encode
 from engine_plugin_processes.sampler_process.memory import DeviceMemory, HostMemory, shares_device
-from engine_plugin_processes.transports.base import Stream, Update, flattened, gpu_of, size_of
+from engine_plugin_processes.transports.bucketing import flat_buckets, weight_bytes
+from engine_plugin_processes.transports.devices import gpu_uuid, visible_gpus
 from engine_plugin_processes.transports.tcp import TCP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
+    from engine_core.specs import Options
     from engine_plugin_processes.channel import Channel
 
 
@@ -34,43 +37,45 @@ class Shown(HostMemory):
     def __init__(self) -> None:
         super().__init__(self.new_file())
 
-    def told_to(self, taker: int) -> dict[str, Any]:
-        """How one taker finds it."""
+    def told_to(self, receiver: int) -> dict[str, Any]:
+        """How one receiver finds it."""
         return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
 
 
 class ShownDevice(DeviceMemory):
-    """A buffer of a GPU, with a handle for each taker.
+    """A buffer of a GPU, with a handle for each receiver.
 
     Args:
         device: of the buffer.
-        takers: how many will open it.
+        receivers: how many will open it.
     """
 
-    def __init__(self, device: torch.device, takers: int) -> None:
+    def __init__(self, device: torch.device, receivers: int) -> None:
         super().__init__(device)
-        self.takers = takers
+        self.receivers = receivers
         self._handles: list[list[Any]] = []
 
     def reserve(self, size: int) -> None:
         if size > len(self._bytes):
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._handles = [list(self._bytes.untyped_storage()._share_cuda_()) for _ in range(self.takers)]
+            self._handles = [
+                list(self._bytes.untyped_storage()._share_cuda_()) for _ in range(self.receivers)
+            ]
 
-    def told_to(self, taker: int) -> dict[str, Any]:
-        """How one taker finds it."""
-        return {"handle": self._handles[taker]}
+    def told_to(self, receiver: int) -> dict[str, Any]:
+        """How one receiver finds it."""
+        return {"handle": self._handles[receiver]}
 
 
 class IPC(TCP):
-    """See the module and ``Transport``."""
+    """The transport ``ipc``: buffers that the sender and all receivers see."""
 
     buffers: tuple[Any, Any] | None = None  # of the sender
     on_device = False
     source = torch.device("cpu")  # the sender's GPU, by its number in this process
 
-    def __init__(self, options: Any, end: Any) -> None:
-        super().__init__(options, end)
+    def __init__(self, options: Options, endpoint: TransportEndpoint) -> None:
+        super().__init__(options, endpoint)
         self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: what was told of it, and the memory
 
     @classmethod
@@ -82,36 +87,36 @@ class IPC(TCP):
             )
 
     def open(self) -> Any:
-        device = self.end.device
+        device = self.endpoint.device
         return {
             "listens": super().open(),
-            "gpu": gpu_of(device),
-            "sees": _seen() if device.type == "cuda" else [],
-            "shares": self.end.place > 0 or shares_device(device),
+            "gpu": gpu_uuid(device),
+            "sees": visible_gpus() if device.type == "cuda" else [],
+            "shares": self.endpoint.index > 0 or shares_device(device),
         }
 
-    def join(self, told: Sequence[Any]) -> None:
-        super().join([each["listens"] for each in told])
-        gpu = told[0]["gpu"]
+    def join(self, peers: Sequence[Any]) -> None:
+        super().join([each["listens"] for each in peers])
+        gpu = peers[0]["gpu"]
         self.on_device = (
-            bool(gpu) and told[0]["shares"] and all(each["gpu"] and gpu in each["sees"] for each in told)
+            bool(gpu) and peers[0]["shares"] and all(each["gpu"] and gpu in each["sees"] for each in peers)
         )
         if self.on_device:
-            self.source = torch.device("cuda", _seen().index(gpu))
+            self.source = torch.device("cuda", visible_gpus().index(gpu))
 
-    def send(self, stream: Stream, update: Update) -> int:
+    def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         channels: list[Channel] = []
         sent = waiting = 0
         self.buffers = self.buffers or (self._buffer(), self._buffer())
         try:
-            for place, address in enumerate(self.addresses, 1):
-                channels.append(self._connected(address, place, update))
-            for flat in flattened(stream, self.source, self.buffers):
+            for index, address in enumerate(self.addresses, 1):
+                channels.append(self._connected(address, index, update))
+            for flat in flat_buckets(stream, self.source, self.buffers):
                 shown = self.buffers[flat.number % 2]
-                for place, channel in enumerate(channels, 1):
-                    message = {**flat.told(update), "memory": shown.told_to(place - 1)}
-                    self._to_one(channel, place, encode(message), update)
-                sent += size_of(flat.bucket)
+                for index, channel in enumerate(channels, 1):
+                    message = {**flat.header(update), "memory": shown.told_to(index - 1)}
+                    self._to_one(channel, index, encode(message), update)
+                sent += weight_bytes(flat.bucket)
                 waiting += 1
                 if waiting > 1:  # the other buffer is filled next
                     self._all_have(channels, update)
@@ -135,23 +140,23 @@ class IPC(TCP):
     def _buffer(self) -> Any:
         return ShownDevice(self.source, len(self.addresses)) if self.on_device else Shown()
 
-    def _all_have(self, channels: Sequence[Channel], update: Update) -> None:
-        for place, channel in enumerate(channels, 1):
-            self._taken(channel, place, update)
+    def _all_have(self, channels: Sequence[Channel], update: WeightUpdate) -> None:
+        for index, channel in enumerate(channels, 1):
+            self._taken(channel, index, update)
 
-    def _data(self, message: Any, update: Update) -> Tensor:
+    def _data(self, message: Any, update: WeightUpdate) -> Tensor:
         """A copy of the bucket, on this end's device where it came over a GPU."""
         try:
             memory = self._memory(message["bucket"] % 2, message["memory"])
             shown: Tensor = memory.view(0, message["size"])
-            return shown.to(self.end.device if self.on_device else "cpu", copy=True)
+            return shown.to(self.endpoint.device if self.on_device else "cpu", copy=True)
         except (OSError, RuntimeError, ValueError) as error:
-            raise self.end.failed(
+            raise self.endpoint.failure(
                 update,
                 f"the memory of the sender cannot be seen here: {error}. Use rollout.transport = 'tcp'.",
             ) from error
 
-    def _took(self, channel: Channel, number: int, update: Update) -> None:
+    def _took(self, channel: Channel, number: int, update: WeightUpdate) -> None:
         try:
             channel.send({"taken": number})
         except Closed as error:
@@ -169,8 +174,3 @@ class IPC(TCP):
                 memory = HostMemory(os.open(told["path"], os.O_RDWR))
             self._opened[number] = told, memory
         return memory
-
-
-def _seen() -> list[str]:
-    """The GPUs that this process sees, by their numbers."""
-    return [gpu_of(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]

@@ -1,6 +1,6 @@
-"""Weights over a connection to each taker: a copy for each, one after another.
+"""Weights over a connection to each receiver: a copy for each, one after another.
 
-Nothing but sockets is needed, and a taker that is gone hurts no other update. A connection is made for an update and
+Nothing but sockets is needed, and a receiver that is gone hurts no other update. A connection is made for an update and
 ends with it; who does not know the run's token is sent away.
 """
 
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.channel import Channel, Closed, callers, connect, listen
 from engine_plugin_processes.codec import DecodeError, encode
-from engine_plugin_processes.transports.base import Stream, Transport, Update, check, flattened, size_of
+from engine_plugin_processes.transports.bucketing import flat_buckets, verify, weight_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,47 +27,47 @@ if TYPE_CHECKING:
     from engine_core.errors import TrainingFailed
 
 
-class TCP(Transport):
-    """See the module and ``Transport``."""
+class TCP(WeightTransport):
+    """The transport ``tcp``: a connection to each receiver."""
 
     listener: socket.socket | None = None
     addresses: Sequence[tuple[str, int]] = ()
 
     def open(self) -> Any:
-        """Where this end listens; the one that sends does not."""
-        if self.end.place == 0:
+        """Return the address at which this endpoint listens; the sender does not listen."""
+        if self.endpoint.index == 0:
             return None
-        self.listener = listen(self.end.host)
+        self.listener = listen(self.endpoint.host)
         return list(self.listener.getsockname()[:2])
 
-    def join(self, told: Sequence[Any]) -> None:
-        self.addresses = [(str(host), int(port)) for host, port in told[1:]]
+    def join(self, peers: Sequence[Any]) -> None:
+        self.addresses = [(str(host), int(port)) for host, port in peers[1:]]
 
-    def send(self, stream: Stream, update: Update) -> int:
+    def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         channels: list[Channel] = []
         sent = 0
         with ThreadPoolExecutor(1) as sender:  # the next bucket is gathered while the last one is sent
             try:
-                for place, address in enumerate(self.addresses, 1):
-                    channels.append(self._connected(address, place, update))
+                for index, address in enumerate(self.addresses, 1):
+                    channels.append(self._connected(address, index, update))
                 under_way: Future[None] | None = None
-                for flat in flattened(stream, torch.device("cpu")):
+                for flat in flat_buckets(stream, torch.device("cpu")):
                     if under_way is not None:
                         under_way.result()
-                    sent += size_of(flat.bucket)
-                    message = encode({**flat.told(update), "data": flat.data})
+                    sent += weight_bytes(flat.bucket)
+                    message = encode({**flat.header(update), "data": flat.data})
                     under_way = sender.submit(self._to_all, channels, message, update)
                 if under_way is not None:
                     under_way.result()
                 self._to_all(channels, encode({"end": True}), update)
-                for place, channel in enumerate(channels, 1):
-                    self._taken(channel, place, update)
+                for index, channel in enumerate(channels, 1):
+                    self._taken(channel, index, update)
             finally:
                 for channel in channels:
                     channel.close()
         return sent
 
-    def receive(self, update: Update) -> Generator[tuple[str, Tensor], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
         channel = self._accepted(update)
         expected = 0
         try:
@@ -79,7 +80,7 @@ class TCP(Transport):
                     channel.send({"taken": True})
                     return
                 data = self._data(message, update)
-                check(self.end, update, message, expected, data)
+                verify(self.endpoint, update, message, expected, data)
                 self._took(channel, expected, update)
                 expected += 1
                 yield from unpacked(data, message["entries"])
@@ -90,53 +91,57 @@ class TCP(Transport):
         if self.listener is not None:
             self.listener.close()
 
-    def _data(self, message: Any, update: Update) -> Tensor:
+    def _data(self, message: Any, update: WeightUpdate) -> Tensor:
         """The bytes of a bucket."""
         data: Tensor = message["data"]
         return data
 
-    def _took(self, channel: Channel, number: int, update: Update) -> None:
-        """It is whole, and this end's own; not told here: what has arrived is nobody else's."""
+    def _took(self, channel: Channel, number: int, update: WeightUpdate) -> None:
+        """Called with the number of each bucket that was verified. Sends nothing here: each receiver has its own copy of the bytes."""
 
-    def _connected(self, address: tuple[str, int], place: int, update: Update) -> Channel:
+    def _connected(self, address: tuple[str, int], index: int, update: WeightUpdate) -> Channel:
         try:
-            channel = connect(address, self.end.token, 0, self.options.timeout_seconds)
+            channel = connect(address, self.endpoint.token, 0, self.options.timeout_seconds)
         except (OSError, TimeoutError) as error:
-            raise self.end.failed(update, f"{self.end.names[place]} does not answer: {error}") from error
+            raise self.endpoint.failure(
+                update, f"{self.endpoint.names[index]} does not answer: {error}"
+            ) from error
         channel.socket.settimeout(self.options.timeout_seconds)
         return channel
 
-    def _accepted(self, update: Update) -> Channel:
+    def _accepted(self, update: WeightUpdate) -> Channel:
         """The sender; strangers are passed over."""
         assert self.listener is not None
         seconds = self.options.timeout_seconds
-        with contextlib.closing(callers(self.listener, self.end.token, time.monotonic() + seconds)) as coming:
+        with contextlib.closing(
+            callers(self.listener, self.endpoint.token, time.monotonic() + seconds)
+        ) as coming:
             found = next(coming, None)
         if found is None:
-            raise self.end.late(update, "none came", seconds)
+            raise self.endpoint.timeout(update, "none came", seconds)
         _, channel = found
         channel.socket.settimeout(seconds)
         return channel
 
-    def _to_all(self, channels: Sequence[Channel], message: Any, update: Update) -> None:
-        for place, channel in enumerate(channels, 1):
-            self._to_one(channel, place, message, update)
+    def _to_all(self, channels: Sequence[Channel], message: Any, update: WeightUpdate) -> None:
+        for index, channel in enumerate(channels, 1):
+            self._to_one(channel, index, message, update)
 
-    def _to_one(self, channel: Channel, place: int, message: Any, update: Update) -> None:
+    def _to_one(self, channel: Channel, index: int, message: Any, update: WeightUpdate) -> None:
         try:
             channel.send(message)
         except Closed as error:
-            what = f"{self.end.names[place]} did not take the next bucket"
+            what = f"{self.endpoint.names[index]} did not take the next bucket"
             raise self._broken(error, update, what) from error
 
-    def _taken(self, channel: Channel, place: int, update: Update) -> None:
+    def _taken(self, channel: Channel, index: int, update: WeightUpdate) -> None:
         try:
             channel.receive()
         except Closed as error:
-            what = f"{self.end.names[place]} did not say that it has all"
+            what = f"{self.endpoint.names[index]} did not say that it has all"
             raise self._broken(error, update, what) from error
 
-    def _broken(self, error: Exception, update: Update, what: str) -> TrainingFailed:
+    def _broken(self, error: Exception, update: WeightUpdate, what: str) -> TrainingFailed:
         if isinstance(error.__cause__, TimeoutError):
-            return self.end.late(update, what, self.options.timeout_seconds)
-        return self.end.failed(update, f"The stream of weights broke off: {error}.")
+            return self.endpoint.timeout(update, what, self.options.timeout_seconds)
+        return self.endpoint.failure(update, f"The stream of weights broke off: {error}.")

@@ -27,14 +27,19 @@ class ClassifierReward:
         sequences: how a sample becomes tokens.
         infer: of the reward model's engine.
         limit: longest sequence in tokens.
-        own_tokens: the tokenizer is the actor's: take the sampled tokens.
+        reuse_token_ids: the tokenizer is the actor's: take the sampled tokens.
     """
 
     names: tuple[str, ...] = ("prompts", "completions", "messages", "token_ids")
     required: tuple[str, ...] = ("completions",)
 
-    def __init__(self, sequences: Sequences, infer: Infer, limit: int, own_tokens: bool) -> None:
-        self.sequences, self.infer, self.limit, self.own_tokens = sequences, infer, limit, own_tokens
+    def __init__(self, sequences: Sequences, infer: Infer, limit: int, reuse_token_ids: bool) -> None:
+        self.sequences, self.infer, self.limit, self.reuse_token_ids = (
+            sequences,
+            infer,
+            limit,
+            reuse_token_ids,
+        )
 
     def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Outcome]:
         """An outcome for each sample: its score as a float32 number.
@@ -63,7 +68,7 @@ class ClassifierReward:
 
     def _ids(self, sample: Mapping[str, Any]) -> list[int]:
         messages = sample.get("messages")
-        if self.own_tokens:
+        if self.reuse_token_ids:
             return self.sequences.from_tokens(sample["token_ids"], messages is not None)
         return self.sequences.from_text(sample["prompts"], messages, sample["completions"])
 

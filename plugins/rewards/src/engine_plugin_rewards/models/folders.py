@@ -37,14 +37,14 @@ def open_folder(model: ModelConfig, table: str) -> tuple[PretrainedConfig, PreTr
     return config, tokenizer
 
 
-def check_classifier(config: PretrainedConfig, path: str, table: str, elsewhere: bool = False) -> None:
+def check_classifier(config: PretrainedConfig, path: str, table: str, remote: bool = False) -> None:
     """Refuse a folder that holds no trained score of one label.
 
     Args:
         config: of the folder.
         path: of the folder.
         table: ``reward.helpful.model``, for messages.
-        elsewhere: somebody else holds the weights; those of the folder are not looked at.
+        remote: somebody else holds the weights; those of the folder are not looked at.
 
     Raises:
         DataError: it is a language model, has several labels or lacks the weights of its head.
@@ -58,7 +58,7 @@ def check_classifier(config: PretrainedConfig, path: str, table: str, elsewhere:
         raise DataError(f"{table}.path: '{path}' holds a {kinds[0]}, which gives no score. {wanted}")
     if config.num_labels != 1:
         raise DataError(f"{table}.path: '{path}' has {config.num_labels} labels. {wanted}")
-    names_here = Path(path).is_dir() and not elsewhere
+    names_here = Path(path).is_dir() and not remote
     if names_here and not any(name.partition(".")[0] == HEAD for name in weight_names(Path(path))):
         raise DataError(f"{table}.path: '{path}' has no weights called '{HEAD}'. {wanted}")
 

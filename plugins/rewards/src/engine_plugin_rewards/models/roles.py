@@ -96,8 +96,12 @@ def _classifier(asked: _Asked, tokenizer: Any, columns: Collection[str]) -> Clas
     assert settings is not None
     if not asked.plugins.overrides("engine_build_model"):
         spec: Any = asked.plugins.spec("train_engines", settings.backend)
-        check_classifier(hf_config, settings.path, asked.table, elsewhere=spec.elsewhere)
-    same = settings.own_tokens and tokenizer is not None and tokenizer_hash(tokenizer) == tokenizer_hash(own)
+        check_classifier(hf_config, settings.path, asked.table, remote=spec.remote)
+    same = (
+        settings.reuse_token_ids
+        and tokenizer is not None
+        and tokenizer_hash(tokenizer) == tokenizer_hash(own)
+    )
     sequences = Sequences(own, settings.chat_template, settings.score_at == "end", asked.table)
     if not same and "messages" in columns and settings.chat_template is None and not own.chat_template:
         raise DataError(

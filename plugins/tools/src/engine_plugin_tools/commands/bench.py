@@ -167,7 +167,7 @@ def simulate(
     group_size: Annotated[int, typer.Option("--group-size", min=1, help="Responses of a prompt.")] = 8,
     median: Annotated[float, typer.Option("--median", help="Tokens of a response: the median.")] = 300.0,
     p99: Annotated[float, typer.Option("--p99", help="The 99th percentile.")] = 4096.0,
-    most: Annotated[int, typer.Option("--most", help="rollout.max_response_tokens.")] = 8192,
+    most: Annotated[int, typer.Option("--max-response-tokens", help="rollout.max_response_tokens.")] = 8192,
     trainer_share: Annotated[
         float, typer.Option("--trainer-share", metavar="X", help="Of the workers, where sampling runs ahead.")
     ] = 0.25,

@@ -9,12 +9,12 @@ import typer
 
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_json
-from engine_core.config.schema import json_schema, schema_at
 from engine_core.errors import PluginError
-from engine_core.plugins.metadata import known_names
+from engine_core.plugins.metadata import TABLES, known_names
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import TABLE_SPECS, Spec
 from engine_plugin_tools.commands.schema_text import describe
+from engine_plugin_tools.schema import json_schema, schema_at
 
 
 def schema(
@@ -38,9 +38,12 @@ def schema(
 
 
 def installed_specs() -> dict[str, dict[str, Spec]]:
-    """The spec of every name that is installed; a plugin that does not load is named on stderr and left out."""
-    specs: dict[str, dict[str, Any]] = {kind: {} for kind in TABLE_SPECS}
-    for kind in TABLE_SPECS:
+    """Return the spec of every installed name by kind: the core's kinds first, then those that plugins define.
+
+    A plugin that does not load is named on stderr and left out.
+    """
+    specs: dict[str, dict[str, Any]] = {kind: {} for kind in [*TABLE_SPECS, *sorted(known_names(TABLES))]}
+    for kind in specs:
         for name in known_names(kind):
             try:
                 specs[kind][name] = PluginSet.load({kind: [name]}).spec(kind, name)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine_core.config.schema import schema_at
+from engine_plugin_tools.schema import schema_at
 
 Node = Mapping[str, Any]
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

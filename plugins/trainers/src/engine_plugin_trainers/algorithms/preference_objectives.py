@@ -22,7 +22,7 @@ from engine_plugin_trainers.algorithms.preference_columns import (
     response_log_probs,
     sides,
 )
-from engine_plugin_trainers.algorithms.preference_options import PAIR_LOSSES
+from engine_plugin_trainers.options import PAIR_LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ Group = tuple["Rollout", ...]
 class ReplayCache:
     """Whole groups of earlier steps come back, with the log-probs of the policy that sampled them.
 
-    Formula: to n new groups come ``round(n share / (1 - share))`` drawn without replacement from the newest `size` groups of at most `max_age` policy versions ago
+    Formula: to n new groups come ``round(n share / (1 - share))`` drawn without replacement from the newest `size` groups of at most `max_staleness` policy versions ago
     Paper: https://arxiv.org/abs/2506.09340
     Differs: groups of any prompt (RePO: of the step's prompts), each with advantages of its own; weighed by the correction, not by a clipped ratio to the sampler
 
@@ -30,13 +30,13 @@ class ReplayCache:
     Args:
         share: of the batch's groups, those that come back; under 1.
         size: groups that are kept; the oldest go first.
-        max_age: policy versions (weight updates that the sampler has seen) between the oldest token of a
+        max_staleness: policy versions (weight updates that the sampler has seen) between the oldest token of a
             group and the newest of the step; an older group goes.
         seed: of the draw, to which the step is added.
     """
 
-    def __init__(self, *, share: float = 0.5, size: int = 256, max_age: int = 8, seed: int = 0) -> None:
-        self.share, self.size, self.max_age, self.seed = share, size, max_age, seed
+    def __init__(self, *, share: float = 0.5, size: int = 256, max_staleness: int = 8, seed: int = 0) -> None:
+        self.share, self.size, self.max_staleness, self.seed = share, size, max_staleness, seed
         self.groups: list[Group] = []  # oldest first
         self.stored = 0  # groups so far: the next one's number
 
@@ -78,8 +78,8 @@ class ReplayCache:
         self.groups = _groups(state.rollouts)[-self.size :]
 
     def _forget(self, newest: int) -> int:
-        """Drop groups of more than ``max_age`` versions before ``newest``; how many."""
-        kept = [group for group in self.groups if newest - min(_versions(group)) <= self.max_age]
+        """Drop groups of more than ``max_staleness`` versions before ``newest``; how many."""
+        kept = [group for group in self.groups if newest - min(_versions(group)) <= self.max_staleness]
         gone, self.groups = len(self.groups) - len(kept), kept
         return gone
 

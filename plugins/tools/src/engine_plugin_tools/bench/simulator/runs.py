@@ -39,7 +39,7 @@ class Mode:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-EARLY_STOP = {"rollout.over_sampling": 1.5, "rollout.carry_partial": True}
+EARLY_STOP = {"rollout.over_sampling": 1.5, "rollout.partial_rollouts": True}
 
 MODES: Mapping[str, Mode] = {
     mode.name: mode
@@ -229,7 +229,7 @@ def _result(
     tokens: collections.Counter[int] = sum(ages, collections.Counter())
     all_tokens = sum(tokens.values())
     controller = (end.controller - first.controller) / steps
-    names = ("generate", "reward", "annotate", "train", "sync")
+    names = ("generate", "reward", "log_probs", "train", "sync")
     return {
         "workers": devices,
         "mode": setting.mode,

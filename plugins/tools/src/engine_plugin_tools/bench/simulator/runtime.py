@@ -283,6 +283,12 @@ class SimulatedCrew(WorkerPool):
         return self._line_free
 
 
+class SimulatedGroup(RemoteWorkerGroup):
+    """A group of simulated workers. Its responses come together, because a stream would wait in real time."""
+
+    stream = WorkerGroup.stream
+
+
 class SimulatedRuntime(Runtime):
     """See the module. ``live["cluster"]`` is what it simulates."""
 
@@ -306,7 +312,7 @@ class SimulatedRuntime(Runtime):
                     sampler if name == "rollout" else SimulatedTrainer(self.cluster.speeds)
                 )
             slices = [Slice((rank,), rank) for rank in self.ranks[name]]
-            groups[name] = RemoteWorkerGroup(self.crew, name, slices, 0.0, independent=name == "rollout")
+            groups[name] = SimulatedGroup(self.crew, name, slices, 0.0, independent=name == "rollout")
             groups[name].repeatable = self.config.run.deterministic  # as on the accelerators of `Speeds`
         return groups
 

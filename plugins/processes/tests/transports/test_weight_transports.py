@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
-from engine_plugin_processes.transports import base
-from engine_plugin_processes.transports.base import Update, begun, flattened, size_of
+from engine_plugin_processes.transports import bucketing
+from engine_plugin_processes.transports.bucketing import flat_buckets, weight_bytes
+from engine_plugin_processes.worker import closing_stream
 
 ACROSS = ["tcp", "broadcast", "folder", "ipc"]
 SECONDS = 30
@@ -14,9 +16,9 @@ SECONDS = 30
 
 @pytest.mark.parametrize("name", ACROSS)
 @pytest.mark.parametrize("bucket", [1, 500, 1 << 20])
-def test_every_taker_receives_all_weights_bit_for_bit(link, weights, monkeypatch, name, bucket):
+def test_every_receiver_gets_all_weights_bit_for_bit(link, weights, monkeypatch, name, bucket):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket)
-    ends = link(name, takers=2)
+    ends = link(name, receivers=2)
     for number in (1, 2, 3):  # one link, update after update
         sent, taken = ends.update(number=number, version=number - 1)
         for received in taken:
@@ -48,22 +50,22 @@ def test_a_stream_that_fails_is_told_to_who_takes_and_raised_where_it_failed(
 
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
-def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
+def test_a_damaged_bucket_is_found_and_refused_and_the_other_receivers_have_all(
     link, weights, monkeypatch, name
 ):
-    """Found by each taker for itself: one whose memory is damaged holds up nobody."""
+    """Found by each receiver for itself: one whose memory is damaged holds up nobody."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    ends = link(name, takers=2)
-    honest, damaged = base.checksum, ends.ends[1]
+    ends = link(name, receivers=2)
+    honest, damaged = bucketing.checksum, ends.ends[1]
 
-    def checked(end, update, told, expected, data):
-        if end is damaged.end and expected == 1:
+    def checked(endpoint, update, header, expected, data):
+        if endpoint is damaged.endpoint and expected == 1:
             data[0] ^= 1
-        return check(end, update, told, expected, data)
+        return verify(endpoint, update, header, expected, data)
 
-    module = __import__(type(damaged).receive.__module__, fromlist=["check"])
-    check = module.check
-    monkeypatch.setattr(module, "check", checked)
+    module = __import__(type(damaged).receive.__module__, fromlist=["verify"])
+    verify = module.verify
+    monkeypatch.setattr(module, "verify", checked)
     sent, taken = ends.update()
     with pytest.raises(
         TrainingFailed, match=r"'\w+', policy version 7\): bucket 1 came damaged: its checksum"
@@ -72,7 +74,7 @@ def test_a_damaged_bucket_is_found_and_refused_and_the_other_takers_have_all(
     if name == "broadcast":  # with tcp the sender sees the connection end, and the update fails for all
         assert sorted(n for n, _ in taken[1].result(SECONDS)) == sorted(weights)
         assert sent.result(SECONDS) > 0
-    assert base.checksum is honest
+    assert bucketing.checksum is honest
 
 
 @pytest.mark.parametrize("name", ACROSS)
@@ -81,7 +83,7 @@ def test_a_sender_that_does_not_send_is_told_in_time_with_both_sides_and_the_key
     with pytest.raises(
         TrainingFailed, match=rf"from actor\[0\] on here to rollout\[1\].*rollout\.{name}\.timeout_seconds"
     ):
-        list(ends.ends[1].receive(Update(1, 7)))
+        list(ends.ends[1].receive(WeightUpdate(1, 7)))
 
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
@@ -106,14 +108,14 @@ def _nothing_more(end):
     """Of a process that has ended nothing comes: not even why."""
     post = end._post
 
-    def posted(told, flat, update):
-        return [] if "break" in told else post(told, flat, update)
+    def posted(header, flat, update):
+        return [] if "break" in header else post(header, flat, update)
 
     return posted
 
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
-def test_a_taker_that_takes_no_more_is_told_to_the_sender_in_time(link, weights, monkeypatch, name):
+def test_a_receiver_that_takes_no_more_is_told_to_the_sender_in_time(link, weights, monkeypatch, name):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     ends = link(name, timeout_seconds=1)
 
@@ -131,10 +133,10 @@ def test_a_taker_that_takes_no_more_is_told_to_the_sender_in_time(link, weights,
 
 
 @pytest.mark.parametrize("name", ["broadcast", "folder"])
-def test_a_taker_that_wants_no_more_holds_up_nobody(link, weights, monkeypatch, name):
+def test_a_receiver_that_wants_no_more_holds_up_nobody(link, weights, monkeypatch, name):
     """An engine that refuses an update; the next one is taken by all."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    ends = link(name, takers=2)
+    ends = link(name, receivers=2)
 
     def take(at, update):
         stream = at.receive(update)
@@ -151,12 +153,12 @@ def test_a_taker_that_wants_no_more_holds_up_nobody(link, weights, monkeypatch, 
 
 def test_a_bucket_lies_whole_until_the_one_after_the_next_is_asked_for(weights, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
-    stream = flattened(weights.items(), torch.device("cpu"))
+    stream = flat_buckets(weights.items(), torch.device("cpu"))
     first = next(stream)
     before = first.data.clone()
     next(stream)
     assert torch.equal(first.data, before)
-    assert size_of(first.bucket) == 50 * 7 * 4
+    assert weight_bytes(first.bucket) == 50 * 7 * 4
 
 
 @pytest.mark.parametrize("name", ACROSS)
@@ -164,7 +166,7 @@ def test_an_update_of_another_version_is_refused_before_a_tensor_is_given(link, 
     ends, given = link(name), []
 
     def take(at, update):
-        given.extend(at.receive(Update(update.number, update.version - 1)))
+        given.extend(at.receive(WeightUpdate(update.number, update.version - 1)))
 
     _, (taken,) = ends.update(take=take)
     with pytest.raises(TrainingFailed, match=r"from actor\[0\] on here to rollout\[1\] on there"):
@@ -178,7 +180,7 @@ def test_an_engine_that_is_asleep_holds_up_nobody(link, weights, monkeypatch, na
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
 
     def refuse(at, update):
-        with begun(at.receive(update)):
+        with closing_stream(at.receive(update)):
             raise RuntimeError("asleep")
 
     sent, (taken,) = link(name).update(take=refuse)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine_core.config.completeness import quantize_problem
 from engine_core.errors import ConfigError
-from engine_plugin_torch.quantized import FOUR_BITS, QuantizedLinear
+from engine_plugin_torch.quantized_linear import FOUR_BITS, QuantizedLinear
 
 if TYPE_CHECKING:
     from engine_plugin_torch.precision import Precision

@@ -3,7 +3,7 @@ from pydantic import ValidationError
 
 from engine_core.errors import PluginError
 from engine_core.specs import PairLoss
-from engine_plugin_trainers.algorithms.preference_options import PAIR_LOSSES, DPOOptions, check_offered
+from engine_plugin_trainers.options import PAIR_LOSSES, DPOOptions, check_offered
 
 
 def test_every_loss_of_the_table_can_be_chosen():
@@ -27,14 +27,14 @@ def test_every_loss_of_the_table_can_be_chosen():
         ({"loss": "apo_zero", "f_divergence": "js"}, r"loss = 'apo_zero' does not read f_divergence\."),
         ({"f_alpha": 0.2}, r"f_alpha is read with f_divergence = 'alpha' only\."),
         (
-            {"loss": "simpo", "length_normalise": False},
+            {"loss": "simpo", "length_normalize": False},
             r"loss = 'simpo' is over means of tokens by definition\.",
         ),
         (
             {"loss": "ipo", "ld_alpha": 0.5},
             r"ld_alpha weighs the tail of a sum .* loss = 'ipo' is over means here",
         ),
-        ({"length_normalise": True, "ld_alpha": 0.5}, r"ld_alpha weighs the tail of a sum"),
+        ({"length_normalize": True, "ld_alpha": 0.5}, r"ld_alpha weighs the tail of a sum"),
         ({"loss": "exo_pair"}, r"loss = 'exo_pair' needs label_smoothing over 0"),
     ],
 )
@@ -52,9 +52,9 @@ def test_a_default_that_is_written_out_is_no_problem():
     [
         ({}, True, False, 0.0),
         ({"reference_free": True}, False, False, 0.0),
-        ({"length_normalise": True, "sft_coef": 0.2}, True, True, 0.2),
+        ({"length_normalize": True, "sft_coef": 0.2}, True, True, 0.2),
         ({"loss": "ipo"}, True, True, 0.0),
-        ({"loss": "ipo", "length_normalise": False}, True, False, 0.0),
+        ({"loss": "ipo", "length_normalize": False}, True, False, 0.0),
         ({"loss": "orpo"}, False, True, 1.0),
         ({"loss": "simpo"}, False, True, 0.0),
         ({"loss": "cpo"}, False, False, 1.0),

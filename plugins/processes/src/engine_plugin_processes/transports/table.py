@@ -1,4 +1,4 @@
-"""The core's transports by name, and their option tables."""
+"""The table of the transports of this distribution: option tables, and the class behind each name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_core.specs import Options, TransportSpec
 
 
 class TransportOptions(Options):
-    """What transports have in common."""
+    """Options that all these transports have."""
 
     timeout_seconds: float = Field(600.0, gt=0)
     """Time in which the next part of an update must come, or be taken; then the update fails, and both sides are named."""
@@ -42,13 +42,10 @@ class FolderOptions(TransportOptions):
         return str((Path(root) / Path(path).expanduser()).resolve()) if path and root is not None else path
 
 
-HERE = "engine_plugin_processes.transports."
+_PACKAGE = "engine_plugin_processes.transports."
 TRANSPORTS: Mapping[str, TransportSpec] = {
-    "broadcast": TransportSpec(load=HERE + "broadcast:Broadcast", config=BroadcastOptions),
-    "folder": TransportSpec(load=HERE + "folder:Folder", config=FolderOptions),
-    "ipc": TransportSpec(load=HERE + "ipc:IPC", config=IPCOptions),
-    "same_process": TransportSpec(
-        load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"together"})
-    ),
-    "tcp": TransportSpec(load=HERE + "tcp:TCP", config=TCPOptions),
+    "broadcast": TransportSpec(load=_PACKAGE + "broadcast:Broadcast", config=BroadcastOptions),
+    "folder": TransportSpec(load=_PACKAGE + "folder:Folder", config=FolderOptions),
+    "ipc": TransportSpec(load=_PACKAGE + "ipc:IPC", config=IPCOptions),
+    "tcp": TransportSpec(load=_PACKAGE + "tcp:TCP", config=TCPOptions),
 }

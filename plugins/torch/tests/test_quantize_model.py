@@ -17,8 +17,8 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError, DataError
 from engine_core.types import LossCall
 from engine_plugin_torch.engine import TorchEngine
-from engine_plugin_torch.quantization import check_quantized
-from engine_plugin_torch.quantized import QuantizedLinear
+from engine_plugin_torch.quantize_model import check_quantized
+from engine_plugin_torch.quantized_linear import QuantizedLinear
 
 NLL = LossCall("nll")
 METHODS = ["int8", "fp8", "nf4", "fp4"]

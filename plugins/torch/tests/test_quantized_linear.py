@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_plugin_torch.quantized import QuantizedLinear
+from engine_plugin_torch.quantized_linear import QuantizedLinear
 
 METHODS = ["int8", "fp8", "nf4", "fp4"]
 NF4 = [

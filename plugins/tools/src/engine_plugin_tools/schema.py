@@ -29,9 +29,10 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
         for key, kind, _ in choices:
             table = schema if model is EngineConfig else definitions[model.__name__]
             _mount(table, key, kind, specs.get(kind, {}), definitions)
-    for name, spec in specs.get("trainers", {}).items():  # what a trainer's own table chooses
-        for key, kind in getattr(spec.config, "chooses", {}).items():
-            own = definitions[f"trainers.{name}.{spec.config.__name__}"]
+    for name, spec in [item for named in specs.values() for item in named.items()]:
+        # what the name's own table chooses
+        own = definitions.get(f"{spec.kind}.{name}.{spec.config.__name__}")
+        for key, kind in getattr(spec.config, "chooses", {}).items() if own else ():
             _offer(own["properties"][key], specs.get(kind, {}))
     schema["properties"]["extends"] = {
         "description": "Files that this one builds on, relative to it.",
