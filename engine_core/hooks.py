@@ -5,7 +5,8 @@ Three sorts of hook:
 * **Step hooks** decide one step of building a model. They are asked *per role*: first the plugins
   of ``plugins = [...]`` (the last one named first), then the plugin that brings the role's
   backend, then the core's default. Plugins of other roles' backends are not asked, so an actor on
-  one backend and a critic on another never answer for each other.
+  one backend and a critic on another never answer for each other. The sampler has the actor's
+  model: for it (role ``rollout``) the plugin of the actor's backend is asked last.
 * **Table hooks** offer names for the TOML. Each returns ``{name: spec}`` with the specs of
   ``engine_core.specs``, cheap to import; a spec is resolved in the worker that uses it.
 * **Observers** are told what happened. Their failure is reported and does not stop training.
@@ -33,13 +34,13 @@ removed before a major one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -68,7 +69,7 @@ hookspec = pluggy.HookspecMarker("engine")
 hookimpl = pluggy.HookimplMarker("engine")
 
 # -------------------------------------------------------------------------
-# Step hooks: how the model of one role is built. One answer each.
+# Step hooks: how the model of one role is built, and how a sampler follows it. One answer each.
 # -------------------------------------------------------------------------
 
 
@@ -76,20 +77,72 @@ hookimpl = pluggy.HookimplMarker("engine")
 def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
     """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
 
-    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``.
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``; ``rollout``
+        for a sampler with weights of its own (capability ``custom_model``), in whatever process it is.
     :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout of
         ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
     :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
         and gives an object with ``logits`` [1, T, V], with its weights loaded. For ``critic`` and
         ``reward_model``: a transformers model with a head ``score`` (hidden size to 1), or a module
-        that gives ``values`` [1, T], one number for the sequence up to and with each token.
+        that gives ``values`` [1, T], one number for the sequence up to and with each token. For ``rollout``:
+        the actor's module; its weights may be random, since the first update replaces them before
+        anything is sampled. Or None, where ``engine_map_weights`` gives the weights of the default.
 
     Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a
     fresh or loaded head for ``critic`` and ``reward_model``.
 
-    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank.
+    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank;
+    for ``rollout`` in the sampler's own process, unless the sampler uses the actor's module.
     Not collective.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_map_weights(
+    sampler: str, weights: Iterator[tuple[str, Tensor]], model_config: ModelConfig, options: Any
+) -> Iterable[tuple[str, Tensor]] | None:
+    """Map the actor's weights on their way to the sampler: rename, merge into others, leave out.
+
+    For a sampler whose model is not the actor's module: an adapter is merged into its layer, a value
+    head is left out, names become those of the sampler's architecture::
+
+        @hookimpl
+        def engine_map_weights(weights):
+            return ((name.removeprefix("policy."), w) for name, w in weights if name != "value.weight")
+
+    :param sampler: the backend of ``[rollout]``.
+    :param weights: names as ``save_pretrained`` writes them and whole tensors, an iterator that gathers as
+        it goes: a generator over it holds few tensors at a time, a list holds the model. Tensors
+        are the actor's own: make new ones, and change none in place.
+    :param model_config: the ``[model]`` table.
+    :param options: the sampler's backend table (``[rollout.NAME]``).
+    :returns: names and tensors as the sampler takes them. A plugin whose weights have the right names
+        says so by returning ``weights``.
+
+    Stops at the first answer. Default: the weights as they are.
+
+    Called for each update of the sampler, in the actor's workers, on the ranks that pass weights on. Not where the sampler
+    uses the actor's module, nor where it gets an adapter alone (``[actor.lora]`` with `adapter` of the sampler). ``weights``
+    is collective: what the answer does not read of it is read after it.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_register_model(sampler: str, model_config: ModelConfig, options: Any) -> Mapping[str, Any] | None:
+    """Register the actor's architecture with the library of a sampler that builds its models itself.
+
+    :param sampler: the backend of ``[rollout]``.
+    :param model_config: the ``[model]`` table.
+    :param options: the sampler's backend table (``[rollout.NAME]``).
+    :returns: changes to the model's config for this sampler alone, such as
+        ``{"architectures": ["MyModel"]}``. None: the library knows the model, or ``engine_map_weights``
+        makes it one that it knows.
+
+    Stops at the first answer. Default: the library finds the architecture that the model's config names.
+
+    Called once in the process of such a sampler, before its library is started; not by a sampler that asks
+    ``engine_build_model``. On every rank of the sampler's pool. Not collective.
     """
 
 

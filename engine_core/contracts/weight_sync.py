@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine_core.config import EngineConfig
+    from engine_core.config import EngineConfig, RolloutConfig
     from engine_core.contracts.engines import TrainEngine
 
 
@@ -30,21 +30,35 @@ def sends_adapter(config: EngineConfig) -> bool:
     return config.actor.lora is not None and bool(getattr(config.rollout.options, "adapter", False))
 
 
-def stream_of(engine: TrainEngine, adapter: bool, to: str = "all") -> Iterator[tuple[str, Tensor]]:
+def stream_of(
+    engine: TrainEngine, adapter: bool, to: str = "all", sampler: RolloutConfig | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """What a sampler is brought up to date with. Collective: every rank runs it to its end.
 
     Args:
         engine: the actor.
         adapter: its adapter alone, with ``ADAPTER_CONFIG``; else the whole model, an adapter merged into it.
         to: as ``named_weights``.
+        sampler: the table of the sampler that takes the whole model; plugins may map the weights for it.
     """
     if adapter:
         import torch
 
         yield ADAPTER_CONFIG, torch.frombuffer(bytearray(engine.adapter_config()), dtype=torch.uint8)
         yield from engine.named_weights(to=to, adapter=True)
-    else:
-        yield from engine.named_weights(to=to)
+        return
+    weights, mapped = iter(engine.named_weights(to=to)), None
+    if sampler is not None:
+        backends = (("rollout_engines", sampler.backend), ("train_engines", engine.config.backend))
+        mapped = engine.context.plugins.step("rollout", *backends).engine_map_weights(
+            sampler=sampler.backend,
+            weights=weights,
+            model_config=engine.model_config,
+            options=sampler.options,
+        )
+    yield from weights if mapped is None else mapped
+    for _ in weights:  # collective: what the plugin did not read
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,14 @@ class SyncResult:
     checksum: str  # of what the sampler received; "shared" where the module is shared
 
 
-def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: bool = False) -> SyncResult:
+def same_process(
+    actor: Any,
+    rollout: Any,
+    version: int,
+    shared: bool,
+    adapter: bool = False,
+    sampler: RolloutConfig | None = None,
+) -> SyncResult:
     """Bring the sampler to the actor's weights, both in this process.
 
     Args:
@@ -66,6 +87,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
         version: the new policy version.
         shared: the sampler reads the actor's own module.
         adapter: as ``sends_adapter``.
+        sampler: as ``stream_of``.
 
     Returns:
         What was moved. When the stream fails half way the sampler raises and keeps its old version.
@@ -74,7 +96,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
     if shared:
         rollout.set_version(version)
         return SyncResult(version, 0, time.perf_counter() - start, "shared")
-    counter = _Counted(stream_of(actor, adapter) if adapter else actor.named_weights())
+    counter = _Counted(stream_of(actor, adapter, sampler=sampler))
     checksum = rollout.update_weights(counter, version)
     return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
 

@@ -78,8 +78,9 @@ class EngineHost:
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """From a train role to the sampler, both here."""
+        adapter, sampler = sends_adapter(self.config), self.config.rollout
         return same_process(
-            self.engines[source], self.engines[target], version, self.shared, sends_adapter(self.config)
+            self.engines[source], self.engines[target], version, self.shared, adapter, sampler
         )
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
@@ -200,7 +201,9 @@ class EngineHost:
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
         alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
-        source = functools.partial(stream_of, cast("TrainEngine", actor), sends_adapter(self.config))
+        source = functools.partial(
+            stream_of, cast("TrainEngine", actor), sends_adapter(self.config), sampler=self.config.rollout
+        )
         processes: SamplerProcess = self.plugins.require("parts", "sampler_process")
         return processes.make(config, model, context, source if alone else None)
 
@@ -220,6 +223,7 @@ class EngineHost:
             deterministic=self.config.run.deterministic,
             total_steps=total_steps,
             live={} if told else self.live,  # objects of the program are the actor's
+            actor=self.config.actor.backend if role == "rollout" else "",
         )
 
 
