@@ -29,9 +29,8 @@ from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
-from engine_plugin_torch.attention_choice import with_attention
 from engine_plugin_torch.linear_products import use_quicker_products
-from engine_plugin_torch.model_loading import adopt_live, cast_parameters, load_model
+from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
 from engine_plugin_torch.precision import DTYPES
 from engine_plugin_torch.weights import to_own_names
 
@@ -243,10 +242,9 @@ class HFRolloutEngine(RolloutEngine):
     def _build(self) -> nn.Module:
         """A module of the sampler's own: a plugin's, a copy of the one given from Python, or that of ``[model]``."""
         device, dtype = self.context.device, DTYPES[self.options.dtype]
-        built = self.custom_module(with_attention(self.model_config, None, device))
+        built = sampler_module(self, device, dtype)
         if built is not None:
             log.info("The sampler has a %s of a plugin.", type(built).__name__)
-            built = cast_parameters(built, dtype)
         elif self._given is not None:
             built = adopt_live(self._given, self.model_config, self.context.role, device)
         else:
