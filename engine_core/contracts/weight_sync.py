@@ -50,11 +50,13 @@ def stream_of(
     weights, mapped = iter(engine.named_weights(to=to)), None
     if sampler is not None:
         backends = (("rollout_engines", sampler.backend), ("train_engines", engine.config.backend))
-        mapped = engine.context.plugins.step("rollout", *backends).engine_map_weights(
-            sampler=sampler.backend,
-            weights=weights,
-            model_config=engine.model_config,
-            options=sampler.options,
+        hooks, name, options = (
+            engine.context.plugins.step("rollout", *backends),
+            sampler.backend,
+            sampler.options,
+        )
+        mapped = hooks.engine_map_weights(
+            sampler=name, weights=weights, model_config=engine.model_config, options=options
         )
     yield from weights if mapped is None else mapped
     for _ in weights:  # collective: what the plugin did not read
@@ -71,14 +73,7 @@ class SyncResult:
     checksum: str  # of what the sampler received; "shared" where the module is shared
 
 
-def same_process(
-    actor: Any,
-    rollout: Any,
-    version: int,
-    shared: bool,
-    adapter: bool = False,
-    sampler: RolloutConfig | None = None,
-) -> SyncResult:
+def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: bool = False) -> SyncResult:
     """Bring the sampler to the actor's weights, both in this process.
 
     Args:
@@ -87,7 +82,6 @@ def same_process(
         version: the new policy version.
         shared: the sampler reads the actor's own module.
         adapter: as ``sends_adapter``.
-        sampler: as ``stream_of``.
 
     Returns:
         What was moved. When the stream fails half way the sampler raises and keeps its old version.
@@ -96,7 +90,7 @@ def same_process(
     if shared:
         rollout.set_version(version)
         return SyncResult(version, 0, time.perf_counter() - start, "shared")
-    counter = _Counted(stream_of(actor, adapter, sampler=sampler))
+    counter = _Counted(stream_of(actor, adapter, sampler=rollout.config))
     checksum = rollout.update_weights(counter, version)
     return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
 

@@ -78,9 +78,8 @@ class EngineHost:
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """From a train role to the sampler, both here."""
-        adapter, sampler = sends_adapter(self.config), self.config.rollout
         return same_process(
-            self.engines[source], self.engines[target], version, self.shared, adapter, sampler
+            self.engines[source], self.engines[target], version, self.shared, sends_adapter(self.config)
         )
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:

@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
+from engine_core.errors import DataError
 from engine_core.runs.rollout_files import read_rollouts
 
 TIMED = ("time", "throughput/", "memory/", "sync/")
@@ -47,9 +49,8 @@ def train(world, custom_model, digits_plugin, tmp_path_factory):
     folder, done = tmp_path_factory.mktemp("custom"), {}
 
     def run(model, way, **changes):
-        name = "-".join(
-            [model, way, *changes.get("plugins", ()), *changes.get("rollout.backend", "").split()]
-        )
+        plugins = [Path(plugin).stem for plugin in changes.get("plugins", ())]
+        name = "-".join([model, way, *plugins, changes.get("rollout.backend", "hf")])
         if name not in done:
             settings = {
                 "model.path": str(world / "model"),
@@ -155,3 +156,30 @@ def wide_heads(world):
 )
 def test_vllm_gets_merged_weights_or_an_architecture_of_the_plugin(train, wide_heads, plugins, way):
     train("adapter_lm", way, plugins=plugins, **VLLM)
+
+
+def test_a_hook_that_leaves_the_sampler_out_is_told_what_to_do(train, tmp_path):
+    file = tmp_path / "actor_only.py"
+    file.write_text(
+        "from engine_core import hookimpl\n\n\n@hookimpl\ndef engine_build_model(role, model_config):\n"
+        "    from engine_plugin_custom_model.adapter_lm import build\n\n"
+        "    return build(model_config) if role == 'actor' else None\n"
+    )
+    with pytest.raises(
+        DataError, match=r"Unknown weight .* let engine_build_model answer for the role 'rollout'"
+    ):
+        train("conv_lm", "own", plugins=[str(file)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm: what the run samples with")
+def test_an_architecture_that_lacks_a_weight_is_not_sampled_from(train, wide_heads, tmp_path):
+    file = tmp_path / "forgets.py"
+    file.write_text(
+        "from engine_core import hookimpl\n\n\n@hookimpl\ndef engine_map_weights(weights):\n"
+        "    return ((name, tensor) for name, tensor in weights if not name.endswith('mlp.down.weight'))\n"
+    )
+    with pytest.raises(
+        DataError, match=r"lacks 2 weights of vLLM's model, such as 'model.layers.0.mlp.down.weight'"
+    ):
+        train("adapter_lm", "own", plugins=["adapter_lm", "adapter_vllm", str(file)], **VLLM)

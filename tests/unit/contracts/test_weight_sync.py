@@ -45,6 +45,8 @@ class Actor:
 
 
 class Sampler:
+    config = None
+
     def update_weights(self, stream, version):
         self.taken = dict(stream)
         return "sum"

@@ -64,6 +64,7 @@ class HFRolloutEngine(RolloutEngine):
         self._trainer: TrainEngine | None = None
         self._own: nn.Module | None = None
         self._given: nn.Module | None = live.get("model")
+        self._custom = False  # a plugin has built the sampler's own module
         self._adapter: OwnAdapter | None = None  # over ``_own``, once an update has brought one
         if self._given is None:
             self._own = self._build()
@@ -244,6 +245,7 @@ class HFRolloutEngine(RolloutEngine):
         device, dtype = self.context.device, DTYPES[self.options.dtype]
         built = sampler_module(self, device, dtype)
         if built is not None:
+            self._custom = True
             log.info("The sampler has a %s of a plugin.", type(built).__name__)
         elif self._given is not None:
             built = adopt_live(self._given, self.model_config, self.context.role, device)
@@ -297,7 +299,9 @@ class HFRolloutEngine(RolloutEngine):
         for name, tensor in to_own_names(module, checksum.of(stream)):
             if name not in own:
                 raise DataError(
-                    f"Unknown weight '{name}' in the update to version {version}." + near(name, own)
+                    f"Unknown weight '{name}' in the update to version {version}."
+                    + near(name, own)
+                    + self._whose_model()
                 )
             if own[name].shape != tensor.shape:
                 raise DataError(
@@ -308,9 +312,20 @@ class HFRolloutEngine(RolloutEngine):
         if left:
             raise DataError(
                 f"The update to version {version} lacks {len(left)} weights, such as '{min(left)}'."
+                + self._whose_model()
             )
         self._incomplete, self.version = "", version
         return checksum.result()
+
+    def _whose_model(self) -> str:
+        """What to do where a plugin builds the actor's model, and not the sampler's."""
+        plugins = self.context.plugins
+        if self._custom or plugins is None or not plugins.overrides("engine_build_model"):
+            return ""
+        return (
+            " The sampler has the model of [model], since no plugin gives it another: let engine_build_model answer for the role "
+            "'rollout' as for 'actor', or map the weights with engine_map_weights."
+        )
 
     # -- device memory ------------------------------------------------------
 
