@@ -2,10 +2,10 @@
 
 Three sorts of hook:
 
-* **Step hooks** decide one step of building a model. They are asked *per role*: first the plugins
-  of ``plugins = [...]`` (the last one named first), then the plugin that brings the role's
-  backend, then the core's default. Plugins of other roles' backends are not asked, so an actor on
-  one backend and a critic on another never answer for each other.
+* **Step hooks** decide one step of building a model. They are asked *per role*: first the plugins of ``plugins = [...]`` (the last
+  one named first), then the plugin that brings the role's backend, then the core's default. Plugins of other roles' backends are
+  not asked, so an actor on one backend and a critic on another never answer for each other. The sampler has the actor's model:
+  for it (role ``rollout``) the plugin of the actor's backend is asked too, last.
 * **Table hooks** offer names for the TOML. Each returns ``{name: spec}`` with the specs of
   ``engine_core.specs``, cheap to import; a spec is resolved in the worker that uses it.
 * **Observers** are told what happened. Their failure is reported and does not stop training.
@@ -33,13 +33,13 @@ removed before a major one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -68,7 +68,7 @@ hookspec = pluggy.HookspecMarker("engine")
 hookimpl = pluggy.HookimplMarker("engine")
 
 # -------------------------------------------------------------------------
-# Step hooks: how the model of one role is built. One answer each.
+# Step hooks: how the model of one role is built, and how a sampler follows it. One answer each.
 # -------------------------------------------------------------------------
 
 
@@ -76,20 +76,64 @@ hookimpl = pluggy.HookimplMarker("engine")
 def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
     """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
 
-    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``.
-    :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout of
-        ``save_pretrained``, ``model_config.override`` holds changes to its config.
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``; ``rollout``
+        for a sampler with weights of its own (capability ``custom_model``), in whatever process it is.
+    :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout
+        of ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
-    :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
-        and gives an object with ``logits`` [1, T, V], with its weights loaded. For ``critic`` and
-        ``reward_model``: a transformers model with a head ``score`` (hidden size to 1), or a module
-        that gives ``values`` [1, T], one number for the sequence up to and with each token.
+    :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T] and gives an object with
+        ``logits`` [1, T, V], with its weights loaded. For ``critic`` and ``reward_model``: a transformers model with a head
+        ``score`` (hidden size to 1), or a module that gives ``values`` [1, T], one number for the sequence up to and with each
+        token. For ``rollout``: the actor's module with any weights, which the first update replaces.
 
-    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a
-    fresh or loaded head for ``critic`` and ``reward_model``.
+    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a fresh or loaded head for
+    ``critic`` and ``reward_model``.
 
-    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank.
-    Not collective.
+    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank; for ``rollout`` in the
+    sampler's process, unless the sampler uses the actor's module. Not collective.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_map_weights(
+    sampler: str, weights: Iterator[tuple[str, Tensor]], model_config: ModelConfig, options: Any
+) -> Iterable[tuple[str, Tensor]] | None:
+    """Map the actor's weights on their way to the sampler: rename, merge into others, leave out.
+
+    Example: one prefix is removed, and a value head left out::
+
+        @hookimpl
+        def engine_map_weights(weights):
+            return ((name.removeprefix("policy."), w) for name, w in weights if name != "value.weight")
+
+    :param sampler: the backend of ``[rollout]``.
+    :param weights: names as ``save_pretrained`` writes them and whole tensors, gathered as they are read: a generator holds few
+        at a time, a list holds the model. Tensors may be the actor's own: make new ones, and change none in place.
+    :param model_config: the ``[model]`` table.
+    :param options: the sampler's backend table (``[rollout.NAME]``).
+    :returns: names and tensors as the sampler takes them; ``weights`` itself says that they have the right names.
+
+    Stops at the first answer. Default: the weights as they are.
+
+    Called for each update of a sampler with weights of its own that takes whole models (not an adapter alone), in the actor's
+    workers, on the ranks that send. Reading ``weights`` is collective: the engine reads what the answer leaves.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_register_model(sampler: str, model_config: ModelConfig, options: Any) -> Mapping[str, Any] | None:
+    """Register the actor's architecture with the library of a sampler that builds its models itself.
+
+    :param sampler: the backend of ``[rollout]``.
+    :param model_config: the ``[model]`` table.
+    :param options: the sampler's backend table (``[rollout.NAME]``).
+    :returns: changes to the model's config for this sampler alone, such as ``{"architectures": ["MyModel"]}``. None: the
+        library knows the model, or ``engine_map_weights`` makes it one that it knows.
+
+    Stops at the first answer. Default: the library finds the architecture that the model's config names.
+
+    Called once in the process of such a sampler, before its library is started; not by a sampler that asks
+    ``engine_build_model``. On every rank of the sampler's pool. Not collective.
     """
 
 
@@ -112,8 +156,7 @@ def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] 
 def engine_shard_model(role: str, module: nn.Module, units: list[str], options: Any) -> nn.Module | None:
     """Distribute the model: what FSDP and its relatives bring.
 
-    An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile,
-    sharding.
+    An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile, sharding.
 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
@@ -121,8 +164,7 @@ def engine_shard_model(role: str, module: nn.Module, units: list[str], options: 
     :param options: the role's backend table (``[actor.fsdp]`` and the like).
     :returns: the module to train, the same object or a wrapper of it.
 
-    Stops at the first answer. Default: activation checkpointing where the backend's table asks for
-    it, no sharding.
+    Stops at the first answer. Default: activation checkpointing where the backend's table asks for it, no sharding.
 
     Called once for each role, on every rank. Collective: it may communicate.
     """
@@ -136,14 +178,12 @@ def engine_build_optimizer(
 
     :param role: as in ``engine_build_model``; a reference model has no optimizer.
     :param module: what ``engine_shard_model`` gave.
-    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the
-        number of optimizer steps after which a schedule ends: where the run file has 0, the run's
-        length (0 only where that is not known).
+    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the number of optimizer steps after
+        which a schedule ends: where the run file has 0, the run's length (0 only where that is not known).
     :param options: the role's backend table.
-    :returns: ``(optimizer, lr_scheduler)``: the optimizer holds every parameter that requires
-        gradients, in groups with rates of their own if wanted, the fastest at ``optim_config.lr``;
-        the engine steps the scheduler once after each optimizer step that was not skipped. None in
-        its place: the rates stay.
+    :returns: ``(optimizer, lr_scheduler)``: the optimizer holds every parameter that requires gradients, in groups with rates of
+        their own if wanted, the fastest at ``optim_config.lr``; the engine steps the scheduler once after each optimizer step
+        that was not skipped. None in its place: the rates stay.
 
     Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
 

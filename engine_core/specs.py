@@ -94,6 +94,8 @@ class TrainBackend(Spec):
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
             name it. ``load`` is then best a subclass of ``engine_core.contracts.frozen_engine.FrozenEngine``.
         remote: the model is held by somebody else: of its folder only config and tokenizer are read here.
+        own_model: ``_build_model_optimizer`` builds another model than that of ``[model]``. A sampler with weights of its own then
+            needs a hook of the plugin: ``engine_build_model`` or ``engine_map_weights``.
         check_checkpoint: ``f(folder, was, now) -> str``: what keeps this engine (named ``now``) from reading a role's
             checkpoint in the common format that the engine ``was`` wrote; empty where nothing does. None: nothing ever does.
     """
@@ -103,6 +105,7 @@ class TrainBackend(Spec):
     capabilities: frozenset[str] = frozenset()
     frozen_only: bool = False
     remote: bool = False
+    own_model: bool = False
     check_checkpoint: str | Callable[..., str] | None = None
 
 

@@ -46,8 +46,9 @@ def check_complete(
     reads = spec.sections or type(config).model_fields
     missing = [*_lora_problems(config, plugins, reads), *frozen_role_problems(config, reads)]
     missing += _frozen_problems(config, plugins, reads)
-    if "rollout" in reads and config.rollout.weights == "shared":
-        missing += sharing_problems(config, plugins)
+    if "rollout" in reads:
+        missing += sharing_problems(config, plugins) if config.rollout.weights == "shared" else ()
+        missing += custom_model_problems(config, plugins)
     if "rollout" in reads and (
         problem := transport_problem(config, plugins, in_separate_pools(config, plugins))
     ):
@@ -317,6 +318,37 @@ def sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
         yield (
             f"rollout.weights = 'shared': the sampler is in pool '{placement.rollout}' and the actor in "
             f"'{placement.actor}'. Place them together, or {remedy[0].lower()}{remedy[1:]}"
+        )
+
+
+def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
+    """Why a sampler with weights of its own cannot have the actor's model, where a plugin builds that."""
+    backends = (("rollout_engines", config.rollout.backend), ("train_engines", config.actor.backend))
+    sampler, trainer = (plugins.find(*backend) for backend in backends)
+    shares = config.rollout.weights != "own" and not any(sharing_problems(config, plugins))
+    if sampler is None or trainer is None or shares:
+        return
+    asked = plugins.asked(*backends)
+    builders = [plugin.label for plugin in asked if hasattr(plugin.module, "engine_build_model")]
+    if any(hasattr(plugin.module, "engine_map_weights") for plugin in asked):
+        return
+    who, what = f"rollout.backend = '{config.rollout.backend}'", "has weights of its own here"
+    if "custom_model" in getattr(sampler, "capabilities", ()):
+        if getattr(trainer, "own_model", False) and not builders:
+            yield (
+                f"{who} {what}, and actor.backend '{config.actor.backend}' builds a model that it cannot build: no plugin has "
+                "the hook engine_build_model. Implement it in the plugin of that backend (role 'rollout'), or have the sampler "
+                "use the actor's module (docs/custom_model.md)."
+            )
+    elif (builders or getattr(trainer, "own_model", False)) and not any(
+        hasattr(plugin.module, "engine_register_model") for plugin in asked
+    ):
+        whose = " and ".join(builders) or f"actor.backend '{config.actor.backend}'"
+        yield (
+            f"{who} {what} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
+            "weights the sampler gets. Implement engine_map_weights (names that the sampler's model has; `return weights` "
+            "where they have them) or engine_register_model (an architecture for the sampler's library), or use a sampler with "
+            "the capability 'custom_model' (docs/custom_model.md)."
         )
 
 

@@ -55,6 +55,7 @@ class WorkerContext:
     deterministic: bool = False  # `[run] deterministic`: torch's deterministic algorithms only
     # a training run never changes its weights: they are neither trained, refreshed nor exported
     frozen: bool = False
+    actor: str = ""  # of the run's sampler: backend of the actor, whose plugin is asked for the model too
 
 
 class TrainEngine(abc.ABC):
@@ -271,6 +272,20 @@ class RolloutEngine(abc.ABC):
         self.running: dict[str, Request] = {}  # of ``advance``, by id
         self.dropped: set[str] = set()
         self.deadlines = sampling.Deadlines()
+
+    @property
+    def step_hooks(self) -> Any:
+        """The step hooks as the plugins of the run's sampler answer them; None for a sampler of another role."""
+        plugins = self.context.plugins
+        if self.context.role != "rollout" or plugins is None:
+            return None
+        named = (("rollout_engines", self.config.backend), ("train_engines", self.context.actor))
+        return plugins.step("rollout", *(backend for backend in named if backend in plugins.chosen))
+
+    def custom_module(self, model_config: ModelConfig) -> nn.Module | None:
+        """Return the actor's module as a plugin builds it (capability ``custom_model``); None: the one of ``[model]``."""
+        hooks, options = self.step_hooks, self.config.options
+        return hooks and hooks.engine_build_model(role="rollout", model_config=model_config, options=options)
 
     @property
     def label(self) -> str:

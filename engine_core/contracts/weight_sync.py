@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine_core.config import EngineConfig
+    from engine_core.config import EngineConfig, RolloutConfig
     from engine_core.contracts.engines import TrainEngine
 
 
@@ -30,21 +30,37 @@ def sends_adapter(config: EngineConfig) -> bool:
     return config.actor.lora is not None and bool(getattr(config.rollout.options, "adapter", False))
 
 
-def stream_of(engine: TrainEngine, adapter: bool, to: str = "all") -> Iterator[tuple[str, Tensor]]:
+def stream_of(
+    engine: TrainEngine, adapter: bool, to: str = "all", sampler: RolloutConfig | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """What a sampler is brought up to date with. Collective: every rank runs it to its end.
 
     Args:
         engine: the actor.
         adapter: its adapter alone, with ``ADAPTER_CONFIG``; else the whole model, an adapter merged into it.
         to: as ``named_weights``.
+        sampler: the table of the sampler that takes the whole model; plugins may map the weights for it.
     """
     if adapter:
         import torch
 
         yield ADAPTER_CONFIG, torch.frombuffer(bytearray(engine.adapter_config()), dtype=torch.uint8)
         yield from engine.named_weights(to=to, adapter=True)
-    else:
-        yield from engine.named_weights(to=to)
+        return
+    weights, mapped = iter(engine.named_weights(to=to)), None
+    if sampler is not None:
+        backends = (("rollout_engines", sampler.backend), ("train_engines", engine.config.backend))
+        hooks, name, options = (
+            engine.context.plugins.step("rollout", *backends),
+            sampler.backend,
+            sampler.options,
+        )
+        mapped = hooks.engine_map_weights(
+            sampler=name, weights=weights, model_config=engine.model_config, options=options
+        )
+    yield from weights if mapped is None else mapped
+    for _ in weights:  # collective: what the plugin did not read
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
     if shared:
         rollout.set_version(version)
         return SyncResult(version, 0, time.perf_counter() - start, "shared")
-    counter = _Counted(stream_of(actor, adapter) if adapter else actor.named_weights())
+    counter = _Counted(stream_of(actor, adapter, sampler=rollout.config))
     checksum = rollout.update_weights(counter, version)
     return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
 

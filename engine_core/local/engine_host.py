@@ -200,7 +200,9 @@ class EngineHost:
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
         alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
-        source = functools.partial(stream_of, cast("TrainEngine", actor), sends_adapter(self.config))
+        source = functools.partial(
+            stream_of, cast("TrainEngine", actor), sends_adapter(self.config), sampler=self.config.rollout
+        )
         processes: SamplerProcess = self.plugins.require("parts", "sampler_process")
         return processes.make(config, model, context, source if alone else None)
 
@@ -220,6 +222,7 @@ class EngineHost:
             deterministic=self.config.run.deterministic,
             total_steps=total_steps,
             live={} if told else self.live,  # objects of the program are the actor's
+            actor=self.config.actor.backend if role == "rollout" else "",
         )
 
 

@@ -253,6 +253,7 @@ ROLLOUT_CAPABILITIES = {
     "pause": "pause",
     "sleep": "sleep",
     "support": "add",  # of requests with ``Sampling.max_support``
+    "custom_model": "update_weights",  # of the module that ``engine_build_model`` gives for the role ``rollout``
     "partial": "abort",  # in the midst of a response, and ``add`` of what it gave
 }
 """Capabilities that a rollout engine may declare, each with the method that its class must then implement itself."""

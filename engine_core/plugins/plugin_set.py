@@ -204,13 +204,13 @@ class PluginSet:
         """Whether a plugin of this run implements a step hook."""
         return any(hasattr(plugin.module, hook) for plugin in self.plugins)
 
-    def step(self, role: str, backend: tuple[str, str] | None) -> SimpleNamespace:
+    def step(self, role: str, *backends: tuple[str, str]) -> SimpleNamespace:
         """The step hooks as one role's plugins answer them.
 
         Args:
             role: for messages.
-            backend: ``(kind, name)`` of the role's backend, whose plugin is asked last; plugins of
-                other roles' backends are not asked.
+            backends: ``(kind, name)`` of the role's backend, whose plugin is asked last; plugins of
+                other roles' backends are not asked. Of a sampler: its own, and then the actor's.
 
         Returns:
             The step hooks by name, as functions of keyword arguments; each gives the first answer,
@@ -218,11 +218,14 @@ class PluginSet:
             that tells what is wrong with an answer ("" where nothing is); it is refused with the
             plugin's name.
         """
-        asked = self.named[::-1]
-        if backend is not None:
-            self.spec(*backend)
-            asked = list(dict.fromkeys([*asked, self.chosen[backend][1]]))
+        asked = self.asked(*backends)
         return SimpleNamespace(**{hook: partial(self._first, asked, role, hook) for hook in STEP_HOOKS})
+
+    def asked(self, *backends: tuple[str, str]) -> list[Plugin]:
+        """Return the plugins that ``step`` asks, in their order."""
+        for backend in backends:
+            self.spec(*backend)
+        return list(dict.fromkeys([*self.named[::-1], *(self.chosen[backend][1] for backend in backends)]))
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:
         """Tell every observer; a failing one is logged, counted in ``observer_failures``, and passed over."""

@@ -9,6 +9,8 @@ from engine_core.specs import TABLE_SPECS
 
 FROZEN = {
     "engine_build_model": ["role", "model_config", "options"],
+    "engine_map_weights": ["sampler", "weights", "model_config", "options"],
+    "engine_register_model": ["sampler", "model_config", "options"],
     "engine_wrap_policy": ["role", "module", "options"],
     "engine_shard_model": ["role", "module", "units", "options"],
     "engine_build_optimizer": ["role", "module", "optim_config", "options"],
@@ -33,7 +35,14 @@ FROZEN = {
 }
 TABLES_OF_PLUGINS = ["engine_architectures", "engine_code_languages"]
 """Hooks that plugins define, as frozen as the core's; they take no argument."""
-STEP_HOOKS = ["engine_build_model", "engine_wrap_policy", "engine_shard_model", "engine_build_optimizer"]
+STEP_HOOKS = [
+    "engine_build_model",
+    "engine_map_weights",
+    "engine_register_model",
+    "engine_wrap_policy",
+    "engine_shard_model",
+    "engine_build_optimizer",
+]
 
 
 def hook(name: str):

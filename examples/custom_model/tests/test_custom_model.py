@@ -1,12 +1,14 @@
 """The recurrent model, its engine and its sampler against slow independent values."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
 from engine_core.contracts.engines import WorkerContext
+from engine_core.errors import DataError
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, Prompt, Request, Sampling
 from engine_plugin_custom_model.engine import GRUEngine
@@ -126,6 +128,21 @@ def test_a_request_with_a_seed_gives_the_same_tokens_whatever_else_is_sampled(sa
 def test_requests_without_a_seed_differ(sampler):
     one, two = sampler.generate([*requests(Sampling(max_response_tokens=20), 1), Request("x", Prompt("p", [2, 3, 4], ""), Sampling(max_response_tokens=20))])  # fmt: skip
     assert one.token_ids.tolist() != two.token_ids.tolist()
+
+
+def test_a_sampler_with_weights_of_its_own_follows_each_update(engine, context, sampler):
+    given = replace(context, role="rollout", actor="gru")
+    own = GRUSampler(RolloutConfig(backend="gru"), engine.model_config, given)
+    for version in (0, 1):
+        own.update_weights(engine.named_weights(), version)
+        mine, theirs = (
+            made.generate(requests(Sampling(max_response_tokens=12, seed=3))) for made in (own, sampler)
+        )
+        assert [r.token_ids.tolist() for r in mine] == [r.token_ids.tolist() for r in theirs]
+        assert {int(version) for r in mine for version in r.policy_versions} == {version}
+        engine.module.embed.weight.data.mul_(2.0)
+    with pytest.raises(DataError, match=r"2 of 9 weights did not come"):
+        own.update_weights(list(engine.named_weights())[2:], 2)
 
 
 def test_greedy_takes_the_likeliest_token(engine, sampler):

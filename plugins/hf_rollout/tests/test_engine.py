@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
 from engine_core.contracts.engines import WorkerContext
-from engine_core.errors import DataError, PluginError, TrainingFailed
+from engine_core.errors import DataError, TrainingFailed
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
 from engine_plugin_hf_rollout.plugin import HFOptions
@@ -361,14 +361,29 @@ def test_a_shared_module_is_not_updated(make_engine, make_model, make_trainer):
         engine.update_weights(published_weights(make_model()), 1)
 
 
-def test_a_module_that_is_none_of_transformers_is_not_shared(make_engine, make_model, make_trainer):
-    trainer = make_trainer(make_model())
-    trainer.module = torch.nn.Linear(2, 2)
-    with pytest.raises(
-        PluginError,
-        match=r"'hf' samples from models of transformers; the module of role 'actor' is a Linear without a config\. Use another",
-    ):
-        make_engine().share_module(trainer)
+def test_a_module_that_is_none_of_transformers_is_sampled_from_without_a_cache(
+    make_engine, make_model, make_trainer, make_requests
+):
+    model = make_model()
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids, position_ids):
+            assert input_ids.shape == position_ids.shape == (1, input_ids.shape[1])
+            return self.inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+    shared, other = make_trainer(model), make_trainer(Plain())
+    cached, uncached = make_engine(), make_engine()
+    cached.share_module(shared)
+    uncached.share_module(other)
+    requests = make_requests([[5], [5, 6, 7], [5], [9, 8]], max_response_tokens=12)
+    for one, two in zip(cached.generate(requests), uncached.generate(requests), strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+        assert one.rollout_log_probs.tolist() == pytest.approx(two.rollout_log_probs.tolist(), abs=1e-5)
+        assert one.finish_reason == two.finish_reason
 
 
 # -- asleep -------------------------------------------------------------------

@@ -344,3 +344,14 @@ def test_nothing_is_left_when_the_owner_is_killed_also_not_of_a_process_that_is_
     owner.wait()
     gone(child.pid)
     gone(keeper[0].pid)
+
+
+def test_a_plugin_that_builds_the_model_must_be_there_in_another_environment_too(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "from engine_core import hookimpl\n\n\n@hookimpl\ndef engine_build_model(role):\n    return None\n"
+    )
+    for file, role, expected in (("model.py", "rollout", 1), ("model.py", "judge", 0), (None, "rollout", 0)):
+        plugins = PluginSet.load({"train_engines": {"torch"}}, [file] if file else [], tmp_path)
+        engine = object.__new__(SamplerEngine)
+        engine.context = WorkerContext(plugins, role, torch.device("cpu"), actor="torch")
+        assert len(engine._model_plugins()) == expected

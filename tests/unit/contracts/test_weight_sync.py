@@ -45,6 +45,8 @@ class Actor:
 
 
 class Sampler:
+    config = None
+
     def update_weights(self, stream, version):
         self.taken = dict(stream)
         return "sum"
@@ -72,3 +74,55 @@ def test_an_adapter_is_sent_where_there_is_one_and_the_samplers_options_say_so()
     assert sends_adapter(config(object(), asked))
     for lora, options in ((None, asked), (object(), SimpleNamespace(adapter=False)), (object(), None)):
         assert not sends_adapter(config(lora, options))
+
+
+def mapping(answer):
+    """An actor whose plugins answer ``engine_map_weights`` with ``answer``, and what they were given."""
+    given = {}
+
+    def hook(**arguments):
+        given.update(arguments)
+        return answer(arguments["weights"])
+
+    def step(role, *backends):
+        given.update(role=role, backends=backends)
+        return SimpleNamespace(engine_map_weights=hook)
+
+    class Mapped(Actor):
+        config, model_config = SimpleNamespace(backend="gru"), object()
+        context = SimpleNamespace(plugins=SimpleNamespace(step=step))
+        read = 0
+
+        def named_weights(self, to="all", adapter=False):
+            for name in ("policy.a", "policy.b", "value.weight", "last"):
+                self.read += 1
+                yield name, torch.ones(2)
+
+    return Mapped(), given
+
+
+SAMPLER = SimpleNamespace(backend="mine", options=object())
+
+
+def test_a_plugin_maps_weights_on_their_way_to_the_sampler():
+    actor, given = mapping(
+        lambda weights: ((n.removeprefix("policy."), w) for n, w in weights if n != "value.weight")
+    )
+    assert [name for name, _ in stream_of(actor, adapter=False, sampler=SAMPLER)] == ["a", "b", "last"]
+    assert given["backends"] == (("rollout_engines", "mine"), ("train_engines", "gru"))
+    assert (given["role"], given["sampler"]) == ("rollout", "mine")
+    assert (given["model_config"], given["options"]) == (actor.model_config, SAMPLER.options)
+
+
+def test_weights_that_no_plugin_maps_come_as_they_are():
+    actor, _ = mapping(lambda weights: None)
+    assert len(list(stream_of(actor, adapter=False, sampler=SAMPLER))) == 4
+    again, given = mapping(lambda weights: [])
+    assert len(list(stream_of(again, adapter=False))) == 4  # for another role than a sampler
+    assert not given
+
+
+def test_what_a_plugin_does_not_read_is_read_after_it_because_all_ranks_take_part():
+    actor, _ = mapping(lambda weights: [next(weights)])
+    assert [name for name, _ in stream_of(actor, adapter=False, sampler=SAMPLER)] == ["policy.a"]
+    assert actor.read == 4

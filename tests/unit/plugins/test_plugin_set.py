@@ -322,7 +322,7 @@ def test_an_unknown_capability_shows_the_nearest_known_one(install):
 
     assert str(caught.value) == (
         "Plugin 'mine' (mine 1.0): unknown capability 'share_modul' of a rollout engine. Did you mean 'share_module'? "
-        "Known: partial, pause, share_module, sleep, support."
+        "Known: custom_model, partial, pause, share_module, sleep, support."
     )
 
 
@@ -346,7 +346,7 @@ def test_a_capability_is_a_method_that_the_contract_leaves_open_or_more_of_one_t
     for contract, capabilities in ((TrainEngine, TRAIN_CAPABILITIES), (RolloutEngine, ROLLOUT_CAPABILITIES)):
         for capability, method in capabilities.items():
             assert hasattr(contract, method)
-            asked_for = capability in ("support", "common_checkpoints", "partial")
+            asked_for = capability in ("support", "common_checkpoints", "custom_model", "partial")
             assert (method in contract.__abstractmethods__) == asked_for
 
 
@@ -377,7 +377,7 @@ def named(install, name: str, answer: str | None) -> None:
 
 
 def wrap(plugins: PluginSet, *, backend: str | None):
-    relay = plugins.step("actor", ("train_engines", backend) if backend else None)
+    relay = plugins.step("actor", *([("train_engines", backend)] if backend else []))
     return relay.engine_wrap_policy(role="actor", module=None, options=None)
 
 

@@ -25,15 +25,21 @@ class GRULM(nn.Module):
         return self.step(input_ids)[0]
 
 
+def build(model_path, override, seed):
+    """The model of a folder and its sizes: its weights, or random ones that are the same in every process."""
+    config, weights = Path(model_path) / "config.json", Path(model_path) / "model.safetensors"
+    sizes = json.loads(config.read_text()) | override
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = GRULM(*(sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")))
+    if weights.exists():
+        module.load_state_dict(load_file(weights))
+    return module, sizes
+
+
 class GRUEngine(TorchEngine):
     def _build_model_optimizer(self, *, model_path, optim_config, override_model_config, role, **_):
-        config, weights = Path(model_path) / "config.json", Path(model_path) / "model.safetensors"
-        self.sizes = json.loads(config.read_text()) | override_model_config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.model_config.seed)
-            module = GRULM(*(self.sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")))
-        if weights.exists():
-            module.load_state_dict(load_file(weights))
+        module, self.sizes = build(model_path, override_model_config, self.model_config.seed)
         if optim_config is None:  # a reference model is not trained: the engine goes on alone
             return module
         module = self._place(module)  # on the device, in the type that is trained

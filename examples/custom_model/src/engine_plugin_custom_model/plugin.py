@@ -17,11 +17,21 @@ class GRUOptions(TorchOptions):
 @hookimpl
 def engine_train_engines():
     kept = frozenset({"generation_module", "set_lr"})
-    return {"gru": TrainBackend(load=f"{HERE}.engine:GRUEngine", config=GRUOptions, capabilities=kept)}
+    load = f"{HERE}.engine:GRUEngine"
+    return {"gru": TrainBackend(load=load, config=GRUOptions, capabilities=kept, own_model=True)}
 
 
 @hookimpl
 def engine_rollout_engines():
-    return {
-        "gru": RolloutBackend(load=f"{HERE}.sampler:GRUSampler", capabilities=frozenset({"share_module"}))
-    }
+    able = frozenset({"share_module", "custom_model"})
+    return {"gru": RolloutBackend(load=f"{HERE}.sampler:GRUSampler", capabilities=able)}
+
+
+@hookimpl
+def engine_build_model(role, model_config):
+    """The model of a sampler with weights of its own, in any process; that of the other roles GRUEngine builds."""
+    if role != "rollout":
+        return None
+    from engine_plugin_custom_model.engine import build
+
+    return build(model_config.path, model_config.override, model_config.seed)[0]

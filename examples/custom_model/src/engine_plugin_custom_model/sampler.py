@@ -1,14 +1,19 @@
 """The sampler of the recurrent model: one request at a time, one token at a time, from the state it keeps."""
 
+import contextlib
+
 import torch
 
+from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import ConfigError
 from engine_core.types import Rollout
+from engine_plugin_torch.model_loading import sampler_module
+from engine_plugin_torch.weights import take_weights
 
 
 class GRUSampler(RolloutEngine):
-    """Samples from the train engine's own module, so weights never move."""
+    """Samples from the train engine's own module, or from one of its own that takes the weights of each update."""
 
     def __init__(self, config, model_config, context):
         super().__init__(config, model_config, context)
@@ -16,12 +21,24 @@ class GRUSampler(RolloutEngine):
             raise ConfigError("rollout.backend = 'gru' samples from all tokens. Leave top_p and top_k out.")
         self.tokenizer = context.live["tokenizer"]
         self.queue = {}
+        self.trainer = self.own = None
 
     def share_module(self, engine):
         self.trainer = engine
 
     def update_weights(self, stream, version):
-        raise RuntimeError("This sampler has no weights of its own.")
+        if self.own is None:  # by the hook engine_build_model
+            self.own = sampler_module(self, self.context.device, torch.float32)
+        checksum = Checksum()
+        take_weights(self.own, checksum.of(stream))
+        self.version = version
+        return checksum.result()
+
+    def module(self):
+        """A context with the module to sample from."""
+        if self.trainer is not None:
+            return self.trainer.generation_module()
+        return contextlib.nullcontext(self.own)
 
     def add(self, requests):
         self.queue |= {request.id: request for request in requests}
@@ -34,7 +51,7 @@ class GRUSampler(RolloutEngine):
         if not self.queue:
             return []
         request = self.queue.pop(next(iter(self.queue)))
-        with self.trainer.generation_module() as module:
+        with self.module() as module, torch.no_grad():
             return [self.sample(module, request)]
 
     def abort(self, ids):

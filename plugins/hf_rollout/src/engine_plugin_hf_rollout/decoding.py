@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine_core.types import SUPPORT, padded_support
 from engine_plugin_hf_rollout.cache import make_cache
@@ -61,7 +62,9 @@ class Decoding:
     """A batch under way: its cache and what was sampled so far.
 
     Args:
-        module: a causal language model of transformers, in eval mode.
+        module: in eval mode: a causal language model of transformers, or a module whose ``forward(input_ids,
+            position_ids)``, both [1, T], gives logits [1, T, V]. The latter has no cache: each token costs a pass over
+            all tokens before it.
         requests: one row each; one with ``begun`` goes on as if it had never been stopped.
         end_ids: tokens that end any sequence; a request's own come on top.
         decode: token ids to texts, special tokens included; asked for rows with stop strings only.
@@ -79,7 +82,8 @@ class Decoding:
         device = next(module.parameters()).device
         self._decode, self._step, self.over = decode, 0, False
         self._batch = _Batch(requests, end_ids, max_positions, device)
-        self._rows = _prefill(module, requests, device)
+        begin = _prefill if isinstance(module, PreTrainedModel) else _Uncached.begin
+        self._rows: _Cached | _Uncached = begin(module, requests, device)
         self._token: Tensor | None = None  # drawn, and not yet in the cache
 
     def advance(self, module: nn.Module, steps: int = 0) -> None:
@@ -87,7 +91,7 @@ class Decoding:
         batch, rows, first = self._batch, self._rows, self._step
         while not self.over and (not steps or self._step < first + steps):
             if self._token is not None:
-                _forward(module, rows, self._token)
+                rows.forward(module, self._token)
             token = batch.draw(rows, self._step)
             batch.finish(rows.number, token, self._step, self._decode)
             self._step += 1
@@ -115,7 +119,7 @@ class Decoding:
 
 
 @dataclass
-class _Rows:
+class _Cached:
     """The rows in the model: per-row tensors and the cache, selected together."""
 
     number: Tensor  # [A] which request
@@ -130,6 +134,57 @@ class _Rows:
         self.number, self.logits = self.number[index], self.logits[index]
         self.mask, self.position = self.mask[index], self.position[index]
         self.cache.batch_select_indices(index)
+
+    def forward(self, module: nn.Module, token: Tensor) -> None:
+        """One more token [A] of each row through the model."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        out = module(
+            input_ids=token[:, None],
+            attention_mask=self.mask,
+            position_ids=self.position[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.logits, self.position = out.logits[:, -1], self.position + 1
+
+
+@dataclass
+class _Uncached:
+    """The rows of a module without a cache: it reads one sequence at a time, whole."""
+
+    number: Tensor  # [A] which request
+    logits: Tensor  # [A, V] of the next token
+    tokens: list[Tensor]  # of each row, [L]
+
+    @classmethod
+    def begin(cls, module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Uncached:
+        """Read each distinct prompt once."""
+        prompts = [tuple(request.prompt.token_ids + begun_response(request)) for request in requests]
+        read = {prompt: torch.tensor(prompt, device=device) for prompt in dict.fromkeys(prompts)}
+        logits = {prompt: _last_logits(module, tokens) for prompt, tokens in read.items()}
+        return cls(
+            torch.arange(len(requests), device=device),
+            torch.stack([logits[prompt] for prompt in prompts]),
+            [read[prompt] for prompt in prompts],
+        )
+
+    def keep(self, running: Tensor) -> None:
+        """Put the other rows away."""
+        self.number, self.logits = self.number[running], self.logits[running]
+        self.tokens = [row for row, runs in zip(self.tokens, running.tolist(), strict=True) if runs]
+
+    def forward(self, module: nn.Module, token: Tensor) -> None:
+        """One more token [A] of each row, and all before it, through the module."""
+        self.tokens = [torch.cat([row, new[None]]) for row, new in zip(self.tokens, token, strict=True)]
+        self.logits = torch.stack([_last_logits(module, row) for row in self.tokens])
+
+
+def _last_logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    """[V] of the token after ``tokens`` [L]."""
+    positions = torch.arange(len(tokens), device=tokens.device)
+    out = module(input_ids=tokens[None], position_ids=positions[None])
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    return logits[0, -1]
 
 
 class _Batch:
@@ -199,7 +254,7 @@ class _Batch:
         self.aborted[index] = self.running[index]
         self.running[index] = False
 
-    def draw(self, rows: _Rows, step: int) -> Tensor:
+    def draw(self, rows: _Cached | _Uncached, step: int) -> Tensor:
         """The next token of each row, [A]."""
         number = rows.number
         at = (self.start[number] + step).clamp(max=self.steps)  # of a row that has finished, the spare column
@@ -273,7 +328,7 @@ def begun_response(request: Request) -> list[int]:
     return found
 
 
-def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Rows:
+def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Cached:
     """Read each distinct prompt once, padded on the left, and give every request its row."""
     prompts = [tuple(request.prompt.token_ids + begun_response(request)) for request in requests]
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -298,17 +353,4 @@ def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.devic
     row = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
     cache.batch_select_indices(row)
     number = torch.arange(len(requests), device=device)
-    return _Rows(number, out.logits[:, -1][row], mask[row], positions[row, -1] + 1, cache)
-
-
-def _forward(module: nn.Module, rows: _Rows, token: Tensor) -> None:
-    """One more token [A] of each row through the model."""
-    rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], dim=1)
-    out = module(
-        input_ids=token[:, None],
-        attention_mask=rows.mask,
-        position_ids=rows.position[:, None],
-        past_key_values=rows.cache,
-        use_cache=True,
-    )
-    rows.logits, rows.position = out.logits[:, -1], rows.position + 1
+    return _Cached(number, out.logits[:, -1][row], mask[row], positions[row, -1] + 1, cache)

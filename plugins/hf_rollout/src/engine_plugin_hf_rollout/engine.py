@@ -1,12 +1,14 @@
 """The rollout engine ``hf``.
 
 It finishes whole batches: each ``step`` samples one batch of queued requests to its end. In one
-process with a train engine it samples from that engine's own module and weights never move.
+process with a train engine it samples from that engine's own module and weights never move. A module that is not of
+transformers, of a plugin (``engine_build_model``), is sampled from without a cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.weight_names import near, own_weights
 from engine_core.data import load_tokenizer
-from engine_core.errors import DataError, PluginError, TrainingFailed, did_you_mean
+from engine_core.errors import DataError, TrainingFailed, did_you_mean
 from engine_core.sampling import check_request
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_torch.linear_products import use_quicker_products
-from engine_plugin_torch.model_loading import adopt_live, load_model
+from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
 from engine_plugin_torch.precision import DTYPES
 from engine_plugin_torch.weights import to_own_names
 
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
 PARTS = ("weights", "kv_cache")
 PAUSES = ("abort", "drain", "keep")
+NO_LIMIT = 1 << 30
+
+log = logging.getLogger("engine")
 
 
 class HFRolloutEngine(RolloutEngine):
@@ -58,10 +64,10 @@ class HFRolloutEngine(RolloutEngine):
         self._trainer: TrainEngine | None = None
         self._own: nn.Module | None = None
         self._given: nn.Module | None = live.get("model")
+        self._custom = False  # a plugin has built the sampler's own module
         self._adapter: OwnAdapter | None = None  # over ``_own``, once an update has brought one
         if self._given is None:
-            self._own = load_model(model_config, context.device, DTYPES[self.options.dtype]).eval()
-            use_quicker_products(self._own)
+            self._own = self._build()
         self._queue: dict[str, Request] = {}
         self._steps = self.options.tokens_per_step if config.steps_are_short else 0
         self._batch: list[Request] = []  # under way, and waiting in the queue too
@@ -82,10 +88,10 @@ class HFRolloutEngine(RolloutEngine):
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests: all of them, or none where one is malformed."""
-        config = self._model_config()
+        vocabulary, positions = self._limits()
         taken = set(self._queue)
         for request in requests:
-            check_request(request, taken, config.vocab_size, _max_positions(config))
+            check_request(request, taken, vocabulary, positions)
             taken.add(request.id)
         self._queue |= {request.id: request for request in requests}
 
@@ -169,7 +175,7 @@ class HFRolloutEngine(RolloutEngine):
     def _how(self) -> tuple[frozenset[int], Decode, int]:
         """What ends a sequence, what decodes it, what the model can hold."""
         ends = frozenset([self.tokenizer.eos_token_id])
-        return ends, self._decode, _max_positions(self._model_config())
+        return ends, self._decode, self._limits()[1]
 
     def _drop_batch(self) -> None:
         self._batch, self._decoding = [], None
@@ -221,12 +227,6 @@ class HFRolloutEngine(RolloutEngine):
     # -- the module ---------------------------------------------------------
 
     def share_module(self, engine: TrainEngine) -> None:
-        if not hasattr(engine.module, "config"):
-            raise PluginError(
-                f"Rollout backend 'hf' samples from models of transformers; the module of role "
-                f"'{engine.context.role}' is a {type(engine.module).__name__} without a config. "
-                "Use another rollout backend."
-            )
         self._set_aside()
         self._trainer, self._own, self._given = engine, None, None
 
@@ -237,16 +237,32 @@ class HFRolloutEngine(RolloutEngine):
     def _module(self) -> nn.Module:
         """The sampler's own module. One given from Python is copied when it is first needed: others train it."""
         if self._own is None:
-            assert self._given is not None
-            copied = adopt_live(self._given, self.model_config, self.context.role, self.context.device)
-            self._own = copied.to(self.context.device).eval()
-            use_quicker_products(self._own)
+            self._own = self._build()
         return self._own
 
-    def _model_config(self) -> Any:
-        """The text model's config."""
+    def _build(self) -> nn.Module:
+        """A module of the sampler's own: a plugin's, a copy of the one given from Python, or that of ``[model]``."""
+        device, dtype = self.context.device, DTYPES[self.options.dtype]
+        built = sampler_module(self, device, dtype)
+        if built is not None:
+            self._custom = True
+            log.info("The sampler has a %s of a plugin.", type(built).__name__)
+        elif self._given is not None:
+            built = adopt_live(self._given, self.model_config, self.context.role, device)
+        else:
+            built = load_model(self.model_config, device, dtype)
+        built = built.to(device).eval()
+        use_quicker_products(built)
+        return built
+
+    def _limits(self) -> tuple[int, int]:
+        """Tokens that the model knows, and tokens that it can hold; of a module without a config the tokenizer's, and no limit."""
         module: Any = self._module() if self._trainer is None else self._trainer.module
-        return module.config.get_text_config()
+        config = getattr(module, "config", None)
+        if not isinstance(config, PretrainedConfig):
+            return len(self.tokenizer), NO_LIMIT
+        text = config.get_text_config()
+        return text.vocab_size, getattr(text, "max_position_embeddings", None) or NO_LIMIT
 
     @contextlib.contextmanager
     def _generation(self) -> Iterator[nn.Module]:
@@ -283,7 +299,9 @@ class HFRolloutEngine(RolloutEngine):
         for name, tensor in to_own_names(module, checksum.of(stream)):
             if name not in own:
                 raise DataError(
-                    f"Unknown weight '{name}' in the update to version {version}." + near(name, own)
+                    f"Unknown weight '{name}' in the update to version {version}."
+                    + near(name, own)
+                    + self._whose_model()
                 )
             if own[name].shape != tensor.shape:
                 raise DataError(
@@ -294,9 +312,20 @@ class HFRolloutEngine(RolloutEngine):
         if left:
             raise DataError(
                 f"The update to version {version} lacks {len(left)} weights, such as '{min(left)}'."
+                + self._whose_model()
             )
         self._incomplete, self.version = "", version
         return checksum.result()
+
+    def _whose_model(self) -> str:
+        """What to do where a plugin builds the actor's model, and not the sampler's."""
+        plugins = self.context.plugins
+        if self._custom or plugins is None or not plugins.overrides("engine_build_model"):
+            return ""
+        return (
+            " The sampler has the model of [model], since no plugin gives it another: let engine_build_model answer for the role "
+            "'rollout' as for 'actor', or map the weights with engine_map_weights."
+        )
 
     # -- device memory ------------------------------------------------------
 
@@ -326,11 +355,6 @@ class HFRolloutEngine(RolloutEngine):
         self._done.clear()
         self._drop_batch()
         self._own = self._given = self._trainer = None
-
-
-def _max_positions(config: Any) -> int:
-    """Tokens that the model can hold; a config that does not say sets no limit."""
-    return getattr(config, "max_position_embeddings", None) or 1 << 30
 
 
 def _check_parts(parts: Sequence[str]) -> None:

@@ -30,6 +30,6 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
         "hf": RolloutBackend(
             load="engine_plugin_hf_rollout.engine:HFRolloutEngine",
             config=HFOptions,
-            capabilities=frozenset({"share_module", "pause", "sleep", "support", "partial"}),
+            capabilities=frozenset({"share_module", "custom_model", "pause", "sleep", "support", "partial"}),
         )
     }

@@ -40,7 +40,9 @@ OF_AN_INTERPRETER = ("PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "V
 """Variables by which an interpreter would find the libraries of another."""
 
 
-def load_backend(name: str, modules: Sequence[str], root: Path, allow_code: bool, other: bool) -> PluginSet:
+def load_backend(
+    name: str, modules: Sequence[str], root: Path, allow_code: bool, other: bool, actor: str = ""
+) -> PluginSet:
     """The plugin of a rollout engine, and of the run's own plugins what loads in this environment.
 
     Args:
@@ -50,12 +52,14 @@ def load_backend(name: str, modules: Sequence[str], root: Path, allow_code: bool
         allow_code: files outside of it may be run.
         other: this is another environment than the trainer's: a plugin of the run that the engine does without
             may be absent.
+        actor: train engine whose plugin builds the model of the sampler too; "" where none does.
 
     Raises:
         PluginProblems: the engine cannot be had, or a plugin of the run cannot where it should.
     """
     try:
-        return PluginSet.load({"rollout_engines": {name}}, modules, root, allow_code)
+        names = {"rollout_engines": {name}, **({"train_engines": {actor}} if actor else {})}
+        return PluginSet.load(names, modules, root, allow_code)
     except PluginProblems as error:
         if not other or error.loaded.find("rollout_engines", name) is None:
             raise

@@ -223,11 +223,12 @@ class Worker:
 
         actor = cast("TrainEngine", self.host.engines[message["role"]])
         adapter = message["mix"] is None and sends_adapter(self.host.config)
-        stream = stream_of(actor, adapter, to="leader")
         if message["link"] is None:
-            for _ in stream:
+            for _ in stream_of(actor, adapter, to="leader"):
                 pass
             return 0
+        sampler = self.host.config.rollout if message["mix"] is None else None
+        stream = stream_of(actor, adapter, to="leader", sampler=sampler)
         return self.links[message["link"]].send(stream, WeightUpdate(message["update"], message["version"]))
 
     def _do_receive(self, message: dict[str, Any]) -> str:

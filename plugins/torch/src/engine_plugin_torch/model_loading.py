@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from engine_core.config import ModelConfig
+    from engine_core.contracts.engines import RolloutEngine
 
 log = logging.getLogger("engine")
 CPU = torch.device("cpu")
@@ -52,6 +53,16 @@ def load_model(
     else:
         built, _ = load_weights(AutoModelForCausalLM, config, model, dtype, placing=placing)
     return built if placing else built.to(device)
+
+
+def sampler_module(sampler: RolloutEngine, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
+    """The actor's module as a plugin builds it for a sampler with weights of its own, ready to sample from.
+
+    Returns:
+        None where no plugin builds it: the model is that of ``[model]``.
+    """
+    built = sampler.custom_module(with_attention(sampler.model_config, None, device))
+    return None if built is None else cast_parameters(built, dtype).to(device).eval()
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:

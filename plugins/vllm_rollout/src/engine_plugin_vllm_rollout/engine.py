@@ -108,6 +108,7 @@ class VLLMRolloutEngine(RolloutEngine):
         device = self.context.device
         check_heads(text_config, device, self.where)
         self._full = self._tells_mass()
+        registered = self._registered()
         self._llm = start(
             self._folder.path if module is not None else self.model_config.path,
             Path(self._folder.path),
@@ -120,8 +121,11 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._full,
                 self.context.world_size,
             ),
-            load_weights=module is None and not has_no_weights(self.model_config.path),
-            override=architecture(hf_config) | head(self.options.fp32_head) | self.model_config.override,
+            load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
+            override=architecture(hf_config)
+            | head(self.options.fp32_head)
+            | self.model_config.override
+            | registered,
             trust_remote_code=self.model_config.trust_remote_code,
             key=self.where,
         )
@@ -132,10 +136,27 @@ class VLLMRolloutEngine(RolloutEngine):
             self._updater = AdapterUpdater(self._llm)
         else:
             how = choose(self.options.weight_update, self._llm, self.where)
-            self._updater = Updater(self._llm, expected_shapes(hf_config), how)
+            self._updater = Updater(self._llm, None if registered else expected_shapes(hf_config), how)
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
             self._updater.take(published(module), 0)
+
+    def _registered(self) -> dict[str, Any]:
+        """Changes to the model's config for an architecture that a plugin registers with vLLM; none where no plugin does.
+
+        Raises:
+            ConfigError: the run gives vLLM an adapter alone.
+        """
+        hooks = self.step_hooks
+        changes = hooks and hooks.engine_register_model(
+            sampler=self.config.backend, model_config=self.model_config, options=self.options
+        )
+        if changes and self.options.adapter:
+            raise ConfigError(
+                f"{self.where}.adapter: vLLM reads the base from the folder, and a plugin registers another architecture "
+                "(engine_register_model), whose weights come with the updates. Remove the key."
+            )
+        return dict(changes or {})
 
     def _tells_mass(self) -> bool:
         """What ``log_probs`` comes to."""

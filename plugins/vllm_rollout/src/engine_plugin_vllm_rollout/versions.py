@@ -5,7 +5,8 @@ Written against 0.25.1 and 0.32. Nothing of vLLM is replaced: everything here ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -104,6 +105,37 @@ def model_of(engine: LLMEngine) -> nn.Module:
     """The model that runs in this process."""
     found: list[nn.Module] = engine.apply_model(lambda model: model)
     return found[0]
+
+
+@contextlib.contextmanager
+def loaded(engine: LLMEngine) -> Iterator[set[str]]:
+    """Within it, ``load_weights`` of the model is watched.
+
+    Yields:
+        Parameters that no call has loaded, once all calls are over. Empty where the model does not tell which it has
+        loaded, or runs in processes of vLLM's own.
+    """
+    missing: set[str] = set()
+    if parts_elsewhere(engine):
+        yield missing
+        return
+    model: Any = model_of(engine)
+    whole, found = model.load_weights, []
+
+    def watched(weights: Any) -> Any:
+        found.append(whole(weights))
+        return found[-1]
+
+    model.load_weights = watched
+    missing |= {name for name, _ in model.named_parameters()}
+    try:
+        yield missing
+    finally:
+        del model.load_weights
+    if None in found:
+        missing.clear()
+    else:
+        missing -= set().union(*found)
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ class Updater:
 
     Args:
         engine: vLLM's.
-        shapes: of every weight that must come.
+        shapes: of every weight that must come; None: of an architecture that a plugin has registered, vLLM alone knows them,
+            and the first update must bring every parameter. Later ones bring the same names.
         how: ``direct`` copies into the model's own tensors as the stream goes, from the second update on by a
             plan; ``layerwise`` waits for the
             whole stream and processes each layer anew.
@@ -46,8 +47,8 @@ class Updater:
 
     request = None  # what requests carry: no adapter
 
-    def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size], how: str) -> None:
-        self._shapes, self.how = shapes, how
+    def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size] | None, how: str) -> None:
+        self._engine, self._shapes, self.how = engine, shapes, how
         self._into = Sharded(engine) if versions.parts_elsewhere(engine) else versions.Whole(engine)
         self.touched = False
 
@@ -59,6 +60,8 @@ class Updater:
                 weights were replaced before that was seen.
         """
         self.touched = False
+        if self._shapes is None:
+            return self._take_first(stream, version)
         checksum = Checksum()
         if self.how == "layerwise":
             whole = list(self._checked(stream, version))
@@ -72,11 +75,33 @@ class Updater:
                 self._into.load(bucket)
         return checksum.result()
 
+    def _take_first(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """``take`` of the first update of a registered architecture."""
+        checksum, came = Checksum(), list(stream)
+        checksum.add(came)
+        self.touched = True
+        try:
+            with versions.loaded(self._engine) as missing:
+                self._into.reload(came) if self.how == "layerwise" else self._into.load(came)
+        except (ValueError, KeyError, AssertionError) as error:
+            raise DataError(
+                f"vLLM's model does not take the weights of the update to version {version}: {error}. Rename or leave out "
+                "weights with engine_map_weights, or see load_weights of the class that engine_register_model registers."
+            ) from error
+        if missing:
+            raise DataError(
+                f"The update to version {version} lacks {len(missing)} weights of vLLM's model, such as '{min(missing)}'. Map "
+                "them with engine_map_weights, or in load_weights of the class that engine_register_model registers."
+            )
+        self._shapes = {name: tensor.shape for name, tensor in came}
+        return checksum.result()
+
     def close(self) -> None:
         """Free what weights went through."""
         self._into.close()
 
     def _checked(self, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+        assert self._shapes is not None
         left = dict(self._shapes)
         for name, tensor in stream:
             if name not in self._shapes:

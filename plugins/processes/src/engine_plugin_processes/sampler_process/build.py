@@ -34,7 +34,8 @@ def build_engine(order: Mapping[str, Any], device: torch.device) -> RolloutEngin
     config = RolloutConfig.model_validate(order["rollout"])
     if order["steps_are_short"]:
         config.expect_updates()
-    plugins = load_backend(config.backend, order["modules"], root, order["allow_code"], order["other"])
+    where = (order["modules"], root, order["allow_code"], order["other"])
+    plugins = load_backend(config.backend, *where, order["actor"])
     table = plugins.spec("rollout_engines", config.backend).config
     given = {"folder": root, "allow_code": order["allow_code"]}
     config.options = table.model_validate_json(json.dumps(order["options"]), strict=True, context=given)
@@ -46,6 +47,7 @@ def build_engine(order: Mapping[str, Any], device: torch.device) -> RolloutEngin
         seed=order["context"]["seed"],
         total_steps=order["context"]["total_steps"],
         deterministic=order["context"]["deterministic"],
+        actor=order["actor"],
         live={"tokenizer": tokenizer_here(order["tokenizer"], model)} if order["tokenizer"] else {},
     )
     import torch

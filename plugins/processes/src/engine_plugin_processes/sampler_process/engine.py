@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 
     from engine_core.config import ModelConfig, RolloutConfig
     from engine_core.contracts.engines import WorkerContext
+    from engine_core.plugins.plugin_set import Plugin
     from engine_core.types import Request, Rollout
 
 STEP_SECONDS = 0.05  # that a step waits for a rollout: others may have more to ask
 PATIENCE_SECONDS = 1.0  # for an engine in the middle of a step to answer an abort; then it is interrupted
 HELLO_SECONDS = 120.0  # imports of the core and of this distribution
+MODEL_HOOKS = ("engine_build_model", "engine_register_model")
+"""Step hooks that are asked in the sampler's process."""
 
 log = logging.getLogger("engine")
 
@@ -431,7 +434,7 @@ class SamplerEngine(RolloutEngine):
     def _order(self, device: str | None) -> dict[str, Any]:
         """What the process is told of the run."""
         plugins, context, config = self.context.plugins, self.context, self.config
-        tokenizer = self._tokenizer
+        tokenizer, asked = self._tokenizer, self._model_plugins()
         options = {} if config.options is None else config.options.model_dump(mode="json", exclude_none=True)
         return {
             "rollout": config.model_dump(mode="json", exclude={"process"}),
@@ -441,7 +444,8 @@ class SamplerEngine(RolloutEngine):
             "modules": list(plugins.modules),
             "root": str(plugins.root),
             "allow_code": plugins.allow_code,
-            "other": bool(self.settings.python),
+            "other": bool(self.settings.python) and not asked,  # plugins of the model must be there
+            "actor": context.actor if any(plugin not in plugins.named for plugin in asked) else "",
             "path": None if self.settings.python else portable_path(),
             "tokenizer": None if tokenizer is None else [self._folder.path, tokenizer_hash(tokenizer)],
             "log_level": log.getEffectiveLevel(),
@@ -453,6 +457,14 @@ class SamplerEngine(RolloutEngine):
                 "deterministic": context.deterministic,
             },
         }
+
+    def _model_plugins(self) -> list[Plugin]:
+        """The plugins of the run that may build or register the sampler's model."""
+        plugins, backend = self.context.plugins, ("train_engines", self.context.actor)
+        if self.context.role != "rollout":
+            return []
+        asked = plugins.asked(*([backend] if backend in plugins.chosen else []))
+        return [plugin for plugin in asked if any(hasattr(plugin.module, hook) for hook in MODEL_HOOKS)]
 
     def _compare(self, hello: Mapping[str, Any] | None) -> None:
         """Both sides must be of one version."""
