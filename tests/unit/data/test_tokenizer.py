@@ -161,7 +161,8 @@ def test_ids_are_those_that_a_call_of_the_tokenizer_gives(tokenizer, text, speci
     assert token_ids(tokenizer, text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
-def test_a_tokenizer_that_somebody_has_left_cutting_or_padding_is_called(tokenizer):
+def test_a_tokenizer_that_somebody_has_left_cutting_or_padding_is_called(make_tokenizer):
+    tokenizer = make_tokenizer()
     text = "12 plus 7 " * 9
     expected = tokenizer(text)["input_ids"]
     tokenizer(text, truncation=True, max_length=3)
@@ -170,7 +171,8 @@ def test_a_tokenizer_that_somebody_has_left_cutting_or_padding_is_called(tokeniz
     assert token_ids(tokenizer, text) == expected
 
 
-def test_a_tokenizer_with_a_call_of_its_own_is_asked_by_it(tokenizer):
+def test_a_tokenizer_with_a_call_of_its_own_is_asked_by_it(make_tokenizer):
+    tokenizer = make_tokenizer()
     class Own(type(tokenizer)):
         def __call__(self, text, **options):
             return {"input_ids": [7, *super().__call__(text, **options)["input_ids"]]}
