@@ -198,14 +198,6 @@ def test_the_prompt_is_learned_on_request(tokenizer):
     assert rendered.loss_mask == [True] * len(rendered.token_ids)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_learning(make_tokenizer):
-    tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(
-        BadRow, match=r"renders message 1 differently once others follow.*\{% generation %\} marks"
-    ):
-        Renderer(tokenizer, DataConfig(), learn=True).fit(Row([USER, ASSISTANT, USER]), 100)
-
-
 def test_a_conversation_without_the_assistant_teaches_nothing(tokenizer):
     with pytest.raises(BadRow, match="nothing to learn: no token is the assistant's"):
         Renderer(tokenizer, DataConfig(), learn=True).fit(Row([USER]), 100)
