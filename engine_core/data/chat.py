@@ -21,9 +21,9 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from engine_core.data.layouts import Message
 from engine_core.data.rows import BadRow
@@ -33,7 +33,6 @@ from engine_core.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 Tools = Sequence[Mapping[str, Any]] | None
 Spans = list[tuple[int, int]]
 
@@ -81,19 +80,20 @@ class ChatFormat:
         self.tokenizer, self.notes = tokenizer, set[str]()
         self._source = str(tokenizer.chat_template or "")
         added = list(tokenizer.added_tokens_decoder.values())
-        self._special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {
-            ""
-        }
+        self._special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
         known = self._special | {str(token) for token in added if str(token) in self._source}
         self._controls = [*sorted(known), OPEN, CLOSE]
         hidden = known if control_tokens == "text" else set[str]()
         self._outside = _any_of({*hidden, OPEN, CLOSE})
         self._own = _any_of({*hidden & self._special, OPEN, CLOSE})
         self._ends = set(tokenizer.convert_ids_to_tokens(sorted(end_ids(tokenizer))))
-        self._memory: dict[Any, Any] = {}
+        self._shapes: dict[Any, tuple[int, int]] = {}
+        self._closing = functools.cache(self._find_closing)
+        self._header = functools.lru_cache(64)(self._find_header)
+        self._as_text = functools.cache(self._encode_control)
         if not hidden:
             _log_once(
-                '[data] control_tokens = "allow": messages can hold control tokens, and so forge a role.'
+                '[data] control_tokens = "allow": messages can hold control tokens, and so forge a role'
             )
 
     def text(self, text: str) -> list[int]:
@@ -117,7 +117,7 @@ class ChatFormat:
         messages: Sequence[Message],
         before: Sequence[int],
         tools: Tools = None,
-        stops: Collection[int] = (),
+        stops: Sequence[int] = (),
     ) -> list[int]:
         """Return the tokens after a sampled turn: its end where it lacks one, messages, and the generation prompt.
 
@@ -142,13 +142,13 @@ class ChatFormat:
                 f"The chat template cannot append messages to a sampled turn: {error}. Use episode.append(text) "
                 "with the text that the model expects; 'engine check-template' shows what the template supports."
             ) from error
-        at, closing = marks[-1][1], self._closing(bool(call), tools)
+        at, closing = marks[-1][1], self._closing(bool(call))
         found = _any_of(closing | self._ends).search(text, at)
         last = self.tokenizer.convert_ids_to_tokens(before[-1]) if before else None
         ended = last in closing | self._ends or (last in self._special and before[-1] in stops)
         if (
             found and ended
-        ):  # without an end of its own, the template's next header may be the end that was sampled
+        ):  # where the template writes no end, its next header may be the end that was sampled
             at = found.end() if found[0] in {*closing, last} else found.start()
         elif found and call:
             at = found.start()
@@ -176,8 +176,8 @@ class ChatFormat:
         skipped = sum(message["role"] == "assistant" for message in messages[:first])
         text, spans = self._generated(shaped, tools)
         if spans is None or (skipped and len(spans) != len(turns)):
-            marks = self._last_characters(shaped, text, tools)
-            spans = [self._span(shaped, i, text, marks, tools) for i in turns[skipped:] if i > 0]
+            marks = self._ends_of(shaped, text, tools)
+            spans = [self._span(shaped, i, text, marks) for i in turns[skipped:] if i > 0]
         else:
             spans = spans[skipped:]
         return Rendered(self._shown(text), *self._encode(text, spans), messages)
@@ -187,41 +187,33 @@ class ChatFormat:
     ) -> tuple[int, list[Message]]:
         """Return the first variant that the template renders completely, with the changes that it needs.
 
-        Only the first conversation with these roles is tried, with a mark in each message.
+        Only the first conversation with these roles is tried.
         """
-
-        def search() -> tuple[int, int]:
-            problems = []
-            for flags, number in itertools.product(range(sum(NOTES) + 1), range(len(variants))):
-                shaped = _reshaped(variants[number], flags)
-                if flags and shaped == variants[number]:
-                    continue
-                try:
-                    marks = self._marked(shaped, tools, **asks)[1]
-                except BadRow as error:
-                    problems.append(error)
-                    continue
-                lost = [message["role"] for i, message in enumerate(shaped) if i not in marks]
-                if not lost:
-                    plain = (
-                        (self._template(shaped, each, **asks) for each in (tools, None)) if tools else "ab"
-                    )
-                    self._note(flags, len({*plain}) == 1)
-                    return number, flags
-                problems.append(BadRow(f"the chat template leaves out a message of the role '{lost[0]}'"))
-            raise problems[0]
-
         roles = tuple((message["role"], *message) for message in variants[0])
-        number, flags = self._once((len(variants), roles, bool(tools), *asks.values()), search)
+        key = (len(variants), roles, bool(tools), *asks.values())
+        if key not in self._shapes:
+            self._shapes[key] = self._find_shape(variants, tools, **asks)
+        number, flags = self._shapes[key]
         return number, _reshaped(variants[number], flags)
 
-    def _note(self, flags: int, left_out: bool) -> None:
-        notes = {note for flag, note in NOTES.items() if flags & flag}
-        if left_out:
-            notes.add("tools are left out")
-        for note in notes - self.notes:
-            _log_once(f"Chat template: {note}, because the template supports nothing else.")
-        self.notes |= notes
+    def _find_shape(self, variants: Sequence[list[Message]], tools: Tools, **asks: bool) -> tuple[int, int]:
+        problems = []
+        for flags, number in itertools.product(range(sum(NOTES) + 1), range(len(variants))):
+            shaped = _reshaped(variants[number], flags)
+            try:
+                text, marks = self._marked(shaped, tools, **asks)
+                if lost := [message["role"] for i, message in enumerate(shaped) if i not in marks]:
+                    raise BadRow(f"the chat template leaves out a message of the role '{lost[0]}'")
+            except BadRow as error:
+                problems.append(error)
+                continue
+            self.notes.update(note for flag, note in NOTES.items() if flags & flag)
+            if tools and self._marked(shaped, None, **asks)[0] == text:
+                self.notes.add("tools are left out")
+            for note in sorted(self.notes):
+                _log_once(f"The chat template supports less than the conversations need: {note}")
+            return number, flags
+        raise problems[0]
 
     def _generated(self, messages: list[Message], tools: Tools) -> tuple[str, Spans | None]:
         """Return the rendering and what is within ``{% generation %}``; None where the template has no such marks."""
@@ -234,73 +226,55 @@ class ChatFormat:
         places = [place for _, place in marks]
         return text, list(zip(places[::2], places[1::2], strict=True)) if count else None
 
-    def _span(
-        self, messages: list[Message], i: int, text: str, marks: dict[int, int], tools: Tools
-    ) -> tuple[int, int]:
+    def _span(self, messages: list[Message], i: int, text: str, marks: dict[int, int]) -> tuple[int, int]:
         """Return the characters of ``text`` that the assistant wrote as message ``i``: content, calls and the end."""
-        core, prompt = self._header(messages[i - 1], tools)
+        core, prompt = self._header(
+            *((key, v) for key, v in messages[i - 1].items() if key != "content" and isinstance(v, str))
+        )
         before, at, call = marks[i - 1], marks[i], bool(messages[i].get("tool_calls"))
         if not text.startswith(core, before):
-            raise BadRow(
-                f"the chat template begins message {i} otherwise than a generation prompt, {UNCLEAR}"
-            )
+            raise BadRow(f"the chat template begins message {i} unlike a generation prompt, {UNCLEAR}")
         shared = _shared(prompt, text[before:at])
         cuts = (found.end() for found in _any_of({*self._controls, "\n"}).finditer(prompt))
         start = before + max(len(core), *(cut for cut in (*cuts, len(prompt), 0) if cut <= shared))
-        found = _any_of(self._closing(call, tools) | self._ends).search(text, at, marks.get(i + 1, len(text)))
+        found = _any_of(self._closing(call) | self._ends).search(text, at, marks.get(i + 1, len(text)))
         if call and not found:
             raise BadRow(f"the chat template writes no end token after the tool calls of message {i}")
         return start, found.end() if found and (call or not text[at : found.start()].strip()) else at
 
-    def _header(self, previous: Message, tools: Tools) -> tuple[str, str]:
+    def _find_header(self, *previous: tuple[str, str]) -> tuple[str, str]:
         """Return what follows such a message: before the assistant's content in earlier turns, and as a generation prompt."""
+        turn: Message = {**dict(previous), "content": "b"}
+        context = {"assistant": [USER], "tool": [USER, _turn("d", True)]}.get(turn["role"], [])
+        at, messages = len(context), [*context, turn]
+        later, marks = self._marked([*messages, _turn("d", False), USER], None)
+        prompt, places = self._marked(messages, None, add_generation_prompt=True)
+        prompt, later = prompt[places[at] :], later[marks[at] : marks[at + 1] - len("d")]
+        return prompt[: _shared(prompt, later)], prompt
 
-        def render() -> tuple[str, str]:
-            turn = _turn("", call) if role == "assistant" else {**previous, "content": "b"}
-            context = {"assistant": [USER], "tool": [USER, _turn("d", True)]}.get(role, [])
-            at, messages = len(context), [*context, turn]
-            later, marks = self._marked([*messages, _turn("d", False), USER], tools)
-            prompt, places = self._marked(messages, tools, add_generation_prompt=True)
-            prompt, later = prompt[places[at] :], later[marks[at] : marks[at + 1] - len("d")]
-            return prompt[: _shared(prompt, later)], prompt
-
-        role, call = previous["role"], bool(previous.get("tool_calls"))
-        return self._once(("header", role, call, bool(tools)), render)
-
-    def _closing(self, call: bool, tools: Tools) -> set[str]:
+    def _find_closing(self, call: bool) -> set[str]:
         """Return the tokens with which the template ends a turn, the last one or an earlier one; it may write none."""
-
-        def render() -> set[str]:
-            turn, ends = [USER, _turn("b", call)], set[str]()
+        turn, ends = [USER, _turn("b", call)], set[str]()
+        with suppress(BadRow):
             for messages in (turn, [*turn, ANSWER if call else USER]):
-                try:
-                    text, marks = self._marked(messages, tools)
-                except BadRow:
-                    break
-                found = _any_of(self._special).search(text, marks.get(1, len(text)))
-                if not found:
+                text, marks = self._marked(messages, None)
+                if not (found := _any_of(self._special).search(text, marks.get(1, len(text)))):
                     break
                 ends.add(found[0])
-            return ends
+        return ends
 
-        return self._once(("closing", call, bool(tools)), render)
-
-    def _last_characters(self, messages: list[Message], text: str, tools: Tools) -> dict[int, int]:
+    def _ends_of(self, messages: list[Message], text: str, tools: Tools) -> dict[int, int]:
         """Return where each message ends in its rendering ``text``, without the white space that the template trims."""
-        for trimmed in (False, True):
-            contents = (str(m["content"]).strip() if trimmed else m["content"] for m in messages)
-            changed = [{**m, "content": content} for m, content in zip(messages, contents, strict=True)]
-            plain, marks = self._marked(changed, tools)
+        for candidate in (messages, [{**m, "content": m["content"].strip()} for m in messages]):
+            plain, marks = self._marked(candidate, tools)
             if plain == text and len(marks) == len(messages):
                 return marks
         raise BadRow(f"the chat template renders messages with more text in them otherwise, {UNCLEAR}")
 
-    def _marked(
-        self, messages: Sequence[Message], tools: Tools, **options: Any
-    ) -> tuple[str, dict[int, int]]:
+    def _marked(self, messages: Sequence[Message], tools: Tools, **asks: bool) -> tuple[str, dict[int, int]]:
         """Render messages with a mark at the end of each; return the text without marks, and the place of each."""
         marked = [_with_mark(message, self._mark(i)) for i, message in enumerate(messages)]
-        text, marks = self._unmarked(self._template(marked, tools, **options))
+        text, marks = self._unmarked(self._template(marked, tools, **asks))
         return text, dict(reversed(marks))  # the first place, where a template repeats a text
 
     def _unmarked(self, text: str) -> tuple[str, Spans]:
@@ -334,7 +308,10 @@ class ChatFormat:
         from jinja2 import TemplateError
 
         if not self._source:
-            raise DataError("The tokenizer has no chat template. Use the tokenizer of an instruct model.")
+            raise DataError(
+                "The tokenizer has no chat template, so messages cannot be rendered. Use the tokenizer of an instruct "
+                "model; without a template, rows are plain text and an environment calls episode.append(text)."
+            )
         render: Callable[..., Any] = self.tokenizer.apply_chat_template  # in transformers' sandbox
         try:
             return str(render(messages, tools=tools or None, tokenize=False, **options))
@@ -353,36 +330,27 @@ class ChatFormat:
                     encoded: Any = self.tokenizer(
                         piece, add_special_tokens=False, return_offsets_mapping=True
                     )
-                    places = [(at + start, at + end) for start, end in encoded["offset_mapping"]]
                     ids += encoded["input_ids"]
+                    places = [(at + start, at + end) for start, end in encoded["offset_mapping"]]
                     mask += [start < end and all(learned[start:end]) for start, end in places]
                 elif piece:
                     ids += token_ids(self.tokenizer, piece, special=False)
-                if found:
-                    written, at = self._as_text(int(found[1])), found.end()
-                    ids += written
-                    mask += [bool(learned[at - 1])] * len(written)
+            if found:
+                written, at = self._as_text(int(found[1])), found.end()
+                ids += written
+                mask += [bool(learned[at - 1])] * len(written)
         return ids, mask if spans else [False] * len(ids)
 
-    def _as_text(self, number: int) -> list[int]:
+    def _encode_control(self, number: int) -> list[int]:
         """Return tokens of a control string that are no control token."""
-
-        def encode() -> list[int]:
-            string, known = self._controls[number], self.tokenizer.convert_tokens_to_ids(self._controls)
-            for parts in ([string], [string[0], string[1:]], list(string)):
-                each = [self.tokenizer(p, add_special_tokens=False, split_special_tokens=True) for p in parts]
-                ids = [i for encoded in each for i in encoded["input_ids"]]
-                if set(ids).isdisjoint(known) or set(ids) & {*known} == {self.tokenizer.unk_token_id}:
-                    return ids
-            raise BadRow(f"it holds the control token {string!r}, which the tokenizer cannot write as text")
-
-        return self._once(number, encode)
-
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self._memory:
-            self._memory[key] = make()
-        found: T = self._memory[key]
-        return found
+        string, known = self._controls[number], self.tokenizer.convert_tokens_to_ids(self._controls)
+        for parts in ([string], [string[0], string[1:]], list(string)):
+            with tokenizing():
+                encoded = self.tokenizer(parts, add_special_tokens=False, split_special_tokens=True)
+            ids = [i for each in encoded["input_ids"] for i in each]
+            if {*ids} & {*known} <= {self.tokenizer.unk_token_id}:
+                return ids
+        raise BadRow(f"it holds the control token {string!r}, which the tokenizer cannot write as text")
 
 
 @contextmanager
@@ -390,8 +358,6 @@ def tokenizing() -> Iterator[None]:
     """Make an error of the tokenizer a `BadRow`."""
     try:
         yield
-    except BadRow:
-        raise
     except Exception as error:  # the tokenizers library has no type of its own for it
         raise BadRow(f"the tokenizer refuses it ({error})") from error
 
@@ -432,7 +398,7 @@ def _turn(text: str, call: bool) -> Message:
 def _with_mark(message: Message, mark: str) -> Message:
     """Return ``message`` with a mark at the end of its content, or of the last text in its last tool call."""
     if not message.get("tool_calls"):
-        return {**message, "content": message["content"] + mark}
+        return {**message, "content": f"{message['content']}{mark}"}
     *calls, last = message["tool_calls"]
     function = last.get("function", last)
     arguments = function.get("arguments")

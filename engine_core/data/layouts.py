@@ -12,15 +12,11 @@ sharegpt conversations                               conversations with from and
 
 A conversation that is to be *sampled* ends before its last assistant turn, which becomes the column
 ``response``; one that is to be *learned* is taken whole.
-
-A pair has the columns prompt, chosen and rejected; without a prompt, chosen and rejected are conversations
-that begin alike, and what they share is the prompt.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,91 +72,26 @@ def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: 
     """
     if layout in ("messages", "sharegpt"):
         name = "conversations" if layout == "sharegpt" and columns.messages not in row else columns.messages
-        turns = _messages(_column(row, name, "messages"), name)
+        turns = _messages(column_of(row, name, "messages"), name)
         if layout == "sharegpt" and isinstance(row.get("system"), str):
             turns = with_system(turns, row["system"])
         result = Row(turns) if learn else _before_the_answer(turns)
     else:
         name = columns.prompt
-        result = Row(_text_or_messages(_column(row, name, "prompt"), name, layout == "verl"))
+        result = Row(text_or_messages(column_of(row, name, "prompt"), name, layout == "verl"))
         if learn:
             response = columns.response
             if layout == "trl" and response == ColumnsConfig().response:
                 response = "completion"
-            result.response = _text_or_messages(_column(row, response, "response"), response)
+            result.response = text_or_messages(column_of(row, response, "response"), response)
     result.columns |= {key: _plain(value) for key, value in row.items() if key != name}
     if columns.answer in row:
         result.columns["answer"] = _plain(row[columns.answer])
     elif layout == "verl":
         result.columns["answer"] = _plain(_ground_truth(row["reward_model"]))
     elif columns.answer != ColumnsConfig().answer:  # a resolved config names the default too
-        _column(row, columns.answer, "answer")
+        column_of(row, columns.answer, "answer")
     return result
-
-
-def convert_pair(row: Mapping[str, Any], columns: ColumnsConfig) -> tuple[Row, Row]:
-    """The chosen and the rejected response of ``row``, after one prompt.
-
-    Raises:
-        BadRow: a column is missing or of the wrong type, the two are the same, or no prompt is to be found.
-    """
-    sides = [
-        _text_or_messages(_column(row, name, key), name)
-        for name, key in ((columns.chosen, "chosen"), (columns.rejected, "rejected"))
-    ]
-    if sides[0] == sides[1]:
-        raise BadRow(f"'{columns.chosen}' and '{columns.rejected}' are the same")
-    prompt: str | list[Message] | None = None
-    if row.get(columns.prompt) is not None:
-        prompt = _text_or_messages(row[columns.prompt], columns.prompt)
-    chosen, rejected = sides
-    if isinstance(chosen, str) or isinstance(rejected, str):
-        if prompt is None:
-            raise BadRow(
-                f"no column '{columns.prompt}' ([data.columns] prompt), and of text it is not known where the "
-                f"prompt ends.{did_you_mean(columns.prompt, row)}"
-            )
-        return Row(prompt, chosen), Row(prompt, rejected)
-    if isinstance(prompt, list):
-        own = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
-        return Row(prompt, own[0]), Row(prompt, own[1])
-    if prompt is None or chosen[0]["role"] != "assistant":  # the conversations hold the prompt
-        shared = _shared(chosen, rejected)
-        return Row(chosen[:shared], chosen[shared:]), Row(rejected[:shared], rejected[shared:])
-    turns = [{"role": "user", "content": prompt}]
-    return Row(turns, chosen), Row(turns, rejected)
-
-
-def margin_of(row: Mapping[str, Any], columns: ColumnsConfig) -> float:
-    """By how much the chosen response is better, in units of the score; 0 where no column says it.
-
-    Raises:
-        BadRow: it is not a finite number.
-    """
-    value = row.get(columns.margin)
-    if value is None:
-        if columns.margin != ColumnsConfig().margin:
-            _column(row, columns.margin, "margin")
-        return 0.0
-    number = _number(value)
-    if number is None:
-        raise BadRow(f"column '{columns.margin}' must be a finite number, got {_shown(value)}")
-    return number
-
-
-def label_of(row: Mapping[str, Any], columns: ColumnsConfig) -> bool:
-    """Whether the response of ``row`` is a desirable one: true or false, 1 or 0, also as text.
-
-    Raises:
-        BadRow: the column is missing or holds something else.
-    """
-    value = _column(row, columns.label, "label")
-    number = (
-        _number(value.lower().replace("true", "1").replace("false", "0")) if isinstance(value, str) else value
-    )
-    if number not in (0, 1):
-        raise BadRow(f"column '{columns.label}' must be true or false, got {_shown(value)}")
-    return bool(number)
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
@@ -178,46 +109,19 @@ def _before_the_answer(messages: list[Message]) -> Row:
     return Row(messages[:-1], columns={"response": messages[-1].get("content")})
 
 
-def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many first messages two conversations share; raises `BadRow` where they do not answer one prompt."""
-    count = 0
-    while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
-        count += 1
-    if count == 0:
-        raise BadRow("chosen and rejected share no first message, and no column holds their prompt")
-    for name, turns in (("chosen", chosen), ("rejected", rejected)):
-        if count == len(turns):
-            raise BadRow(f"{name} is only the beginning of the other conversation")
-        if turns[count]["role"] != "assistant":
-            raise BadRow(
-                f"{name}[{count}] is where the two conversations part, and it is not the assistant's: "
-                "they answer different prompts"
-            )
-    return count
-
-
-def _number(value: Any) -> float | None:
-    """``value`` as a finite number, also from text (CSV has nothing else); None: it is none."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 def _ground_truth(model: Any) -> Any:
     if not isinstance(model, Mapping) or "ground_truth" not in model:
-        raise BadRow(f"column 'reward_model' must hold a ground_truth, got {_shown(model)}")
+        raise BadRow(f"column 'reward_model' must hold a ground_truth, got {shown(model)}")
     return model["ground_truth"]
 
 
-def _column(row: Mapping[str, Any], name: str, key: str) -> Any:
+def column_of(row: Mapping[str, Any], name: str, key: str) -> Any:
     if name not in row:
         raise BadRow(f"no column '{name}' ([data.columns] {key}).{did_you_mean(name, row)}")
     return row[name]
 
 
-def _text_or_messages(value: Any, name: str, only_messages: bool = False) -> str | list[Message]:
+def text_or_messages(value: Any, name: str, only_messages: bool = False) -> str | list[Message]:
     if isinstance(value, str) and not only_messages:
         return value
     return _messages(value, name, "text or a list of messages")
@@ -230,7 +134,7 @@ def _messages(value: Any, name: str, expected: str = "a list of messages") -> li
         except (ValueError, RecursionError) as error:
             raise BadRow(f"column '{name}' must be {expected}, got text that is no JSON") from error
     if not isinstance(value, list) or not value:
-        raise BadRow(f"column '{name}' must be {expected}, got {_shown(value)}")
+        raise BadRow(f"column '{name}' must be {expected}, got {shown(value)}")
     return [_message(turn, f"{name}[{i}]") for i, turn in enumerate(value)]
 
 
@@ -240,12 +144,12 @@ def _message(turn: Any, name: str) -> Message:
         known = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
         turn = {"role": known, "content": turn.get("value")}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise BadRow(f"{name} must be a message with role and content, got {_shown(turn)}")
+        raise BadRow(f"{name} must be a message with role and content, got {shown(turn)}")
     content = turn.get("content")
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         content = "".join(str(part.get("text")) for part in content)
     if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
-        raise BadRow(f"{name}: content must be text, got {_shown(content)}")
+        raise BadRow(f"{name}: content must be text, got {shown(content)}")
     # Parquet gives every message every key that any message has; absent ones are None.
     kept = {key: _plain(item) for key, item in turn.items() if item is not None}
     return {**kept, "content": content or ""}
@@ -262,6 +166,6 @@ def _plain(value: Any) -> Any:
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return f"{text[:40]}{'...' if len(text) > 40 else ''} ({type(value).__name__})"

@@ -93,11 +93,6 @@ class Renderer:
         """``row`` with its system message, as a conversation where the template is to be used."""
         plain, use = isinstance(row.prompt, str), self.config.chat_template
         if use or (use is None and not plain):
-            if not self.tokenizer.chat_template:
-                raise DataError(
-                    "The tokenizer has no chat template, and the rows are conversations (or [data] "
-                    "chat_template is true). Use the tokenizer of an instruct model, or rows of plain text."
-                )
             turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
             return replace(row, prompt=with_system(turns, self.config.system))
         if not plain:

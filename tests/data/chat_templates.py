@@ -328,8 +328,17 @@ FAMILIES = {
         system_notes=(SYSTEM_JOINED,),
     ),
     "mistral_tools": Family(
-        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-        + ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+        (
+            "<s>",
+            "</s>",
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+        ),
         "</s>",
         "<s>[INST]Hi[/INST]",
         "[INST]More?[/INST]",
@@ -410,8 +419,14 @@ FAMILIES = {
         notes=(AS_USER,),
     ),
     "command_r": Family(
-        ("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>")
-        + ("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+        (
+            "<BOS_TOKEN>",
+            "<|START_OF_TURN_TOKEN|>",
+            "<|END_OF_TURN_TOKEN|>",
+            "<|USER_TOKEN|>",
+            "<|CHATBOT_TOKEN|>",
+            "<|SYSTEM_TOKEN|>",
+        ),
         "<|END_OF_TURN_TOKEN|>",
         "<BOS_TOKEN>" + COHERE.format("USER", "Hi") + "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
         COHERE.format("USER", "More?") + "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",

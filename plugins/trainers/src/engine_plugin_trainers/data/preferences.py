@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.data import layouts
 from engine_core.data.source import Preparer
 from engine_core.errors import DataError
+from engine_plugin_trainers.data.pairs import convert_pair, label_of, margin_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +78,7 @@ class PairPreparer(Preparer):
 
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
         columns = self.config.columns
-        sides, margin = layouts.convert_pair(raw, columns), layouts.margin_of(raw, columns)
+        sides, margin = convert_pair(raw, columns), margin_of(raw, columns)
         (chosen, rejected), was_cut = self._renderer.fit_together(sides, self.limit)
         masked = chosen.token_ids, chosen.loss_mask, rejected.token_ids, rejected.loss_mask
         return Pair(name, *masked, margin), was_cut
@@ -94,5 +95,5 @@ class JudgedPreparer(PairPreparer):
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
         row = layouts.convert(raw, self._layout(index), self.config.columns, learn=True)
         rendered, was_cut = self._renderer.fit(row, self.limit)
-        label = layouts.label_of(raw, self.config.columns)
+        label = label_of(raw, self.config.columns)
         return Judged(name, rendered.token_ids, rendered.loss_mask, label), was_cut
