@@ -163,6 +163,8 @@ class ColumnsConfig(Table):
     """Pairs: by how much the chosen response is better, a number; rows may lack it."""
     label: str = "label"
     """KTO: whether the response is desirable, true or false."""
+    tools: str = "tools"
+    """JSON schemas of the tools that the chat template shows, as a list; empty: rows have none."""
     id: str | None = None
     """A row's own name; default: its number in the file."""
 

@@ -87,6 +87,7 @@ class ChatFormat:
         self._outside = _any_of({*hidden, OPEN, CLOSE})
         self._own = _any_of({*hidden & self._special, OPEN, CLOSE})
         self._ends = set(tokenizer.convert_ids_to_tokens(sorted(end_ids(tokenizer))))
+        self._cuts = _any_of({*known, "\n"})
         self._shapes: dict[Any, tuple[int, int]] = {}
         self._closing = functools.cache(self._find_closing)
         self._header = functools.lru_cache(64)(self._find_header)
@@ -139,8 +140,8 @@ class ChatFormat:
             text, marks = self._unmarked(self._template(shaped, tools, add_generation_prompt=True))
         except BadRow as error:
             raise DataError(
-                f"The chat template cannot append messages to a sampled turn: {error}. Use episode.append(text) "
-                "with the text that the model expects; 'engine check-template' shows what the template supports."
+                f"The chat template cannot append messages to a sampled turn: {error}. Use episode.append(text, "
+                "control_tokens=True) with the text that the model expects; see 'engine check-template'."
             ) from error
         at, closing = marks[-1][1], self._closing(bool(call))
         found = _any_of(closing | self._ends).search(text, at)
@@ -235,7 +236,7 @@ class ChatFormat:
         if not text.startswith(core, before):
             raise BadRow(f"the chat template begins message {i} unlike a generation prompt, {UNCLEAR}")
         shared = _shared(prompt, text[before:at])
-        cuts = (found.end() for found in _any_of({*self._controls, "\n"}).finditer(prompt))
+        cuts = (found.end() for found in self._cuts.finditer(prompt))
         start = before + max(len(core), *(cut for cut in (*cuts, len(prompt), 0) if cut <= shared))
         found = _any_of(self._closing(call) | self._ends).search(text, at, marks.get(i + 1, len(text)))
         if call and not found:
@@ -343,7 +344,8 @@ class ChatFormat:
 
     def _encode_control(self, number: int) -> list[int]:
         """Return tokens of a control string that are no control token."""
-        string, known = self._controls[number], self.tokenizer.convert_tokens_to_ids(self._controls)
+        string = self._controls[number]
+        known: Any = self.tokenizer.convert_tokens_to_ids(self._controls[:-2])
         for parts in ([string], [string[0], string[1:]], list(string)):
             with tokenizing():
                 encoded = self.tokenizer(parts, add_special_tokens=False, split_special_tokens=True)
@@ -367,14 +369,9 @@ def _log_once(message: str) -> None:
     logger.warning(message)
 
 
-@functools.cache
-def _pattern(strings: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, strings)) or r"(?!)")
-
-
 def _any_of(strings: Collection[str]) -> re.Pattern[str]:
     """Return a pattern that matches the longest of these strings; without strings it matches nothing."""
-    return _pattern(tuple(sorted(strings, key=lambda string: (-len(string), string))))
+    return re.compile("|".join(map(re.escape, sorted(strings, key=len, reverse=True))) or "(?!)")
 
 
 def _shared(one: str, other: str) -> int:
@@ -386,13 +383,11 @@ def _shared(one: str, other: str) -> int:
 
 def _turn(text: str, call: bool) -> Message:
     """Return a turn of the assistant that says ``text``, or calls a tool with it."""
+    if not call:
+        return {"role": "assistant", "content": text}
     function = {"name": "f", "arguments": {"x": text}}
     calls = [{"id": CALLED["tool_call_id"], "type": "function", "function": function}]
-    return (
-        {"role": "assistant", "content": "", "tool_calls": calls}
-        if call
-        else {"role": "assistant", "content": text}
-    )
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _with_mark(message: Message, mark: str) -> Message:
@@ -401,18 +396,16 @@ def _with_mark(message: Message, mark: str) -> Message:
         return {**message, "content": f"{message['content']}{mark}"}
     *calls, last = message["tool_calls"]
     function = last.get("function", last)
-    arguments = function.get("arguments")
+    arguments, changed = function.get("arguments"), dict[str, Any]()
     if isinstance(arguments, str):
         changed = {"arguments": arguments + mark}
     elif texts := [key for key, value in dict(arguments or {}).items() if isinstance(value, str)]:
         changed = {"arguments": {**arguments, texts[-1]: arguments[texts[-1]] + mark}}
     else:
         changed = {"name": f"{function.get('name')}{mark}"}
-    function = {**function, **changed}
-    return {
-        **message,
-        "tool_calls": [*calls, {**last, "function": function} if "function" in last else function],
-    }
+    changed = {**function, **changed}
+    changed = {**last, "function": changed} if "function" in last else changed
+    return {**message, "tool_calls": [*calls, changed]}
 
 
 def _reshaped(messages: Sequence[Message], flags: int) -> list[Message]:
