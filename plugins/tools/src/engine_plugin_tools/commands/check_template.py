@@ -45,7 +45,9 @@ class Line(NamedTuple):
 
 
 def check_template(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name, for its tokenizer.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model folder or hub name, for its tokenizer.")
+    ],
     as_json: Json = False,
 ) -> int:
     """Show what the chat template of a tokenizer supports: turns, tools, system messages, SFT, control tokens.
@@ -117,7 +119,9 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> Line:
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> Line:
     """Return whether text can hold each control token without writing it."""
     form, special = ChatFormat(tokenizer), sorted({*tokenizer.all_special_tokens})
-    added = sorted({str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {*special})
+    added = sorted(
+        {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {*special}
+    )
     known = {i for i in tokenizer.convert_tokens_to_ids(added) if i != tokenizer.unk_token_id}
     for token in added:
         try:
