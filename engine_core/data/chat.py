@@ -33,6 +33,8 @@ from engine_core.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Ids = Sequence[int]
+Messages = list[Message]
 Tools = Sequence[Mapping[str, Any]] | None
 Spans = list[tuple[int, int]]
 
@@ -73,6 +75,7 @@ class ChatFormat:
         control_tokens: ``text``: control tokens in messages become plain text; ``allow``: they are recognized.
 
     Attributes:
+        ends: tokens at which a response ends, of the tokenizer and of the model's generation config.
         notes: changes of messages that the template has needed so far.
     """
 
@@ -86,16 +89,14 @@ class ChatFormat:
         hidden = known if control_tokens == "text" else set[str]()
         self._outside = _any_of({*hidden, OPEN, CLOSE})
         self._own = _any_of({*hidden & self._special, OPEN, CLOSE})
-        self._ends = set(tokenizer.convert_ids_to_tokens(sorted(end_ids(tokenizer))))
+        self.ends = set(tokenizer.convert_ids_to_tokens(sorted(end_ids(tokenizer))))
         self._cuts = _any_of({*known, "\n"})
         self._shapes: dict[Any, tuple[int, int]] = {}
         self._closing = functools.cache(self._find_closing)
         self._header = functools.lru_cache(64)(self._find_header)
         self._as_text = functools.cache(self._encode_control)
         if not hidden:
-            _log_once(
-                '[data] control_tokens = "allow": messages can hold control tokens, and so forge a role'
-            )
+            _log_once('[data] control_tokens = "allow": text of messages can forge roles and ends of turns')
 
     def text(self, text: str) -> list[int]:
         """Return the tokens of a text from outside in the middle of a sequence."""
@@ -114,11 +115,7 @@ class ChatFormat:
         return Rendered(self._shown(text), *self._encode(text), messages)
 
     def following(
-        self,
-        messages: Sequence[Message],
-        before: Sequence[int],
-        tools: Tools = None,
-        stops: Sequence[int] = (),
+        self, messages: Sequence[Message], before: Ids, tools: Tools = None, stops: Ids = ()
     ) -> list[int]:
         """Return the tokens after a sampled turn: its end where it lacks one, messages, and the generation prompt.
 
@@ -144,13 +141,14 @@ class ChatFormat:
                 "control_tokens=True) with the text that the model expects; see 'engine check-template'."
             ) from error
         at, closing = marks[-1][1], self._closing(bool(call))
-        found = _any_of(closing | self._ends).search(text, at)
-        last = self.tokenizer.convert_ids_to_tokens(before[-1]) if before else None
-        ended = last in closing | self._ends or (last in self._special and before[-1] in stops)
+        found = _any_of(closing | self.ends, "+").search(text, at)
+        last = str(self.tokenizer.convert_ids_to_tokens(before[-1])) if before else ""
+        ended = last in closing | self.ends or (last in self._special and before[-1] in stops)
         if (
             found and ended
         ):  # where the template writes no end, its next header may be the end that was sampled
-            at = found.end() if found[0] in {*closing, last} else found.start()
+            _, shown, rest = found[0].partition(last)
+            at = found.end() - len(rest) if shown or closing else found.start()
         elif found and call:
             at = found.start()
         return self._encode(text[at:])[0]
@@ -183,9 +181,7 @@ class ChatFormat:
             spans = spans[skipped:]
         return Rendered(self._shown(text), *self._encode(text, spans), messages)
 
-    def _shape(
-        self, variants: Sequence[list[Message]], tools: Tools, **asks: bool
-    ) -> tuple[int, list[Message]]:
+    def _shape(self, variants: list[Messages], tools: Tools, **asks: bool) -> tuple[int, Messages]:
         """Return the first variant that the template renders completely, with the changes that it needs.
 
         Only the first conversation with these roles is tried.
@@ -197,13 +193,13 @@ class ChatFormat:
         number, flags = self._shapes[key]
         return number, _reshaped(variants[number], flags)
 
-    def _find_shape(self, variants: Sequence[list[Message]], tools: Tools, **asks: bool) -> tuple[int, int]:
+    def _find_shape(self, variants: list[Messages], tools: Tools, **asks: bool) -> tuple[int, int]:
         problems = []
         for flags, number in itertools.product(range(sum(NOTES) + 1), range(len(variants))):
             shaped = _reshaped(variants[number], flags)
             try:
                 text, marks = self._marked(shaped, tools, **asks)
-                if lost := [message["role"] for i, message in enumerate(shaped) if i not in marks]:
+                if lost := [m["role"] for i, m in enumerate(shaped) if i not in marks and not _is_empty(m)]:
                     raise BadRow(f"the chat template leaves out a message of the role '{lost[0]}'")
             except BadRow as error:
                 problems.append(error)
@@ -218,27 +214,24 @@ class ChatFormat:
 
     def _generated(self, messages: list[Message], tools: Tools) -> tuple[str, Spans | None]:
         """Return the rendering and what is within ``{% generation %}``; None where the template has no such marks."""
-
-        def tag(found: re.Match[str]) -> str:
-            return f"{{%{found[1]} if true %}}{self._mark(0)}{{% endif {found[3]}%}}"
-
-        template, count = GENERATION.subn(tag, str(self.tokenizer.get_chat_template(tools=tools)))  # type: ignore[arg-type]
+        source: str = self.tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
+        template, count = GENERATION.subn(rf"{{%\1 if true %}}{self._mark(0)}{{% endif \3%}}", source)
         text, marks = self._unmarked(self._template(messages, tools, chat_template=template))
         places = [place for _, place in marks]
         return text, list(zip(places[::2], places[1::2], strict=True)) if count else None
 
     def _span(self, messages: list[Message], i: int, text: str, marks: dict[int, int]) -> tuple[int, int]:
         """Return the characters of ``text`` that the assistant wrote as message ``i``: content, calls and the end."""
-        core, prompt = self._header(
-            *((key, v) for key, v in messages[i - 1].items() if key != "content" and isinstance(v, str))
-        )
-        before, at, call = marks[i - 1], marks[i], bool(messages[i].get("tool_calls"))
+        about = ((k, v) for k, v in messages[i - 1].items() if k != "content" and isinstance(v, str))
+        core, prompt = self._header(*about)
+        before, at, call = marks.get(i - 1, 0), marks[i], bool(messages[i].get("tool_calls"))
         if not text.startswith(core, before):
             raise BadRow(f"the chat template begins message {i} unlike a generation prompt, {UNCLEAR}")
         shared = _shared(prompt, text[before:at])
         cuts = (found.end() for found in self._cuts.finditer(prompt))
         start = before + max(len(core), *(cut for cut in (*cuts, len(prompt), 0) if cut <= shared))
-        found = _any_of(self._closing(call) | self._ends).search(text, at, marks.get(i + 1, len(text)))
+        ends = _any_of(self._closing(call) | self.ends, "+")
+        found = ends.search(text, at, marks.get(i + 1, len(text)))
         if call and not found:
             raise BadRow(f"the chat template writes no end token after the tool calls of message {i}")
         return start, found.end() if found and (call or not text[at : found.start()].strip()) else at
@@ -251,30 +244,33 @@ class ChatFormat:
         later, marks = self._marked([*messages, _turn("d", False), USER], None)
         prompt, places = self._marked(messages, None, add_generation_prompt=True)
         prompt, later = prompt[places[at] :], later[marks[at] : marks[at + 1] - len("d")]
-        return prompt[: _shared(prompt, later)], prompt
+        shared = _shared(prompt, later)
+        if prompt[shared:].strip() and later[shared:].strip():
+            raise BadRow(f"the chat template begins a turn unlike a generation prompt, {UNCLEAR}")
+        return prompt[:shared], prompt
 
     def _find_closing(self, call: bool) -> set[str]:
         """Return the tokens with which the template ends a turn, the last one or an earlier one; it may write none."""
         turn, ends = [USER, _turn("b", call)], set[str]()
         with suppress(BadRow):
-            for messages in (turn, [*turn, ANSWER if call else USER]):
+            for messages in [turn] if call else [turn, [*turn, USER]]:
                 text, marks = self._marked(messages, None)
-                if not (found := _any_of(self._special).search(text, marks.get(1, len(text)))):
+                if not (found := _any_of(self._special).findall(text, marks.get(1, len(text)))):
                     break
-                ends.add(found[0])
+                ends.add(found[-1 if call else 0])  # a call may hold others, such as quotes
         return ends
 
     def _ends_of(self, messages: list[Message], text: str, tools: Tools) -> dict[int, int]:
         """Return where each message ends in its rendering ``text``, without the white space that the template trims."""
         for candidate in (messages, [{**m, "content": m["content"].strip()} for m in messages]):
             plain, marks = self._marked(candidate, tools)
-            if plain == text and len(marks) == len(messages):
+            if plain == text:
                 return marks
         raise BadRow(f"the chat template renders messages with more text in them otherwise, {UNCLEAR}")
 
     def _marked(self, messages: Sequence[Message], tools: Tools, **asks: bool) -> tuple[str, dict[int, int]]:
         """Render messages with a mark at the end of each; return the text without marks, and the place of each."""
-        marked = [_with_mark(message, self._mark(i)) for i, message in enumerate(messages)]
+        marked = [m if _is_empty(m) else _with_mark(m, self._mark(i)) for i, m in enumerate(messages)]
         text, marks = self._unmarked(self._template(marked, tools, **asks))
         return text, dict(reversed(marks))  # the first place, where a template repeats a text
 
@@ -369,9 +365,10 @@ def _log_once(message: str) -> None:
     logger.warning(message)
 
 
-def _any_of(strings: Collection[str]) -> re.Pattern[str]:
+def _any_of(strings: Collection[str], times: str = "") -> re.Pattern[str]:
     """Return a pattern that matches the longest of these strings; without strings it matches nothing."""
-    return re.compile("|".join(map(re.escape, sorted(strings, key=len, reverse=True))) or "(?!)")
+    longest = sorted(filter(None, strings), key=len, reverse=True)
+    return re.compile(f"(?:{'|'.join(map(re.escape, longest)) or '(?!)'}){times}")
 
 
 def _shared(one: str, other: str) -> int:
@@ -388,6 +385,11 @@ def _turn(text: str, call: bool) -> Message:
     function = {"name": "f", "arguments": {"x": text}}
     calls = [{"id": CALLED["tool_call_id"], "type": "function", "function": function}]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _is_empty(message: Message) -> bool:
+    """Return whether this is a system message without text, which templates render in their own ways."""
+    return message["role"] in SYSTEM_ROLES and not message["content"]
 
 
 def _with_mark(message: Message, mark: str) -> Message:
@@ -415,7 +417,8 @@ def _reshaped(messages: Sequence[Message], flags: int) -> list[Message]:
     for message in messages:
         role = "user" if message["role"] in moved else message["role"]
         if joins and role == "user":
-            result[-1] = {"role": role, "content": f"{result[-1]['content']}\n\n{message['content']}"}
+            contents = filter(None, (result[-1]["content"], message["content"]))
+            result[-1] = {"role": role, "content": "\n\n".join(contents)}
         else:
             result.append(
                 message if role == message["role"] else {"role": role, "content": message["content"]}

@@ -107,7 +107,7 @@ def tools_of(row: Mapping[str, Any], columns: ColumnsConfig) -> list[dict[str, A
         raise BadRow(
             f"column '{columns.tools}' ([data.columns] tools) must be a list of JSON schemas, got {shown(value)}"
         )
-    return [_without_none(_plain(tool)) for tool in value]
+    return [_plain(tool) for tool in value]
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
@@ -169,13 +169,6 @@ def _message(turn: Any, name: str) -> Message:
     # Parquet gives every message every key that any message has; absent ones are None.
     kept = {key: _plain(item) for key, item in turn.items() if item is not None}
     return {**kept, "content": content or ""}
-
-
-def _without_none(value: Any) -> Any:
-    """Return ``value`` without the keys that Parquet gives every struct where any other one has them."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

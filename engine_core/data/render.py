@@ -167,12 +167,10 @@ class Renderer:
         """``text`` without its first ``count`` tokens; without as many characters where offsets are not known."""
         if not self.tokenizer.is_fast:
             return text[count:]
-        offsets = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
-
-    def _encode(self, text: str, **options: bool) -> Any:
         with tokenizing():
-            return self.tokenizer(text, **options)
+            encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoded["offset_mapping"]
+        return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
         with tokenizing():

@@ -13,7 +13,6 @@ from engine_core.config import ModelConfig
 from engine_core.data import load_tokenizer
 from engine_core.data.chat import ChatFormat, Rendered
 from engine_core.data.rows import BadRow
-from engine_core.data.tokenizer import end_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
         DataError: the tokenizer has no chat template.
     """
     decode: Any = tokenizer.decode
-    end, ids = next(iter(sorted(end_ids(tokenizer)))), tokenizer.encode("A1", add_special_tokens=False)
+    end, ids = tokenizer.eos_token_id, tokenizer.encode("A1", add_special_tokens=False)
 
     def tried(name: str, show: Callable[[ChatFormat], str]) -> Line:
         form = ChatFormat(tokenizer)
@@ -106,11 +105,12 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> Line:
         rendered = form.conversation([QUESTION, FIRST])
     except (BadRow, DataError) as error:
         return Line("problem", "end token", str(error))
-    last = [i for i, mask in zip(rendered.token_ids, rendered.loss_mask, strict=True) if mask][-1:]
+    learned = [i for i, mask in zip(rendered.token_ids, rendered.loss_mask, strict=True) if mask]
+    last = [i for i in learned[-2:] if i in tokenizer.added_tokens_decoder][-1:]  # a line break may follow
     written = tokenizer.convert_ids_to_tokens(last)
-    if not last or last[0] not in tokenizer.added_tokens_decoder:
+    if not last:
         return Line("warning", "end token", "the template writes none, so SFT does not teach when to stop")
-    if last[0] in end_ids(tokenizer):
+    if written[0] in form.ends:
         return Line("ok", "end token", f"{written[0]} = {last[0]}")
     advice = f"sampling does not stop there: set rollout.stop_token_ids = {last}"
     return Line("warning", "end token", f"{written[0]} = {last[0]}; {advice}")
