@@ -114,9 +114,7 @@ class ChatFormat:
         text = self._template(shaped, tools, continue_final_message=continued, **asks)
         return Rendered(self._shown(text), *self._encode(text), messages)
 
-    def following(
-        self, messages: Sequence[Message], before: Ids, tools: Tools = None, stops: Ids = ()
-    ) -> list[int]:
+    def following(self, messages: Messages, before: Ids, tools: Tools = None, stops: Ids = ()) -> list[int]:
         """Return the tokens after a sampled turn: its end where it lacks one, messages, and the generation prompt.
 
         Args:
@@ -144,9 +142,8 @@ class ChatFormat:
         found = _any_of(closing | self.ends, "+").search(text, at)
         last = str(self.tokenizer.convert_ids_to_tokens(before[-1])) if before else ""
         ended = last in closing | self.ends or (last in self._special and before[-1] in stops)
-        if (
-            found and ended
-        ):  # where the template writes no end, its next header may be the end that was sampled
+        if found and ended:
+            # Where the template writes no end, its next header may be the end that was sampled.
             _, shown, rest = found[0].partition(last)
             at = found.end() - len(rest) if shown or closing else found.start()
         elif found and call:

@@ -104,9 +104,7 @@ def tools_of(row: Mapping[str, Any], columns: ColumnsConfig) -> list[dict[str, A
         with suppress(ValueError):
             value = json.loads(value)
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadRow(
-            f"column '{columns.tools}' ([data.columns] tools) must be a list of JSON schemas, got {shown(value)}"
-        )
+        raise BadRow(f"column '{columns.tools}' must be a list of JSON schemas, got {shown(value)}")
     return [_plain(tool) for tool in value]
 
 

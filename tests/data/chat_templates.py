@@ -99,6 +99,7 @@ AS_USER = "answers of tools are rendered as user messages"
 SYSTEM_JOINED = "the system message is put before the next user message"
 GRANITE = f"<|start_of_role|>system<|end_of_role|>Today is {YEAR}.<|end_of_text|>\n"
 ROLE = "<|start_of_role|>{}<|end_of_role|>"
+BEGUN = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>"
 COHERE = "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
 
 FAMILIES = {
@@ -444,6 +445,60 @@ FAMILIES = {
         "<|END_OF_TURN_TOKEN|>",
         bos="<BOS_TOKEN>",
         notes=(AS_USER,),
+    ),
+    "command_a": Family(
+        (
+            "<BOS_TOKEN>",
+            "<|START_OF_TURN_TOKEN|>",
+            "<|END_OF_TURN_TOKEN|>",
+            "<|USER_TOKEN|>",
+            "<|CHATBOT_TOKEN|>",
+            "<|SYSTEM_TOKEN|>",
+            "<|START_RESPONSE|>",
+            "<|END_RESPONSE|>",
+        ),
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>" + COHERE.format("USER", "Hi") + BEGUN,
+        COHERE.format("USER", "More?") + BEGUN,
+        COHERE.format("USER", "42") + BEGUN,
+        "Hello<|END_RESPONSE|><|END_OF_TURN_TOKEN|>|Bye<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>"
+        + COHERE.format("USER", "Hi")
+        + BEGUN
+        + "Hello<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+        + COHERE.format("USER", "More?")
+        + BEGUN
+        + "Bye<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>" + COHERE.format("SYSTEM", "Rule") + COHERE.format("USER", "Hi") + BEGUN,
+        "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        bos="<BOS_TOKEN>",
+        notes=(AS_USER,),
+    ),
+    "gemma4": Family(
+        (
+            "<bos>",
+            "<eos>",
+            "<|turn>",
+            "<turn|>",
+            '<|"|>',
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            "<tool_response|>",
+        ),
+        "<turn|>",
+        "<bos><|turn>user\nHi<turn|>\n<|turn>model\n",
+        "\n<|turn>user\nMore?<turn|>\n<|turn>model\n",
+        'response:f{value:<|"|>42<|"|>}<tool_response|>',
+        "Hello<turn|>|Bye<turn|>",
+        "<bos><|turn>user\nHi<turn|>\n<|turn>model\nHello<turn|>\n"
+        "<|turn>user\nMore?<turn|>\n<|turn>model\nBye<turn|>\n",
+        "<bos><|turn>system\nRule<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n",
+        "<turn|>",
+        bos="<bos>",
+        ends=("<turn|>", "<|tool_response>"),
+        ended_with="<|tool_response>",
+        calls='<|tool_call>call:f{q:<|"|>6*7<|"|>}<tool_call|><|tool_response>|<|turn>model\nIt is 42<turn|>',
     ),
     "granite": Family(
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),

@@ -130,7 +130,7 @@ class Episode:
         """
         tools, stops = self.prompt.columns.get("tools"), self.policy.request.sampling.stop_token_ids
         usable = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-        ids = self.chat.following(messages, self.token_ids, tools if usable else None, stops)
+        ids = self.chat.following(list(messages), self.token_ids, tools if usable else None, stops)
         self._extend(ids, [dict(message) for message in messages])
 
     def _extend(self, token_ids: Sequence[int], messages: Sequence[dict[str, str]]) -> None:

@@ -79,6 +79,8 @@ class PairPreparer(Preparer):
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
         columns = self.config.columns
         sides, margin = convert_pair(raw, columns), margin_of(raw, columns)
+        for side in sides:
+            side.columns["tools"] = layouts.tools_of(raw, columns)
         (chosen, rejected), was_cut = self._renderer.fit_together(sides, self.limit)
         masked = chosen.token_ids, chosen.loss_mask, rejected.token_ids, rejected.loss_mask
         return Pair(name, *masked, margin), was_cut
