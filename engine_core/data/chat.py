@@ -325,8 +325,8 @@ class ChatFormat:
                         piece, add_special_tokens=False, return_offsets_mapping=True
                     )
                     ids += encoded["input_ids"]
-                    places = [(at + start, at + end) for start, end in encoded["offset_mapping"]]
-                    mask += [start < end and all(learned[start:end]) for start, end in places]
+                    places = encoded["offset_mapping"]
+                    mask += [a < b and bool(learned[at + a] and learned[at + b - 1]) for a, b in places]
                 elif piece:
                     ids += token_ids(self.tokenizer, piece, special=False)
             if found:
