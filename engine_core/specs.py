@@ -282,6 +282,7 @@ class Environment(Spec):
     Args:
         rewards: names of the rewards that its episodes set themselves; each joins the weighted sum.
         needs: columns of the data that it reads; a run whose data lacks one is refused.
+        tools: JSON schemas of its tools, which the chat template shows in prompts; a row may have its own.
     """
 
     kind = "environments"
@@ -289,6 +290,7 @@ class Environment(Spec):
     given = ("episode",)
     rewards: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,6 +164,8 @@ class ColumnsConfig(Table):
     """Pairs: by how much the chosen response is better, a number; rows may lack it."""
     label: str = "label"
     """KTO: whether the response is desirable, true or false."""
+    tools: str = "tools"
+    """JSON schemas of the tools that the chat template shows, as a list; empty: rows have none."""
     id: str | None = None
     """A row's own name; default: its number in the file."""
 
@@ -185,6 +187,8 @@ class DataConfig(Table):
     """System message put before every prompt that has none."""
     chat_template: bool | None = None
     """Render prompts with the tokenizer's chat template; default: when it has one and the row is a conversation."""
+    control_tokens: Literal["text", "allow"] = "text"
+    """Control tokens, such as ``<|im_end|>``, that messages of the data and of an environment hold: ``text`` makes them plain text, which cannot forge a role or an end; ``allow`` lets the tokenizer recognize them."""
     prompts_per_step: PositiveInt = 64
     """P: prompts of one step; SFT: sequences of one optimizer step."""
     max_prompt_tokens: PositiveInt = 1024

@@ -4,7 +4,8 @@
 
     rows.py       JSONL, JSON, Parquet, CSV -> row number i as a dict, and its place in its file
     layouts.py    a dict of any known layout -> Row (text or messages, response, other columns)
-    render.py     Row -> token ids: chat template, over-long rows, which tokens are learned
+    chat.py       messages -> token ids: chat template, further turns, which tokens are learned
+    render.py     Row -> token ids: text or messages, over-long rows
     prepare.py    one row through these steps, and the outcome
     source.py     Source, PromptSource: seeded order, skips, position
     workers.py    the same rows tokenized ahead by other processes

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,8 @@ def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: 
                 response = "completion"
             result.response = text_or_messages(column(row, response, "response"), response)
     result.columns |= {key: _plain(value) for key, value in row.items() if key != name}
+    if tools := tools_of(row, columns):
+        result.columns["tools"] = tools
     if columns.answer in row:
         result.columns["answer"] = _plain(row[columns.answer])
     elif layout == "verl":
@@ -92,6 +95,17 @@ def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: 
     elif columns.answer != ColumnsConfig().answer:  # a resolved config names the default too
         column(row, columns.answer, "answer")
     return result
+
+
+def tools_of(row: Mapping[str, Any], columns: ColumnsConfig) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a row's tools; raises `BadRow` where the column holds something else."""
+    value = row.get(columns.tools) or []
+    if isinstance(value, str):  # CSV has no lists
+        with suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadRow(f"column '{columns.tools}' must be a list of JSON schemas, got {shown(value)}")
+    return [_plain(tool) for tool in value]
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:

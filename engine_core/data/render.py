@@ -10,12 +10,11 @@ system message stays. What is still too long then is skipped and counted as over
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine_core.data.chat import ChatFormat, Rendered, tokenizing
 from engine_core.data.layouts import Message, Row, with_system
 from engine_core.data.rows import BadRow
 from engine_core.data.tokenizer import token_ids
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     from engine_core.config.models import DataConfig
 
-GENERATION = re.compile(r"\{%-?\s*generation\b")
-
 
 @dataclass(slots=True)
 class Example:
@@ -36,16 +33,6 @@ class Example:
     id: str
     token_ids: list[int]
     loss_mask: list[bool]  # True on the tokens to learn
-
-
-@dataclass(slots=True)
-class Rendered:
-    """A row as the model sees it."""
-
-    text: str
-    token_ids: list[int]
-    loss_mask: list[bool]
-    messages: list[Message] | None = None
 
 
 class OverLong(Exception):
@@ -70,6 +57,7 @@ class Renderer:
         train_on_prompt: bool = False,
     ) -> None:
         self.tokenizer, self.config = tokenizer, config
+        self.chat = ChatFormat(tokenizer, config.control_tokens)
         self.learn, self.train_on_prompt = learn, train_on_prompt
         added, end = list(tokenizer("")["input_ids"]), tokenizer.eos_token_id
         self._adds_end = added[-1:] == [end] and (len(added) > 1 or tokenizer.bos_token_id != end)
@@ -105,11 +93,6 @@ class Renderer:
         """``row`` with its system message, as a conversation where the template is to be used."""
         plain, use = isinstance(row.prompt, str), self.config.chat_template
         if use or (use is None and not plain):
-            if not self.tokenizer.chat_template:
-                raise DataError(
-                    "The tokenizer has no chat template, and the rows are conversations (or [data] "
-                    "chat_template is true). Use the tokenizer of an instruct model, or rows of plain text."
-                )
             turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
             return replace(row, prompt=with_system(turns, self.config.system))
         if not plain:
@@ -123,9 +106,9 @@ class Renderer:
 
     def _render(self, row: Row) -> Rendered:
         if not self.learn:
-            return self._prompt(row.prompt)
+            return self._prompt(row.prompt, row.columns.get("tools"))
         if isinstance(row.prompt, list):
-            rendered = self._conversation(row.prompt, row.response)
+            rendered = self._conversation(row.prompt, row.response, row.columns.get("tools"))
         else:
             rendered = self._continuation(row.prompt, row.response)
         if self.train_on_prompt:
@@ -134,17 +117,15 @@ class Renderer:
             raise BadRow("nothing to learn: no token is the assistant's")
         return rendered
 
-    def _prompt(self, prompt: str | list[Message]) -> Rendered:
+    def _prompt(self, prompt: str | list[Message], tools: Any) -> Rendered:
         if isinstance(prompt, str):
-            text, ids, messages = prompt, self._text_ids(prompt), None
+            ids = self._text_ids(prompt)
+            rendered = Rendered(prompt, ids, [False] * len(ids))
         else:
-            # A conversation that ends in the assistant's turn is sampled on from there.
-            goes_on = prompt[-1]["role"] == "assistant"
-            text = self._template(prompt, add_generation_prompt=not goes_on, continue_final_message=goes_on)
-            ids, messages = self._ids(text), prompt
-        if not ids:
+            rendered = self.chat.prompt(prompt, tools)
+        if not rendered.token_ids:
             raise BadRow("the prompt is empty (0 tokens)")
-        return Rendered(text, ids, [False] * len(ids), messages)
+        return rendered
 
     def _continuation(self, prompt: str, response: Any) -> Rendered:
         """Plain text: prompt, response, end of sequence."""
@@ -159,45 +140,12 @@ class Renderer:
         mask = [False] * len(before) + [True] * len(learned)
         return Rendered(prompt + response, before + learned, mask)
 
-    def _conversation(self, prompt: list[Message], response: Any) -> Rendered:
+    def _conversation(self, prompt: list[Message], response: Any, tools: Any) -> Rendered:
         """Assistant turns: those of ``response``, or those of ``prompt`` when there is none."""
-        if isinstance(response, str):
-            response = [{"role": "assistant", "content": response}]
-        messages, first = [*prompt, *(response or [])], len(prompt) if response is not None else 0
-        text = self._template(messages)
-        if first == 0 and GENERATION.search(str(self.tokenizer.chat_template)):
-            encoded: Any = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            mask = [bool(m) for m in encoded["assistant_masks"]]
-        else:
-            spans = self._assistant_spans(messages, text, first)
-            encoded = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)
-            mask = _inside(encoded["offset_mapping"], spans)
-        return Rendered(text, list(encoded["input_ids"]), mask, messages)
-
-    def _assistant_spans(self, messages: list[Message], text: str, first: int) -> list[tuple[int, int]]:
-        """Character ranges of ``text`` that the assistant would write, its end token included.
-
-        Found by rendering ever longer parts of the conversation, which works only if each part's text
-        begins with that of the part before.
-        """
-        if not self.tokenizer.is_fast:
-            raise DataError("Learning conversations needs a fast tokenizer (it must know character offsets).")
-        spans = []
-        for i in range(first, len(messages)):
-            if messages[i]["role"] != "assistant":
-                continue
-            before = self._template(messages[:i], add_generation_prompt=True) if i else ""
-            until = self._template(messages[: i + 1])
-            if not (until.startswith(before) and text.startswith(until)):
-                raise BadRow(
-                    f"the chat template renders message {i} differently once others follow, so the "
-                    "assistant's tokens cannot be told apart. Use a template with {% generation %} marks"
-                )
-            end = until.rfind(self.tokenizer.eos_token or "\0", len(before))
-            spans.append((len(before), len(until) if end < 0 else end + len(self.tokenizer.eos_token)))
-        return spans
+        if response is None:
+            return self.chat.conversation(prompt, tools=tools)
+        turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        return self.chat.conversation([*prompt, *turns], len(prompt), tools)
 
     def _cut(self, row: Row, excess: int) -> Row | None:
         """``row`` without its oldest exchange, or about ``excess`` tokens of its oldest text; None: it cannot."""
@@ -219,24 +167,13 @@ class Renderer:
         """``text`` without its first ``count`` tokens; without as many characters where offsets are not known."""
         if not self.tokenizer.is_fast:
             return text[count:]
-        offsets = self._encode(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        with tokenizing():
+            encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoded["offset_mapping"]
         return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
 
-    def _template(self, messages: list[Message], **options: bool) -> str:
-        from jinja2 import TemplateError
-
-        render: Callable[..., Any] = self.tokenizer.apply_chat_template  # in transformers' sandbox
-        try:
-            return str(render(messages, tokenize=False, **options))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadRow(f"the chat template refuses it ({error})") from error
-
-    def _encode(self, text: str, **options: bool) -> Any:
-        with _tokenizing():
-            return self.tokenizer(text, **options)
-
     def _ids(self, text: str, special: bool = False) -> list[int]:
-        with _tokenizing():
+        with tokenizing():
             return token_ids(self.tokenizer, text, special)
 
     def _text_ids(self, text: str) -> list[int]:
@@ -245,23 +182,5 @@ class Renderer:
         return ids[:-1] if self._adds_end else ids
 
 
-@contextmanager
-def _tokenizing() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the tokenizers library has no type of its own for it
-        raise BadRow(f"the tokenizer refuses it ({error})") from error
-
-
 def _longest(rendered: Sequence[Rendered]) -> int:
     return max(len(one.token_ids) for one in rendered)
-
-
-def _inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens lie wholly within a span. Both lists are in the order of the text."""
-    mask, remaining = [], list(reversed(spans))
-    for start, end in offsets:
-        while remaining and start >= remaining[-1][1]:
-            remaining.pop()
-        mask.append(bool(remaining) and start >= remaining[-1][0] and end <= remaining[-1][1] and end > start)
-    return mask

@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -54,6 +54,7 @@ class Preparer:
         learn: True makes Examples, False Prompts.
         train_on_prompt: Examples learn every token.
         held: tokens that there is room for, where they may be fewer than ``limit``.
+        tools: of rows without their own.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class Preparer:
         learn: bool = False,
         train_on_prompt: bool = False,
         held: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
         self.learn, self.train_on_prompt = learn, train_on_prompt
-        self._asked, self._held = limit, held
+        self._asked, self._held, self._tools = limit, held, list(tools)
         self.limit = limit if held is None else min(limit, held)
         self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
@@ -122,6 +124,8 @@ class Preparer:
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
         """What a row becomes, and whether it had to be cut."""
         row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
+        if self._tools and "tools" not in row.columns:
+            row.columns["tools"] = self._tools
         rendered, was_cut = self._renderer.fit(row, self.limit)
         if self.learn:
             return Example(name, rendered.token_ids, rendered.loss_mask), was_cut
@@ -154,6 +158,7 @@ class Preparer:
             "files": [str(path.resolve()) for path in self.rows.paths],
             "cache": self.rows.cache,
             "config": self.config.model_dump(exclude_unset=True),
+            "model": str(self.tokenizer.name_or_path),  # whose generation config has further ends
             "tokenizer_class": type(self.tokenizer).__name__,
             "tokenizer_hash": tokenizer_hash(self.tokenizer),
             "preparer": f"{type(self).__module__}:{type(self).__name__}",
@@ -162,7 +167,7 @@ class Preparer:
 
     def _plain(self) -> list[Any]:
         """Arguments of the constructor after ``config``."""
-        return [self.split, self._asked, self.learn, self.train_on_prompt, self._held]
+        return [self.split, self._asked, self.learn, self.train_on_prompt, self._held, self._tools]
 
     @staticmethod
     def from_setup(setup: dict[str, Any]) -> Preparer:
@@ -176,6 +181,7 @@ class Preparer:
             raise DataError(
                 "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."
             )
+        tokenizer.name_or_path = setup["model"]
         rows = Rows(setup["files"], setup["cache"])
         preparer: type[Preparer] = resolve(setup["preparer"])
         return preparer(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
@@ -415,6 +421,7 @@ class PromptSource(Source[Prompt]):
         rows: rows as dicts in place of files (``train.source_rows.rows_of``); they are prepared without workers.
         held: tokens of prompt and response together that there is room for; a prompt without room for a response is
             over-long, too.
+        tools: of rows without their own.
 
     Raises:
         DataError: no files, an unreadable file, or a first row that shows that none can be used.
@@ -428,10 +435,11 @@ class PromptSource(Source[Prompt]):
         split: str = "train",
         rows: Sequence[Any] | MemoryRows | None = None,
         held: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         opened = open_rows(config, split, rows)
         limit, room = config.max_prompt_tokens, None if held is None else held - 1
-        super().__init__(Preparer(opened, tokenizer, config, split, limit, held=room), seed)
+        super().__init__(Preparer(opened, tokenizer, config, split, limit, held=room, tools=tools), seed)
 
 
 def open_rows(config: DataConfig, split: str, rows: Sequence[Any] | MemoryRows | None) -> Rows:

@@ -62,6 +62,13 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = Tru
     return list(encoded.ids)
 
 
+def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids at which a response ends: those of the tokenizer and of the model's ``generation_config.json``."""
+    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return {*_ids(tokenizer.eos_token_id), *_ids(config.get("eos_token_id"))}
+
+
 def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Its Rust part, where the class adds nothing to it and nobody has it cut, pad or split just now; else nothing."""
     from transformers import PreTrainedTokenizerFast

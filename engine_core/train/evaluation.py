@@ -19,7 +19,7 @@ from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
 from engine_core.runs.rollout_files import write_rollouts
 from engine_core.train.models import held_tokens
-from engine_core.train.source_rows import evaluated, rows_of
+from engine_core.train.source_rows import environment_tools, evaluated, rows_of
 from engine_core.types import Sampling
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Evaluation:
             data = held_out.data(self.run.config)
             split = f"validation/{held_out.name}".rstrip("/")
             seed, held = self.run.config.run.seed, held_tokens(self.run)
-            source = PromptSource(data, self.run.tokenizer, seed, split, rows_of(self.run, held_out), held)
+            rows, tools = rows_of(self.run, held_out), environment_tools(self.run)
+            source = PromptSource(data, self.run.tokenizer, seed, split, rows, held, tools)
             try:
                 columns = source.columns()
                 if self.sampling.environment:

@@ -398,7 +398,8 @@ def environment_of(run: SampledRun, columns: Collection[str]) -> Episodes | None
         return None
     known = {reward.name for reward in run.config.reward}
     make = run.plugins.require("parts", "episodes")
-    episodes: Episodes = make(config, run.plugins, run.tokenizer, model_length(run), columns, known)
+    control = run.config.data.control_tokens
+    episodes: Episodes = make(config, run.plugins, run.tokenizer, model_length(run), columns, known, control)
     return episodes
 
 

@@ -21,7 +21,7 @@ from engine_core.train.evaluation import Evaluation
 from engine_core.train.models import held_tokens
 from engine_core.train.rollouts import RolloutSource
 from engine_core.train.run import TrainingRun
-from engine_core.train.source_rows import rows_of
+from engine_core.train.source_rows import environment_tools, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +43,8 @@ class SampledRun(TrainingRun):
     def make_source(self) -> Any:
         """Prompts that can be continued; others go the way of ``[data] over_long``."""
         data, rows, held = self.config.data, rows_of(self), held_tokens(self)
-        return PromptSource(data, self.tokenizer, self.config.run.seed, rows=rows, held=held)
+        seed, tools = self.config.run.seed, environment_tools(self)
+        return PromptSource(data, self.tokenizer, seed, rows=rows, held=held, tools=tools)
 
     def make_sampling(self) -> RolloutSource:
         """Where rollouts come from."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.data.rows import MemoryRows
@@ -97,3 +97,10 @@ def _read(run: TrainingRun, split: str) -> MemoryRows:
     made = MemoryRows(rows, f"data source '{name}' ({split})")
     made.digest = digest.hexdigest()
     return made
+
+
+def environment_tools(run: TrainingRun) -> Sequence[Mapping[str, Any]]:
+    """Return the JSON schemas of the tools that the environment declares."""
+    config = run.config.environment
+    spec: Any = config and run.plugins.spec("environments", config.name)
+    return spec.tools if spec else ()

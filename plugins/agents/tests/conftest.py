@@ -150,16 +150,30 @@ def engine_environments():
 
 @pytest.fixture
 def environment(tmp_path, tokenizer):
-    """environment(source, **settings): the runner of a plugin whose source defines ``mine`` (and ``SPEC``)."""
+    """environment(source, **settings): the runner of a plugin whose source defines ``mine`` (and ``SPEC``).
+
+    ``own`` is a tokenizer in place of the fixture's.
+    """
     made = []
 
-    def make(source, options=None, max_tokens=200, columns=("number", "answer"), rewards=(), **settings):
+    def make(
+        source,
+        options=None,
+        max_tokens=200,
+        columns=("number", "answer"),
+        rewards=(),
+        control_tokens="text",
+        own=None,
+        **settings,
+    ):
         file = tmp_path / f"environment_{len(made)}.py"
         file.write_text(HEAD + textwrap.dedent(source) + TAIL)
         plugins = PluginSet.load({"environments": {"mine"}}, [file.name], tmp_path)
         config = EnvironmentConfig(name="mine", **settings)
         config.options = plugins.spec("environments", "mine").config.model_validate(options or {})
-        runner = EnvironmentRunner(config, plugins, tokenizer, max_tokens, columns, rewards)
+        runner = EnvironmentRunner(
+            config, plugins, own or tokenizer, max_tokens, columns, rewards, control_tokens
+        )
         made.append(runner)
         return runner
 

@@ -159,3 +159,31 @@ def test_a_system_message_goes_in_front_unless_there_is_one():
     assert with_system([USER], "brief") == [{"role": "system", "content": "brief"}, USER]
     assert with_system([{"role": "system", "content": "own"}, USER], "brief")[0]["content"] == "own"
     assert with_system([USER], None) == [USER]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL])])
+def test_tools_of_a_row_are_a_list_of_schemas_also_as_json(value):
+    row = convert({"messages": [USER], "tools": value}, "messages", ColumnsConfig(), learn=False)
+    assert row.columns["tools"] == [TOOL]
+    renamed = {"messages": [USER], "functions": value}
+    assert convert(renamed, "messages", ColumnsConfig(tools="functions"), learn=True).columns["tools"] == [
+        TOOL
+    ]
+
+
+def test_a_row_without_tools_has_none():
+    for row in ({}, {"tools": None}, {"tools": []}, {"tools": ""}):
+        assert not convert({"messages": [USER], **row}, "messages", ColumnsConfig(), False).columns.get(
+            "tools"
+        )
+    other = convert({"messages": [USER], "tools": "hammer"}, "messages", ColumnsConfig(tools=""), learn=False)
+    assert other.columns == {"tools": "hammer"}
+
+
+@pytest.mark.parametrize("value", ["hammer", {"name": "add"}, ["add"], '{"name": "add"}'])
+def test_tools_of_another_form_are_a_bad_row(value):
+    with pytest.raises(BadRow, match="column 'tools' must be a list of JSON schemas, got"):
+        convert({"messages": [USER], "tools": value}, "messages", ColumnsConfig(), learn=False)

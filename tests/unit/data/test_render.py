@@ -72,7 +72,7 @@ def test_special_tokens_come_from_the_tokenizer_or_the_template_never_both(make_
 
 
 def test_conversations_without_a_template_are_refused(plain_tokenizer):
-    with pytest.raises(DataError, match="The tokenizer has no chat template, and the rows are conversations"):
+    with pytest.raises(DataError, match=r"The tokenizer has no chat template, .* rows are plain text"):
         Renderer(plain_tokenizer, DataConfig()).fit(Row([USER]), 100)
 
 
@@ -196,14 +196,6 @@ def test_the_prompt_is_learned_on_request(tokenizer):
     renderer = Renderer(tokenizer, DataConfig(), learn=True, train_on_prompt=True)
     rendered, _ = renderer.fit(Row([USER, ASSISTANT]), 100)
     assert rendered.loss_mask == [True] * len(rendered.token_ids)
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_learning(make_tokenizer):
-    tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(
-        BadRow, match=r"renders message 1 differently once others follow.*\{% generation %\} marks"
-    ):
-        Renderer(tokenizer, DataConfig(), learn=True).fit(Row([USER, ASSISTANT, USER]), 100)
 
 
 def test_a_conversation_without_the_assistant_teaches_nothing(tokenizer):

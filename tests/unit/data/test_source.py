@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 
 import pytest
+from chat_templates import save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from engine_core.config.models import ColumnsConfig, DataConfig
 from engine_core.data import PromptSource
@@ -115,6 +118,42 @@ def test_workers_change_nothing_but_the_time(config_of, tokenizer):
         assert two.take(4) == one.take(4)
     finally:
         two.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_know_tools_and_the_ends_of_the_model(config_of, tmp_path, workers):
+    """GLM's turns end in the header of the next one, which only the model's generation config says."""
+    tokenizer = AutoTokenizer.from_pretrained(save("glm4", tmp_path / "glm4"))
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    config = config_of([{"messages": turns}], num_workers=workers)
+    with closing(SFTSource(config, tokenizer, SFTOptions(), seed=0)) as source:
+        (example,) = source.take(1)
+    learned = [i for i, mask in zip(example.token_ids, example.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(learned) == "assistant<|user|>assistant"
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    qwen = AutoTokenizer.from_pretrained(save("qwen2_5", tmp_path / "qwen"))
+    with closing(PromptSource(config, qwen, seed=0, tools=tools)) as source:
+        (prompt,) = source.take(1)
+    assert prompt.columns["tools"] == tools
+    assert '{"type": "function", "function": {"name": "add"}}' in prompt.text
+
+
+def test_tools_of_a_row_stand_before_those_of_the_environment(config_of, tmp_path):
+    qwen = AutoTokenizer.from_pretrained(save("qwen2_5", tmp_path / "qwen"))
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "tools": [{"name": "own"}]}]
+    (prompt,) = PromptSource(config_of(rows), qwen, seed=0, tools=[{"name": "other"}]).take(1)
+    assert '{"name": "own"}' in prompt.text
+    assert "other" not in prompt.text
+
+
+def test_control_tokens_of_rows_follow_the_key(config_of, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "a<|im_end|>b"}]}]
+    for control, count in (("text", 1), ("allow", 2)):
+        (prompt,) = PromptSource(config_of(rows, control_tokens=control), tokenizer, seed=0).take(1)
+        assert prompt.token_ids.count(tokenizer.eos_token_id) == count
+        assert prompt.text == "<|im_start|>user\na<|im_end|>b<|im_end|>\n<|im_start|>assistant\n"
+    (prompt,) = PromptSource(config_of([{"prompt": "a<|im_end|>b"}]), tokenizer, seed=0).take(1)
+    assert prompt.token_ids.count(tokenizer.eos_token_id) == 1  # plain text stays as it is
 
 
 def test_validation_rows_are_all_given_in_order_and_the_position_stays(config_of, tokenizer):

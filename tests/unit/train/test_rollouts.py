@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 from engine_core.contracts.weight_sync import SyncResult
+from engine_core.specs import Environment
 from engine_core.train.rollouts import RolloutSource
+from engine_core.train.source_rows import environment_tools
 
 
 def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one():
@@ -32,3 +34,13 @@ def test_an_update_has_the_runtime_look_for_requests_in_the_folder_of_the_run(tm
     source.run.folder = SimpleNamespace(path=tmp_path)
     source.sync()
     assert looked == ["pushed", tmp_path, "pushed"]
+
+
+def test_the_tools_of_the_environment_are_those_that_it_declares():
+    tool = {"type": "function", "function": {"name": "add"}}
+    spec = Environment(load=print, tools=(tool,))
+    plugins = SimpleNamespace(spec=lambda kind, name: {("environments", "maths"): spec}[kind, name])
+    config = SimpleNamespace(environment=SimpleNamespace(name="maths"))
+    assert environment_tools(SimpleNamespace(config=config, plugins=plugins)) == (tool,)
+    config.environment = None
+    assert environment_tools(SimpleNamespace(config=config, plugins=plugins)) == ()

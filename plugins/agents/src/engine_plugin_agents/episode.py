@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from engine_core.errors import did_you_mean
 from engine_core.types import SUPPORT, Rollout, padded_support
 from engine_plugin_agents.calls import ToolCall, json_calls, limited, told
-from engine_plugin_agents.chat import encode, following
 from engine_plugin_agents.policy import LimitReached, Policy, Turn
 
 if TYPE_CHECKING:
+    from engine_core.data.chat import ChatFormat
     from engine_core.types import Prompt
 
 __all__ = ["Episode", "LimitReached"]
@@ -38,11 +38,12 @@ class Episode:
 
     Args:
         policy: samples for this episode alone.
+        chat: the chat template of the policy's tokenizer.
         names: rewards that the environment sets.
     """
 
-    def __init__(self, policy: Policy, names: frozenset[str] = frozenset()) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, chat: ChatFormat, names: frozenset[str] = frozenset()) -> None:
+        self.policy, self.chat = policy, chat
         self.prompt: Prompt = policy.request.prompt  # with the row's columns
         self.tokenizer: Any = policy.tokenizer
         self.token_ids: list[int] = list(self.prompt.token_ids)  # the sequence so far
@@ -96,30 +97,41 @@ class Episode:
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
 
-    def append(self, text: str, role: str = "tool") -> None:
-        """Append a text that the policy did not say, encoded as it stands.
+    def append(self, text: str, role: str = "tool", *, control_tokens: bool = False) -> None:
+        """Append a text that the policy did not say, without the chat template.
 
         Args:
-            text: without a chat template; whatever marks the model expects are part of it.
+            text: any marks that the model expects are part of it.
             role: for people and rewards.
+            control_tokens: recognize control tokens such as ``<|im_end|>`` in the text, where none of it comes
+                from outside; else they are encoded as plain text, unless ``[data] control_tokens`` is ``allow``.
 
         Raises:
             LimitReached: it does not fit; nothing was appended.
         """
-        self._extend(encode(self.tokenizer, text), [{"role": role, "content": text}])
+        if control_tokens:
+            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        else:
+            ids = self.chat.text(text)
+        self._extend(ids, [{"role": role, "content": text}])
 
     def append_messages(self, *messages: dict[str, str]) -> None:
         """Append messages as the chat template writes them, up to where the policy speaks again.
 
+        The sampled tokens stay as they are; the end of the turn is added where the policy left it out.
+
         Args:
-            messages: ``{"role": "tool", "content": "84"}``, in any roles that the template knows.
+            messages: ``{"role": "tool", "content": "84"}``; where the template does not know a role, the message
+                becomes the user's.
 
         Raises:
             LimitReached: they do not fit; nothing was appended.
             DataError: the tokenizer has no chat template that allows it.
         """
-        ended = self.token_ids[-1:] == [self.tokenizer.eos_token_id]
-        self._extend(following(self.tokenizer, messages, ended), [dict(message) for message in messages])
+        tools, stops = self.prompt.columns.get("tools"), self.policy.request.sampling.stop_token_ids
+        usable = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+        ids = self.chat.following(list(messages), self.token_ids, tools if usable else None, stops)
+        self._extend(ids, [dict(message) for message in messages])
 
     def _extend(self, token_ids: Sequence[int], messages: Sequence[dict[str, str]]) -> None:
         if len(token_ids) > self.tokens_left:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine_core.data.chat import ChatFormat
 from engine_core.errors import TrainingFailed
 from engine_plugin_agents.checks import check_columns, check_reward_names, load_environment
 from engine_plugin_agents.episode import Episode
@@ -50,6 +51,7 @@ class EnvironmentRunner:
         max_tokens: what the model can hold.
         columns: of the data.
         rewards: names in ``[[reward]]``.
+        control_tokens: ``[data] control_tokens``, also for messages of episodes.
 
     Raises:
         EngineError: it cannot be used; told before anything is sampled.
@@ -63,9 +65,11 @@ class EnvironmentRunner:
         max_tokens: int,
         columns: Collection[str],
         rewards: Collection[str] = (),
+        control_tokens: str = "text",
     ) -> None:
         self.config = config
         self.tokenizer = copy.deepcopy(tokenizer)  # the sampler uses the other one at the same time
+        self.chat = ChatFormat(self.tokenizer, control_tokens)
         self.spec: Environment = plugins.spec("environments", config.name)  # type: ignore[assignment]
         check_reward_names(config, self.spec, rewards)
         self.check_columns(columns)
@@ -113,7 +117,7 @@ class EnvironmentRunner:
         self._loop = self._loop or LoopThread()
         session = Session(self.play, self.label, self.spec.rewards, self.config.max_concurrent)
         episodes = [
-            Episode(Policy(request, self.limits, session.ask, self.tokenizer), self.spec.rewards)
+            Episode(Policy(request, self.limits, session.ask, self.tokenizer), self.chat, self.spec.rewards)
             for request in requests
         ]
         self._loop.post(session.begin, episodes)

@@ -30,6 +30,7 @@ def engine_commands() -> Mapping[str, Command]:
     measure = "Measure the parts of a run on this machine."
     start = "Start a plugin or a run file from a template."
     return {
+        "check-template": Command(load=here + "check_template:check_template"),
         "schema": Command(load=here + "schema:schema"),
         "doctor": Command(load=here + "doctor:doctor"),
         "generate": Command(load=here + "models:generate"),

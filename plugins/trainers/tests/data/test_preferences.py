@@ -1,5 +1,6 @@
 """Pairs and judged responses out of rows of every layout; what cannot be used is named."""
 
+import copy
 import logging
 
 import pytest
@@ -215,3 +216,12 @@ def test_a_judged_conversation_is_read_whole(config_of, tokenizer):
     row = {"messages": [USER, says("19")], "label": True}
     (item,) = JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
     assert texts(tokenizer, item.token_ids, item.loss_mask) == (ASKED, "19<|im_end|>\n")
+
+
+def test_tools_of_a_pair_reach_the_template(config_of, tokenizer):
+    shown = copy.deepcopy(tokenizer)
+    shown.chat_template = "{{ tools | tojson if tools else '' }}" + str(tokenizer.chat_template)
+    row = {"prompt": [USER], "chosen": [says("19")], "rejected": [says("18")], "tools": [{"name": "add"}]}
+    (pair,) = pair_source(config_of([row]), shown).take(1)
+    asked = '[{"name": "add"}]' + ASKED
+    assert both(shown, pair) == ((asked, "19<|im_end|>\n"), (asked, "18<|im_end|>\n"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.models import ColumnsConfig
-from engine_core.data.layouts import Message, Row, column, convert, shown, text_or_messages
+from engine_core.data.layouts import Message, Row, column, convert, shown, text_or_messages, tools_of
 from engine_core.data.rows import BadRow
 from engine_core.data.source import Preparer
 from engine_core.errors import DataError, did_you_mean
@@ -86,6 +86,8 @@ class PairPreparer(Preparer):
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
         columns = self.config.columns
         sides, margin = convert_pair(raw, columns), margin_of(raw, columns)
+        for side in sides:
+            side.columns["tools"] = tools_of(raw, columns)
         (chosen, rejected), was_cut = self._renderer.fit_together(sides, self.limit)
         masked = chosen.token_ids, chosen.loss_mask, rejected.token_ids, rejected.loss_mask
         return Pair(name, *masked, margin), was_cut
