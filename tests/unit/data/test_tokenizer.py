@@ -173,6 +173,7 @@ def test_a_tokenizer_that_somebody_has_left_cutting_or_padding_is_called(make_to
 
 def test_a_tokenizer_with_a_call_of_its_own_is_asked_by_it(make_tokenizer):
     tokenizer = make_tokenizer()
+
     class Own(type(tokenizer)):
         def __call__(self, text, **options):
             return {"input_ids": [7, *super().__call__(text, **options)["input_ids"]]}
