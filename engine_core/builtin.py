@@ -20,13 +20,11 @@ from engine_core.algorithms.advantage_options import (
 from engine_core.algorithms.columns import COLUMNS
 from engine_core.algorithms.loss_options import (
     CISPOOptions,
-    ClipCovOptions,
     DPPOKLOptions,
     DPPOTVOptions,
     DROOptions,
     GMPOOptions,
     GSPOOptions,
-    KLCovOptions,
     PPOClipOptions,
     SAPOOptions,
     VESPOOptions,
@@ -52,9 +50,7 @@ from engine_core.specs import (
 @hookimpl
 def engine_advantages() -> Mapping[str, Advantage]:
     whole, tokens = "engine_core.algorithms.advantages:", "engine_core.algorithms.advantages_tokens:"
-    baseline = "engine_core.algorithms.advantages_token_baseline:"
     rewards, grouped = frozenset({"rewards"}), frozenset({"rewards", "group_ids"})
-    energies = grouped | {"old_log_probs", "sum_pi_squared"}
     compared = partial(Advantage, min_group_size=2)
     return {
         "batch_mean": Advantage(load=whole + "batch_mean", needs=rewards),
@@ -77,10 +73,6 @@ def engine_advantages() -> Mapping[str, Advantage]:
         "grpo": compared(load=whole + "grpo", config=GRPOOptions),
         "grpo_passk": compared(load=whole + "grpo_passk", config=GRPOPassKOptions),
         "opo": compared(load=whole + "opo", needs=grouped | {"response_lengths"}),
-        "optimal_token_baseline": compared(load=baseline + "optimal_token_baseline", needs=energies),
-        "optimal_token_baseline_multi_turn": compared(
-            load=baseline + "optimal_token_baseline_multi_turn", needs=energies
-        ),
         "reinforce": Advantage(load=tokens + "reinforce", config=RewardToGoOptions, needs=rewards),
         "reinforce_plus_plus": Advantage(
             load=tokens + "reinforce_plus_plus", config=RewardToGoOptions, needs=rewards
@@ -104,27 +96,14 @@ def engine_stages() -> Mapping[str, Stage]:
 @hookimpl
 def engine_losses() -> Mapping[str, Loss]:
     token, sequence = "engine_core.algorithms.losses:", "engine_core.algorithms.losses_sequence:"
-    covariance, of_rollout = "engine_core.algorithms.losses_covariance:", "seq-mean-token-mean"
-    measured = frozenset({"advantages", "current_log_probs"})
+    of_rollout = "seq-mean-token-mean"
     return {
         "cispo": Loss(load=token + "cispo", config=CISPOOptions),
-        "clip_cov": Loss(
-            load=covariance + "clip_cov",
-            config=ClipCovOptions,
-            needs=measured,
-            prepare=covariance + "mark_clip_cov",
-        ),
         "dppo_kl": Loss(load=token + "dppo_kl", config=DPPOKLOptions),
         "dppo_tv": Loss(load=token + "dppo_tv", config=DPPOTVOptions),
         "dro": Loss(load=token + "dro", config=DROOptions, ratio=False),
         "gmpo": Loss(load=sequence + "gmpo", config=GMPOOptions, aggregation=of_rollout),
         "gspo": Loss(load=sequence + "gspo", config=GSPOOptions, aggregation=of_rollout),
-        "kl_cov": Loss(
-            load=covariance + "kl_cov",
-            config=KLCovOptions,
-            needs=measured,
-            prepare=covariance + "mark_kl_cov",
-        ),
         "luspo": Loss(load=sequence + "luspo", config=GSPOOptions, aggregation="seq-mean-token-sum"),
         "ppo_clip": Loss(load=token + "ppo_clip", config=PPOClipOptions),
         "reinforce": Loss(load=token + "reinforce", ratio=False),

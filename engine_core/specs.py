@@ -92,7 +92,7 @@ class TrainBackend(Spec):
 
     Args:
         frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
-            name it. ``load`` is then best a subclass of ``engine_core.contracts.frozen_engine.FrozenEngine``.
+            name it.
         remote: the model is held by somebody else: of its folder only config and tokenizer are read here.
         own_model: ``_build_model_optimizer`` builds another model than that of ``[model]``. A sampler with weights of its own then
             needs a hook of the plugin: ``engine_build_model`` or ``engine_map_weights``.

@@ -9,8 +9,7 @@ declared to need) and says how much better each token was than expected. In all 
 * rewards that are all equal give 0 wherever the baseline is a mean of them.
 
 Here are those with one value for a whole rollout, from the rewards of its group or batch. Those that
-follow a reward through the tokens are in ``advantages_tokens``, the optimal token baseline in
-``advantages_token_baseline``.
+follow a reward through the tokens are in ``advantages_tokens``.
 
 R reward, n valid rollouts of the group, mean and std (n - 1) over them. ``Formula``, ``Paper`` and
 ``Differs`` of a docstring are the tables of docs/algorithms.md.

@@ -58,30 +58,6 @@ class SAPOOptions(Options):
     """Temperature of the gate with another advantage."""
 
 
-class ClipCovOptions(Options):
-    """``[algorithm.clip_cov]``"""
-
-    clip_ratio_low: float = Field(1.0, ge=0)
-    """The ratio is held above 1 - this."""
-    clip_ratio_high: float = Field(1.0, ge=0)
-    """The ratio is held below 1 + this."""
-    clip_cov_ratio: float = Field(2e-4, ge=0, le=1)
-    """Share of the mini-batch's loss tokens that lose their gradient, at least one of them."""
-    clip_cov_lb: float = 1.0
-    """They are chosen among those with a covariance over this."""
-    clip_cov_ub: float = 5.0
-    """They are chosen among those with a covariance under this."""
-
-
-class KLCovOptions(Options):
-    """``[algorithm.kl_cov]``"""
-
-    ppo_kl_coef: float = Field(1.0, ge=0)
-    """Weight of |log ratio| on the chosen tokens."""
-    kl_cov_ratio: float = Field(2e-4, ge=0, le=1)
-    """Share of the mini-batch's loss tokens that are chosen, at least one: those of the largest covariance."""
-
-
 class DPPOTVOptions(Options):
     """``[algorithm.dppo_tv]``"""
 

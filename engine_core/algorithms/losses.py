@@ -4,8 +4,7 @@ A loss sees whole sequences and says what each token costs. Weighing, summing, K
 importance weights are added once for all losses in ``objectives``; a metric is a [T] tensor, of
 which the token mean is reported.
 
-Here are the losses of one token; those whose ratio is a sequence's are in ``losses_sequence``, those
-that look at the mini-batch first in ``losses_covariance``. In the formulas p is the policy in training, r is
+Here are the losses of one token; those whose ratio is a sequence's are in ``losses_sequence``. In the formulas p is the policy in training, r is
 ``p / p_old``, sg stops the gradient. Each holds for any ``old_log_probs``; where
 the policy has not moved since (no such column) the ratio is exactly 1 and its gradient that of the
 log-prob. All log-ratios are held within 20, so that one token cannot overflow the batch.

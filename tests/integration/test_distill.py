@@ -277,7 +277,7 @@ def test_a_live_student_of_another_size_of_vocabulary_is_refused(made, teacher):
 
 SHORT_OF_WORDS = """
 from engine_core import hookimpl
-from engine_core.contracts.frozen_engine import FrozenEngine
+from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
 from engine_core.errors import ConfigError
 from engine_core.specs import TrainBackend
 

@@ -8,6 +8,8 @@ from engine_core.hooks import hookimpl
 from engine_core.specs import (
     SAMPLING_SECTIONS,
     SHARED_SECTIONS,
+    Advantage,
+    Loss,
     Objective,
     PairLoss,
     Part,
@@ -17,8 +19,10 @@ from engine_core.specs import (
 from engine_plugin_trainers.options import (
     PAIR_LOSSES,
     AsyncOptions,
+    ClipCovOptions,
     DistillOptions,
     DPOOptions,
+    KLCovOptions,
     KTOOptions,
     OfflineOptions,
     ReplayCacheOptions,
@@ -78,6 +82,25 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
             sections=SHARED_SECTIONS | {"reward_model"},
             required=frozenset({"data"}),
         ),
+    }
+
+
+@hookimpl
+def engine_advantages() -> Mapping[str, Advantage]:
+    here = "engine_plugin_trainers.algorithms.advantages_token_baseline:"
+    needs = frozenset({"rewards", "group_ids", "old_log_probs", "sum_pi_squared"})
+    names = ("optimal_token_baseline", "optimal_token_baseline_multi_turn")
+    return {name: Advantage(load=here + name, needs=needs, min_group_size=2) for name in names}
+
+
+@hookimpl
+def engine_losses() -> Mapping[str, Loss]:
+    here = "engine_plugin_trainers.algorithms.losses_covariance:"
+    needs = frozenset({"advantages", "current_log_probs"})
+    options = {"clip_cov": ClipCovOptions, "kl_cov": KLCovOptions}
+    return {
+        name: Loss(load=here + name, config=config, needs=needs, prepare=f"{here}mark_{name}")
+        for name, config in options.items()
     }
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine_core.contracts.frozen_engine import FrozenEngine
 from engine_core.errors import ConfigError
 from engine_core.model_config import has_no_weights, load_hf_config
 from engine_plugin_vllm_rollout.engine import whole
+from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import FrozenOptions
 from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer

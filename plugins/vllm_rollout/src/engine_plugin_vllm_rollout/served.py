@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from engine_core.contracts.engines import Layout, RolloutEngine
-from engine_core.contracts.frozen_engine import FrozenEngine
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_core.types import Rollout
+from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
 from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer
 from engine_plugin_vllm_rollout.server import Server, chunks
 from engine_plugin_vllm_rollout.workers import Workers

@@ -8,10 +8,10 @@ import torch
 
 from engine_core.config import ModelConfig, RoleConfig
 from engine_core.contracts.engines import Layout
-from engine_core.contracts.frozen_engine import FrozenEngine
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import RankPlacement
 from engine_plugin_processes.starting import describe
+from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
 
 
 class Scores(FrozenEngine):

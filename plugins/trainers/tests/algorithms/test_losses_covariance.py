@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine_core.algorithms.losses_covariance import covariances, mark_clip_cov, mark_kl_cov
 from engine_core.types import Batch
+from engine_plugin_trainers.algorithms.losses_covariance import covariances, mark_clip_cov, mark_kl_cov
 
 MASK = [0, 1, 1, 1, 0, 1, 1, 1]
 ADVANTAGES = [9.0, 1.0, 1.0, 1.0, 9.0, -1.0, -1.0, -1.0]

@@ -4,11 +4,11 @@ import random
 import pytest
 import torch
 
-from engine_core.algorithms.advantages_token_baseline import (
+from engine_core.types import Batch
+from engine_plugin_trainers.algorithms.advantages_token_baseline import (
     optimal_token_baseline,
     optimal_token_baseline_multi_turn,
 )
-from engine_core.types import Batch
 
 BOTH = [optimal_token_baseline, optimal_token_baseline_multi_turn]
 
