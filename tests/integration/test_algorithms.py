@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_core import Trainer, load_config
-from engine_core.builtin import engine_advantages
+from engine_core import Trainer, builtin, load_config
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.plugin_set import known_names
 from engine_core.runs.rollout_files import read_rollouts
 from engine_core.train.stages import Rounds
+from engine_plugin_trainers import plugin as trainers
 
 
 def digits(completions):
@@ -64,7 +64,10 @@ def teacher(grpo, folder):
     return str(folder / "teacher")
 
 
-@pytest.mark.parametrize("name", sorted(engine_advantages()))
+ADVANTAGES = sorted({*builtin.engine_advantages(), *trainers.engine_advantages()})
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_estimator_trains_two_steps(grpo, name, tmp_path):
     rewards = [digits, even] if name == "gdpo" else [digits]
     changes = {"teacher.path": teacher(grpo, tmp_path)} if name == "distill" else {}
@@ -75,7 +78,7 @@ def test_an_estimator_trains_two_steps(grpo, name, tmp_path):
 
 
 def test_every_offered_name_is_installed():
-    assert set(engine_advantages()) <= set(known_names("advantages"))
+    assert set(ADVANTAGES) <= set(known_names("advantages"))
 
 
 def test_remax_pays_one_greedy_response_a_prompt_and_says_so(grpo):

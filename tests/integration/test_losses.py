@@ -10,6 +10,7 @@ from engine_core import Trainer, builtin, load_config
 from engine_core.algorithms.kl import ESTIMATORS
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.local.engine_host import EngineHost
+from engine_plugin_trainers import plugin as trainers
 
 
 def digits(completions):
@@ -58,9 +59,12 @@ def steps_of(run):
     return lines
 
 
-@pytest.mark.parametrize("loss", builtin.engine_losses())
+LOSSES = {**builtin.engine_losses(), **trainers.engine_losses()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_trains(trainer, loss):
-    spec = builtin.engine_losses()[loss]
+    spec = LOSSES[loss]
     options = {f"algorithm__{loss}__{loss}_ratio": 0.05} if "cov" in loss else {}
     if loss == "clip_cov":
         options |= {"algorithm__clip_cov__clip_cov_lb": 0.0}
