@@ -325,8 +325,9 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
     """Why a sampler with weights of its own cannot have the actor's model, where a plugin builds that."""
     backends = (("rollout_engines", config.rollout.backend), ("train_engines", config.actor.backend))
     sampler, trainer = (plugins.find(*backend) for backend in backends)
-    shares = config.rollout.weights != "own" and not any(sharing_problems(config, plugins))
-    if sampler is None or trainer is None or shares:
+    if sampler is None or trainer is None:  # the trainer samples nothing
+        return
+    if config.rollout.weights != "own" and not any(sharing_problems(config, plugins)):
         return
     asked = plugins.asked(*backends)
     builders = [plugin.label for plugin in asked if hasattr(plugin.module, "engine_build_model")]
