@@ -50,13 +50,11 @@ def stream_of(
     weights, mapped = iter(engine.named_weights(to=to)), None
     if sampler is not None:
         backends = (("rollout_engines", sampler.backend), ("train_engines", engine.config.backend))
-        hooks, name, options = (
-            engine.context.plugins.step("rollout", *backends),
-            sampler.backend,
-            sampler.options,
-        )
-        mapped = hooks.engine_map_weights(
-            sampler=name, weights=weights, model_config=engine.model_config, options=options
+        mapped = engine.context.plugins.step("rollout", *backends).engine_map_weights(
+            sampler=sampler.backend,
+            weights=weights,
+            model_config=engine.model_config,
+            options=sampler.options,
         )
     yield from weights if mapped is None else mapped
     for _ in weights:  # collective: what the plugin did not read

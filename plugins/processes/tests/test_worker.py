@@ -10,7 +10,18 @@ from engine_core.types import Prompt, Rollout
 from engine_plugin_processes.worker import Worker
 
 
+class Unmapped:
+    """The plugins of a run, none of which maps weights."""
+
+    def step(self, role, *backends):
+        assert (role, backends) == ("rollout", (("rollout_engines", "mine"), ("train_engines", "torch")))
+        return SimpleNamespace(engine_map_weights=lambda **given: None)
+
+
 class Actor:
+    config, model_config = SimpleNamespace(backend="torch"), None
+    context = SimpleNamespace(plugins=Unmapped())
+
     def adapter_config(self):
         return b"{}"
 
@@ -32,7 +43,7 @@ class Link:
 def test_an_adapter_alone_goes_to_a_sampler_that_asks_for_it_and_whole_weights_to_others(adapter, mix, names):
     config = SimpleNamespace(
         actor=SimpleNamespace(lora=object()),
-        rollout=SimpleNamespace(options=SimpleNamespace(adapter=adapter)),
+        rollout=SimpleNamespace(backend="mine", options=SimpleNamespace(adapter=adapter)),
     )
     worker = Worker.__new__(Worker)
     worker.host = SimpleNamespace(engines={"actor": Actor()}, config=config)

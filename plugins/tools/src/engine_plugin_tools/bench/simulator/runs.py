@@ -260,6 +260,7 @@ def _settings(setting: Setting, mode: Mode, steps: int, folder: str) -> dict[str
         "actor.backend": "simulated",
         "rollout.backend": "simulated",
         "rollout.group_size": setting.group_size,
+        "algorithm.advantage": "batch_mean",  # for groups of any size
         "rollout.max_response_tokens": setting.lengths.most,
         "data.prompts_per_step": setting.prompts,
         "data.max_prompt_tokens": setting.prompt_tokens,
