@@ -43,7 +43,7 @@ demo-control: .venv/.demo
 test: install
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
-# Most slow tests wait for each other's ranks or for a process that imports: two files at a time. Those that use all cores
+# Most slow tests wait for each other's ranks or for a process that imports: a few files at a time. Those that use all cores
 # with threads, or look at memory over minutes, have the machine for themselves.
 test-full: test
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not gpu"
