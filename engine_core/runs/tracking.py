@@ -397,7 +397,7 @@ class TrackerHub:
         JSON has no NaN: a value that is not finite is written as ``null``, is left out for the
         trackers, and is counted in ``tracking/non_finite``.
 
-        A line that cannot be written waits, see ``pending_writes``.
+        A line that cannot be written waits, see ``folders.PendingWrites``.
 
         Raises:
             TypeError: a metric is not a number. Nothing was written.

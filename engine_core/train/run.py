@@ -2,7 +2,7 @@
 
 A trainer is a subclass with ``prepare`` (resolve what it needs, refuse what cannot work), ``roles``
 (which workers), ``step`` (one step, metrics out) and its own state. The steps are driven by
-``train.loop``, checkpoints are written by ``train.saving``.
+``train.loop``, checkpoints are written by ``train.checkpointing``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samplers that go on by themselves: each is told what is new and tells what has finished, and none waits for another.
 
 A command of a flow goes to one sampler. It samples until another command comes, until nothing is left, or for
-``MOST_SECONDS``, and tells the rollouts of a group when it has none of them left, or leaves the flow (``sampling.group_buffer``).
+``MOST_SECONDS``, and tells the rollouts of a group when it has none of them left, or leaves the flow (``engine_core.sampling.GroupBuffer``).
 The requests of a group go to one sampler, which reads their prompt once, unless there are fewer groups than samplers. So
 the messages of a run are as many as its groups, and some more where responses take longer than a command, and whoever
 wants to change something (new weights, a stop) sends a command: the sampler leaves the flow for it between two steps of
