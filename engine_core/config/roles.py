@@ -98,8 +98,8 @@ class RoleConfig(Table):
 
     backend: str = "torch"
     """Train engine, by name (``engine plugins``); its options stand in the table of that name."""
-    max_tokens_per_rank: PositiveInt | Literal["auto"] = 8192
-    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own. ``auto``: as many as fit by an estimate, at most 65536, settled at the first use; on the CPU 8192."""
+    max_tokens_per_rank: PositiveInt | Literal["auto"] = "auto"
+    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own. ``auto``: as many as fit by an estimate, at most 65536, settled at the first use, when every role and the sampler hold their memory; 8192 on the CPU and for models without an estimate."""
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()

@@ -67,6 +67,7 @@ class EngineHost:
                 self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
         try:
             for name, role in roles.items():
+                log.info("Building the role %s.", name)
                 build = self._build_train if role.kind == "train" else self._build_rollout
                 self.engines[name] = build(name, role, total_steps)
                 self._stack.callback(self.engines[name].close)

@@ -93,7 +93,7 @@ def parts_are_read(bench):
 
     def counted(*arguments):
         found = original(*arguments)
-        read.append(found[0])
+        read.append(found.bytes)
         return found
 
     module.read_slices = counted

@@ -88,7 +88,8 @@ def exact(options):
 
 @pytest.fixture
 def make_engine(model_folder):
-    """Builds an engine: ``make_engine("llama", budget=64, optim={...}, param_dtype="bf16")``."""
+    """Builds an engine: ``make_engine("llama", budget=64, optim={...}, param_dtype="bf16")``; all are closed in the end."""
+    made = []
 
     def make(
         family="qwen3",
@@ -119,9 +120,12 @@ def make_engine(model_folder):
             total_steps=total_steps,
             live=live,
         )
-        return cls(config, ModelConfig(**{"path": path, **(model or {})}), context, trainable=trainable)
+        made.append(cls(config, ModelConfig(**{"path": path, **(model or {})}), context, trainable=trainable))
+        return made[-1]
 
-    return make
+    yield make
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture

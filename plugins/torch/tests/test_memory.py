@@ -165,7 +165,7 @@ def test_auto_takes_as_many_tokens_as_fit_and_says_so(make_engine, batch_of, cap
     need = estimate_of(make_engine("qwen3"))
     With.free = int((need.activations.chunks + 3000 * need.activations.token(False)) / (1 - memory.RESERVE))
     With.free += need.held.gradients + need.held.optimizer
-    engine = make_engine("qwen3", budget="auto", cls=With)
+    engine = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
     with caplog.at_level(logging.INFO, logger="engine"):
         output = engine.forward_backward(batch_of([50] * 100), NLL)
     assert engine.config.max_tokens_per_rank == 2560  # 3000, a multiple of 512
@@ -178,19 +178,45 @@ def test_auto_takes_as_many_tokens_as_fit_and_says_so(make_engine, batch_of, cap
 
 def test_auto_counts_what_the_role_holds_already_once(make_engine, batch_of):
     With.free = 50 * 2**20
-    new = make_engine("qwen3", budget="auto", cls=With)
-    trained = make_engine("qwen3", budget=1000, cls=With)
+    new = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
+    before = new.token_budget
+    new.close()
+    trained = make_engine("qwen3", budget=1000, activation_checkpointing=False, cls=With)
     trained.forward_backward(batch_of([20]), NLL)
     trained.optimizer_step()
     trained.set_token_budget("auto")
     taken = optimizer_bytes(trained.optimizer, CPU)
     With.free = 50 * 2**20 - taken  # the optimizer's state has come from the free bytes
-    after = trained.token_budget
+    assert abs(trained.token_budget - before) <= memory.ROUND
+
+
+def test_auto_leaves_room_for_what_other_roles_have_still_to_allocate(make_engine):
     With.free = 50 * 2**20
-    assert abs(after - new.token_budget) <= memory.ROUND
+    alone = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
+    need, most = estimate_of(alone), alone.token_budget
+    alone.close()
+    critic = make_engine("qwen3", budget=1000, cls=With, role="critic")
+    owed = critic._held(critic.module).total - critic._held(critic.module).weights
+    actor = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
+    taken = owed * (1 - memory.RESERVE) / need.activations.token(False)
+    assert most - actor.token_budget == pytest.approx(taken, abs=memory.ROUND)
 
 
-def test_activations_are_recomputed_where_the_tokens_would_else_not_fit(make_engine):
+def test_a_resumed_run_has_the_token_budget_that_it_had(make_engine, tmp_path):
+    With.free = 30 * 2**20
+    first = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
+    tokens = first.token_budget
+    first.save(tmp_path)
+    first.close()
+    for free, expected in ((60, tokens), (20, None)):
+        With.free = free * 2**20
+        again = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
+        again.load(tmp_path)
+        assert again.token_budget == expected if expected else again.token_budget < tokens
+        again.close()
+
+
+def test_activations_are_recomputed_where_the_tokens_would_else_not_fit(make_engine, batch_of):
     need = estimate_of(make_engine("qwen3"))
     for tokens, expected in ((4000, False), (2000, True)):
         With.free = int(
@@ -199,24 +225,33 @@ def test_activations_are_recomputed_where_the_tokens_would_else_not_fit(make_eng
         With.free += need.held.gradients + need.held.optimizer
         budget = {4000: 2000, 2000: 4000}[tokens]
         engine = make_engine("qwen3", budget=budget, activation_checkpointing="auto", cls=With)
-        assert bool(engine._recomputed_share) is expected
-        assert hasattr(engine.module.get_decoder().layers[0].forward, "func") is expected
+        engine.infer(batch_of([50]), ["log_probs"])  # the first use tries more
+        count = calls_of(engine.module.get_decoder().layers[0].self_attn)
+        engine.forward_backward(batch_of([50]), NLL)
+        assert len(count) == 1 + expected  # once more in the backward pass
 
 
 def test_where_nothing_is_known_the_choice_is_fixed(make_engine, batch_of, caplog):
     with caplog.at_level(logging.INFO, logger="engine"):
         cpu = make_engine("qwen3", budget="auto", activation_checkpointing="auto")
         assert cpu.token_budget == 8192
-    assert not cpu._recomputed_share
-    assert "max_tokens_per_rank = 8192; there is no estimate of memory" in caplog.text
+    cpu.infer(batch_of([50]), ["log_probs"])
+    count = calls_of(cpu.module.get_decoder().layers[0].self_attn)
+    cpu.forward_backward(batch_of([50]), NLL)
+    assert len(count) == 1
+    assert "max_tokens_per_rank = 8192, activations are kept; there is no estimate of memory" in caplog.text
     With.free = 2**30
-    assert make_engine("qwen3_moe", budget="auto", cls=With).token_budget == 8192  # a mixture of experts
+    assert (
+        make_engine("qwen3_moe", budget="auto", activation_checkpointing=False, cls=With).token_budget == 8192
+    )  # a mixture of experts
 
 
 def test_a_budget_of_a_model_that_is_not_trained_needs_no_kept_activations(make_engine):
     With.free = 8 * 2**20
-    trained = make_engine("qwen3", budget="auto", cls=With).token_budget
-    frozen = make_engine("qwen3", budget="auto", cls=With, trainable=False, role="ref").token_budget
+    trained = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With).token_budget
+    frozen = make_engine(
+        "qwen3", budget="auto", activation_checkpointing=False, cls=With, trainable=False, role="ref"
+    ).token_budget
     assert frozen > 2 * trained
 
 
@@ -230,6 +265,18 @@ def test_a_token_of_a_model_with_some_recomputed_layers_lies_between():
     act = Activations(layer=100, carried=10, layers=4, ends=7, chunks=0, copies=0, passing=1)
     assert (act.token(0), act.token(1)) == (407, 147)
     assert act.token(0.5) == 2 * 100 + 2 * 10 + 100 + 7  # two of four, and the one that is computed again
+
+
+def calls_of(module):
+    """A list that grows with each forward pass of ``module``."""
+    seen, forward = [], module.forward
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return forward(*args, **kwargs)
+
+    module.forward = counted
+    return seen
 
 
 def estimate_of(engine):

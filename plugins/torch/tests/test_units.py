@@ -69,7 +69,7 @@ def test_compiled_and_recomputed_units_give_the_same_loss_and_gradient(
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert_close(gradients(fast), gradients(plain))
     layers = [fast.module.get_submodule(name) for name in units.decoder_layers(fast.module)]
-    assert all(layer.forward.args[0].compiled is not None for layer in layers)  # none fell back
+    assert all(layer.forward.args[1].compiled is not None for layer in layers)  # none fell back
     offsets = batch.offsets.tolist()
     for indices, micro in fast._micro_batches(batch):  # the ratio of an unchanged policy is exactly 1
         with_gradient = fast._outputs(micro, ["log_probs"])["log_probs"]

@@ -8,9 +8,12 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, ViTConfig
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.start import (
     MEANINGS,
+    Place,
     _advice,
+    _arguments,
     architecture,
     check_heads,
     meaning,
@@ -125,3 +128,12 @@ def test_float32_is_float32_in_tritons_kernels_too_unless_the_user_says_otherwis
     monkeypatch.delenv("TRITON_F32_DEFAULT")
     prepare_environment(exact=True)
     assert os.environ.pop("TRITON_F32_DEFAULT") == "ieee"
+
+
+def test_devices_do_not_share_a_compile_cache():
+    """What is compiled contains the index of its device: on another one a cached graph fails."""
+    from vllm.config import VllmConfig
+
+    places = [Place(torch.device("cuda", index), seed=0, sleeps=True, positions=100) for index in (0, 1)]
+    keys = [_arguments(VLLMOptions(), place)["additional_config"] for place in places]
+    assert len({VllmConfig(additional_config=key).compute_hash() for key in keys}) == 2

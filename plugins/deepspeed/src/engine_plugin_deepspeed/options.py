@@ -117,7 +117,7 @@ class DeepSpeedOptions(ForwardOptions):
     """ZeRO++: gradients travel in 4 bits (stage 3, an accelerator)."""
     zero: dict[str, Any] = {}
     """Further keys of DeepSpeed's `zero_optimization`, checked against the installed version: ``{ contiguous_gradients = false }``."""
-    activation_checkpointing: bool | Literal["auto"] = False
+    activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU."""
     compile: bool | Literal["auto"] = False
     """Compile each unit and the log-probs with torch.compile (stages 0 to 2); ``auto``: on an accelerator."""

@@ -197,7 +197,7 @@ class FSDPEngine(Keeping):
             use_fp8(module, options.fp8, f"{self._table}.fp8", self.emulates_fp8)
         if self.ranks.sequence is not None:
             share_sequences(module, self.ranks.sequence, role, tp)
-        chunk, recomputed = options.sequence_chunk_tokens, []
+        chunk = options.sequence_chunk_tokens
         mode = options.compile_mode if self._compiles else None
         full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
         if kept:
@@ -210,10 +210,7 @@ class FSDPEngine(Keeping):
         if self._whole is not None:
             self._whole.compute_locally(module, units)
         if self.trainable:
-            how = options.activation_checkpointing
-            if how == "auto":
-                how = "full" if self._recomputes(module) else "none"
-            recomputed = recompute(module, units, how)
+            recompute(module, units, options.activation_checkpointing, lambda: bool(self._recomputing))
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
         self.root = shard(module, units, options, self.precision, self.ranks, plan, self._whole)
@@ -223,7 +220,7 @@ class FSDPEngine(Keeping):
             broadcast(module, full, self.device)
         elif self._each_reads:
             self._read_slices(module)
-        tell(module, units, recomputed, options, self.ranks, role, 0 if plan is None else len(plan.layers))
+        tell(module, units, options, self.ranks, role, 0 if plan is None else len(plan.layers))
         return module
 
     def _held(self, module: nn.Module) -> Held:

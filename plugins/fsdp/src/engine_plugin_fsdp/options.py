@@ -68,7 +68,7 @@ class FSDPOptions(ForwardOptions):
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
     """``optimizer``: its state lies in host memory between steps. ``params``: weights, gradients and optimizer lie there, the step is taken on the CPU, units travel to the device when they are used."""
     activation_checkpointing: Literal["none", "full", "selective", "auto"] | Annotated[int, Field(gt=0)] = (
-        "none"
+        "auto"
     )
     """``auto``: ``full`` where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU. ``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). ``selective``: keep every second matrix product and all attention. A number n: every n-th unit."""
     activation_offload: bool = False

@@ -20,36 +20,32 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 ATTENTION = ("attention", "attn")  # in the names of operators: flash, efficient, cudnn, varlen
 
 
-def recompute(module: nn.Module, units: Sequence[str], how: str | int) -> list[str]:
+def recompute(module: nn.Module, units: Sequence[str], how: str | int, wanted: Callable[[], bool]) -> None:
     """Recompute activations as the table says, before units are sharded. Parameter names stay as they are.
 
     Args:
-        how: ``none``, ``full``, ``selective``, or n for every n-th unit.
-
-    Returns:
-        The units that are.
+        how: ``none``, ``full``, ``selective``, ``auto``, or n for every n-th unit.
+        wanted: whether ``auto`` is ``full``, asked in each forward pass.
     """
-    if how == "none":
-        return []
-    chosen = list(units[::how]) if isinstance(how, int) else list(units)
     if how == "selective":
-        for name in chosen:
+        for name in units:
             _wrap_forward(module.get_submodule(name), _selectively)
-    else:
-        checkpoint_units(module, chosen)
-    return chosen
+    elif how == "auto":
+        checkpoint_units(module, units, wanted)
+    elif how != "none":
+        checkpoint_units(module, units[::how] if isinstance(how, int) else units)
 
 
-def share_recomputed(how: str | int, chosen: bool) -> float:
+def share_recomputed(how: str | int, chosen: bool | None) -> float:
     """Share of the layers that keep their input alone, for estimates of memory.
 
     Args:
         how: of the table. ``selective`` counts as half of the layers: it keeps attention and every second product.
-        chosen: what ``auto`` is.
+        chosen: what ``auto`` is; None until it is settled.
     """
     if isinstance(how, int):
         return 1 / how
-    return {"none": 0.0, "full": 1.0, "selective": 0.5, "auto": float(chosen)}[how]
+    return {"none": 0.0, "full": 1.0, "selective": 0.5, "auto": float(bool(chosen))}[how]
 
 
 def offload_activations(module: nn.Module, units: Sequence[str], pin: bool) -> None:

@@ -62,7 +62,6 @@ def tell_of_no_units(module: nn.Module, role: str, refused: bool) -> None:
 def tell(
     module: nn.Module,
     units: Sequence[str],
-    recomputed: Sequence[str],
     options: FSDPOptions,
     ranks: Ranks,
     role: str,
@@ -85,7 +84,7 @@ def tell(
     shared = f", ranks of sp {options.sp} share tokens" if options.sp > 1 else ""
     split = f"; {num_split} linear layers are shared by ranks of tp" if num_split else ""
     log.info(
-        "%s: sharding '%s' over %d ranks (mesh %s%s); %d units of %s, and the rest; %d recomputed%s; weights %.1f MiB, "
+        "%s: sharding '%s' over %d ranks (mesh %s%s); %d units of %s, and the rest; activation checkpointing %s%s; weights %.1f MiB, "
         "%.1f to %.1f MiB on a rank.",
         role,
         options.sharding,
@@ -94,7 +93,7 @@ def tell(
         shared,
         len(units),
         ", ".join(kinds) or "nothing",
-        len(recomputed),
+        options.activation_checkpointing,
         split,
         bytes_whole / MIB,
         min(each) / MIB,

@@ -80,11 +80,6 @@ class MegatronEngine(Keeping):
                 f"[{context.role}.lora]: '{config.backend}' trains no adapters yet: peft's are of transformers' layers, and these are "
                 "joined and cut over ranks. Take the table out, or use 'fsdp' or 'torch'."
             )
-        if config.max_tokens_per_rank == "auto":
-            raise ConfigError(
-                f"{context.role}.max_tokens_per_rank is 'auto', and '{config.backend}' has no estimate of the memory of its layers "
-                "to choose it by. Set a number, such as 8192; one that is too large ends the run with advice."
-            )
         device = find_device(options.device, context.device, table)
         if options.compute_dtype == "bf16" and not has_bf16(device):
             raise ConfigError(
@@ -262,7 +257,7 @@ class MegatronEngine(Keeping):
         return False
 
     def _estimate(self, module: nn.Module) -> Estimate | None:
-        """None: there is no estimate of these layers, and `max_tokens_per_rank` is a number."""
+        """Return None: there is no estimate of these layers; ``auto`` is 8192 tokens."""
         return None
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
+REPORT_SECONDS = 15.0  # between two messages about workers that start
+
 
 class MultiProcessRuntime(Runtime):
     """See the module and ``Runtime``."""
@@ -222,14 +224,15 @@ class MultiProcessRuntime(Runtime):
         if self._may_replace():
             self.replacements = self._replacing(common, roles["rollout"])
             self.crew.may_lose = self.replacements.lost
-        ready = self.crew.send(
+        reply = self.crew.send(
             orders,
             ("worker", "start"),
             number,
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self.options.startup_timeout_minutes * 60,
-        ).result()
+        )
+        ready = self._wait_for_start(reply)
         self._read_devices(ready)
         places = self._meeting, self._private_folder()
         self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, *places, self._token)
@@ -247,6 +250,23 @@ class MultiProcessRuntime(Runtime):
             groups |= made
         self._trade("start")  # a reward's model sleeps until it is asked
         return groups
+
+    def _wait_for_start(self, reply: Future[Any]) -> Any:
+        """Return the answers of the workers; until they have come, log every ``REPORT_SECONDS`` what each rank does."""
+        assert self.crew is not None
+        began = time.monotonic()
+        while True:
+            try:
+                return reply.result(REPORT_SECONDS)
+            except TimeoutError:
+                if reply.done():
+                    raise
+            for worker in self.crew.workers.values():
+                if worker.at()[0]:
+                    seconds, roles = time.monotonic() - began, ", ".join(worker.roles)
+                    log.info(
+                        "Starting for %.0f s: rank %d (%s): %s", seconds, worker.rank, roles, worker.newest
+                    )
 
     def _check_transport(self, roles: Mapping[str, Role]) -> None:
         """See that weights can come to samplers as the file says, before anything is started.

@@ -376,6 +376,7 @@ class WorkerPool:
     def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
         """The first rank speaks for all; of the others warnings of their own are shown, the rest goes to the file."""
         logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
+        worker.newest = text
         with self._lock:
             said_by = self._warned.setdefault(text, worker.rank) if level >= logging.WARNING else 0
         if worker.rank == 0:

@@ -43,6 +43,7 @@ class WorkerHandle:
     ) -> None:
         self.rank, self.channel, self.process, self.host = rank, channel, process, host
         self.roles: tuple[str, ...] = ("worker",)
+        self.newest = "nothing yet"  # that it printed or logged
         self.last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._mailbox: list[int] = []  # commands that it has not answered, in their order
         self._since = 0.0  # it is at the first of them
@@ -148,6 +149,7 @@ class WorkerHandle:
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip()
+                self.newest = line
                 self.last_lines.append(line)
                 extra: dict[str, Any] | None = None if self.rank == 0 else FILE_ONLY
                 log.info("rank %d printed: %s", self.rank, line, extra=extra)

@@ -87,7 +87,6 @@ class TorchBuild(Sizing):
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
         self._asleep: set[str] = set()
-        self._recomputing = False
         self._random: dict[str, str] | None = None  # random state at the last ``mark``
         if context.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -271,9 +270,8 @@ class TorchBuild(Sizing):
         elif self.device.type == "cpu":
             use_quicker_products(module)
             use_fused_rmsnorm_backward(module)
-        asked = self.options.activation_checkpointing
-        if self.trainable and (self._recomputes(module) if asked == "auto" else asked):
-            checkpoint_units(module, units)
+        if self.trainable and self.options.activation_checkpointing:
+            checkpoint_units(module, units, lambda: bool(self._recomputed_share))
         return module
 
     @property

@@ -72,6 +72,7 @@ class TorchState(TorchBuild):
         scalars: dict[str, Any] = {
             "format": state_files.FORMAT,
             "num_skipped_steps": self.num_skipped_steps,
+            "auto_tokens": self._auto_tokens,
             "base": None if self.adapter is None else self.adapter.base_identity(),
         }
         if self.lr_scheduler is not None:
@@ -105,6 +106,7 @@ class TorchState(TorchBuild):
                     group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
                 self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
             self.num_skipped_steps = int(scalars["num_skipped_steps"])
+            self._auto_tokens = scalars.get("auto_tokens")
             state.set_random_state(scalars["random"], self.device)
         self._random = None
 

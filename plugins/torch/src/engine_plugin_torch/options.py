@@ -82,7 +82,7 @@ class TorchOptions(ForwardOptions, DeviceMapOptions):
     """Type of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32; ``bf16`` over fp32 weights is autocast. Log-probs are always float32."""
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
     """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter. What it changes is measured and said at the start."""
-    activation_checkpointing: bool | Literal["auto"] = False
+    activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU."""
 
     @model_validator(mode="after")

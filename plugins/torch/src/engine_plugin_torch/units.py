@@ -32,16 +32,27 @@ def decoder_layers(module: nn.Module) -> list[str]:
     return [f"{name}.{index}" for index in range(len(layers))]
 
 
-def checkpoint_units(module: nn.Module, units: Sequence[str]) -> None:
+def checkpoint_units(
+    module: nn.Module, units: Sequence[str], wanted: Callable[[], bool] = lambda: True
+) -> None:
     """Recompute each unit in the backward pass. Parameter names stay as they are.
 
     Units are compiled before, so that the compiled forward is what runs again.
+
+    Args:
+        wanted: asked in each forward pass; where it is False, activations are kept.
     """
     for name in units:
         unit = module.get_submodule(name)
-        unit.forward = functools.partial(
-            checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False, context_fn=as_before
-        )
+        unit.forward = functools.partial(_recomputed, wanted, unit.forward)
+
+
+def _recomputed(wanted: Callable[[], bool], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not wanted():
+        return forward(*args, **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=as_before, **kwargs
+    )
 
 
 def as_before() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -262,6 +262,8 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": place.seed,
         "use_tqdm_on_load": False,
+        # part of the key of vLLM's compile cache, which leaves the index out, though compiled code contains it
+        "additional_config": {"device_index": place.device.index or 0},
     }
     for name in ("quantization", "kv_cache_dtype"):
         if (value := getattr(options, name, None)) not in (None, "auto"):
