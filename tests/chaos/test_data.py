@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from variants import variants
 
 from engine_core.runs.rollout_files import read_rollouts
 
@@ -37,7 +38,9 @@ def data(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("what", BAD_LINES)
+@pytest.mark.parametrize(
+    "what", variants(BAD_LINES, ("half a row", "a number for a prompt", "not UTF-8", "too deep"))
+)
 def test_a_bad_row_is_named_by_file_and_line_counted_and_skipped_or_ends_the_run(
     engine, tiny, data, metrics, what
 ):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from variants import variants
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
@@ -104,12 +105,12 @@ def same_first_tokens(one, other):
     assert [tokens for _, tokens, _ in first] == [tokens for _, tokens, _ in second]
 
 
-@pytest.mark.parametrize("model", ["conv_lm", "adapter_lm"])
+@pytest.mark.parametrize("model", variants(("conv_lm", "adapter_lm"), ("adapter_lm",)))
 def test_a_sampler_with_weights_of_its_own_builds_the_model_in_any_process(train, model):
     assert train(model, "process") == train(model, "own")
 
 
-@pytest.mark.parametrize("model", ["gru", "gru_sampler"])
+@pytest.mark.parametrize("model", variants(("gru", "gru_sampler"), ("gru",)))
 def test_so_does_one_whose_actor_brings_model_and_optimizer(train, model):
     same_first_tokens(train(model, "own"), train(model, "shared"))
 

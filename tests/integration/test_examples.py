@@ -89,6 +89,7 @@ def test_the_demo_leaves_a_folder_alone_that_it_did_not_make(demo, run_demo, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_the_control_runs_with_the_rewards_dealt_out_at_random(demo, run_demo, tmp_path):
     folder = tmp_path / "control"
     done = run_demo(demo[0], "--control", "--folder", folder, "--sft-steps", 1, "--steps", 2)

@@ -6,6 +6,7 @@ The task: answer in digits. A random model does so with 3% of its characters.
 import statistics
 
 import pytest
+from variants import variants
 
 from engine_core import Trainer, load_config
 
@@ -55,7 +56,7 @@ class Digits:
         return told
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", variants(ALGORITHMS, ("grpo", "gspo", "ppo")))
 def test_the_reward_rises_and_a_shuffled_one_does_not(grpo, name):
     ends = {}
     for shuffled in (False, True):

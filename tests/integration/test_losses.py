@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from variants import variants
 
 from engine_core import Trainer, builtin, load_config
 from engine_core.algorithms.kl import ESTIMATORS
@@ -78,7 +79,7 @@ def test_every_loss_trains(trainer, loss):
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", variants(ESTIMATORS, ("k1", "k3+")))
 def test_every_estimator_of_the_kl_trains(trainer, estimator, kl_in):
     lines = steps_of(
         trainer(algorithm__kl_coef=0.1, algorithm__kl_estimator=estimator, algorithm__kl_in=kl_in)
@@ -103,7 +104,10 @@ CORRECTIONS = {
 }
 
 
-@pytest.mark.parametrize("settings", CORRECTIONS.values(), ids=CORRECTIONS)
+@pytest.mark.parametrize(
+    "settings",
+    variants(CORRECTIONS, ("token", "icepop", "mis", "k1", "opsm", "bypass_masked"), CORRECTIONS),
+)
 def test_every_correction_trains_and_is_measured(trainer, apart, settings):
     chosen = {f"algorithm__correction__{key}": value for key, value in settings.items()}
     lines = steps_of(trainer(**chosen, algorithm__correction__max_masked_share=1.0))
@@ -210,7 +214,7 @@ ADAPTIVE = {
 }
 
 
-@pytest.mark.parametrize("settings", ADAPTIVE.values(), ids=ADAPTIVE)
+@pytest.mark.parametrize("settings", variants(ADAPTIVE, ("kl", "refreshed_average", "clip_cov"), ADAPTIVE))
 def test_what_adapts_goes_on_after_a_resume_as_if_nothing_had_happened(trainer, settings):
     chosen = {f"algorithm__{key.replace('.', '__')}": value for key, value in settings.items()}
     straight = trainer(**chosen, run__steps=4)

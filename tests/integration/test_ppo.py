@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from variants import variants
 
 from engine_core import Trainer, load_config
 from engine_core.errors import ConfigError, TrainingFailed
@@ -153,7 +154,11 @@ def test_a_warm_up_longer_than_the_run_is_refused(make):
 
 
 @pytest.mark.parametrize(
-    "point", ["step.after_backward@5", "step.after_update@5", "step.after_update@6", "step.train@2"]
+    "point",
+    variants(
+        ("step.after_backward@5", "step.after_update@5", "step.after_update@6", "step.train@2"),
+        ("step.after_backward@5", "step.after_update@6"),
+    ),
 )
 def test_a_stop_between_the_two_updates_finishes_the_step_and_resumes_bit_for_bit(
     make, monkeypatch, point, tmp_path

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from variants import variants
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
@@ -89,7 +90,10 @@ def test_a_trainer_learns_what_is_right_for_sums_that_it_has_not_seen(made, name
     assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
 
 
-@pytest.mark.parametrize("loss", PAIR_LOSSES)
+OFTEN = ("aot", "apo_zero", "bco_pair", "cpo", "exo_pair", "orpo", "robust", "sigmoid", "simpo")
+
+
+@pytest.mark.parametrize("loss", variants(PAIR_LOSSES, OFTEN))
 def test_every_pair_loss_trains(made, loss):
     smoothing = {"dpo.label_smoothing": 0.01} if loss == "exo_pair" else {}
     trainer = made("dpo", {"dpo.loss": loss, "eval.at_end": True, "run.name": loss, **smoothing})

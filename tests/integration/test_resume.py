@@ -9,6 +9,7 @@ import shutil
 import numpy
 import pytest
 import torch
+from variants import variants
 
 from engine_core import Trainer, load_config
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
@@ -91,26 +92,23 @@ def straight(world, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "step.begin",
-        "step.begin@2",
-        "step.generate@2",
-        "step.reward@2",
-        "step.log_probs@2",
-        "step.train@2",
-        "step.after_backward@3",
-        "step.after_update@3",
-        "step.after_update@4",
-        "step.sync@2",
-        "step.eval@1",
-        "step.eval@3",
-        "step.before_metrics@2",
-        "step.after_metrics@3",
-        "step.eval@4",
-    ],
+STOPS = (
+    *("step.begin", "step.begin@2", "step.generate@2", "step.reward@2", "step.log_probs@2", "step.train@2"),
+    *("step.after_backward@3", "step.after_update@3", "step.after_update@4", "step.sync@2", "step.eval@1"),
+    *("step.eval@3", "step.before_metrics@2", "step.after_metrics@3", "step.eval@4"),
 )
+OFTEN = (
+    "step.begin@2",
+    "step.generate@2",
+    "step.after_backward@3",
+    "step.after_update@3",
+    "step.sync@2",
+    "step.eval@3",
+    "step.after_metrics@3",
+)
+
+
+@pytest.mark.parametrize("point", variants(STOPS, OFTEN))
 def test_a_stop_anywhere_saves_and_the_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     train, fault, straight, monkeypatch, tmp_path, point
 ):

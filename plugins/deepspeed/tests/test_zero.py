@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_read(ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        IN_PARTS,
+        slowly(IN_PARTS, id="3"),
         slowly({}, id="3-small-weights-whole"),
         slowly({"stage": 1, "compute_dtype": "bf16"}, id="1-bf16"),
         slowly({"stage": 2}, id="2"),

@@ -58,7 +58,7 @@ def gradients(engine):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"activation_checkpointing": True, "compile": True, "lora": {"rank": 4}}],
+    [{}, pytest.param({"activation_checkpointing": True, "compile": True, "lora": {"rank": 4}}, marks=pytest.mark.slow)],
     ids=lambda more: "-".join(more) or "plain",
 )  # fmt: skip
 def test_an_engine_learns_the_same_in_chunks(make_engine, batch, monkeypatch, more):
