@@ -89,25 +89,6 @@ def _placement(config: EngineConfig) -> Iterator[Problem]:
             yield Problem(
                 ("placement", role), f"missing. With several pools ({names}) each role names its own."
             )
-    for pool, most in placement.max_samplers.items():
-        if pool not in placement.pools:
-            known = did_you_mean(pool, placement.pools)
-            yield Problem(
-                ("placement", "max_samplers", pool),
-                f"got '{pool}', which is no pool of placement.pools.{known}",
-            )
-        elif most < placement.pools[pool]:
-            yield Problem(
-                ("placement", "max_samplers", pool),
-                f"got {most}, expected at least placement.pools.{pool} = {placement.pools[pool]}, with which the pool starts. "
-                "Raise it, or take it out.",
-            )
-        elif pool != placement.pool_of("rollout") or pool == placement.pool_of("actor"):
-            yield Problem(
-                ("placement", "max_samplers", pool),
-                "only the number of samplers can change while a run goes on, where they have a pool of their own. Name that "
-                "one, or take it out.",
-            )
 
 
 def _values(config: EngineConfig) -> Iterator[Problem]:

@@ -272,12 +272,8 @@ class RuntimeConfig(Table):
 class PlacementConfig(Table):
     """``[placement]``: which devices each role uses."""
 
-    renamed = {"most": "max_samplers"}
-
     pools: dict[str, PositiveInt] = {}
     """Device pools by name and size; default: one pool for all roles."""
-    max_samplers: dict[str, PositiveInt] = {}
-    """How many processes the sampler's own pool may have while the run goes on: ``{ serve = 4 }``. It starts with what `pools` says, and ``engine scale`` changes that within this; default: it stays."""
     actor: str | None = None
     """Pool of the actor."""
     critic: str | None = None

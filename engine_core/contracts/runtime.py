@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine_core.config import EngineConfig
     from engine_core.contracts.weight_sync import SyncResult
     from engine_core.plugins.plugin_set import PluginSet
@@ -148,17 +146,8 @@ class Runtime(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot refresh a reference model.")
 
-    def look_for_requests(self, folder: Path) -> None:
-        """Read what a user asked of the running workers, such as another number of samplers; by default nothing can be asked.
-
-        Called before each update of weights.
-
-        Args:
-            folder: of the run.
-        """
-
     def loss_metrics(self) -> dict[str, float]:
-        """Of samplers that were lost and replaced, have come or left since it was last asked, ``sampling/...``; {} where none may be."""
+        """Of samplers that were lost and replaced since it was last asked, ``sampling/...``; {} where none may be."""
         return {}
 
     def memory_metrics(self) -> dict[str, float]:

@@ -62,8 +62,6 @@ class RolloutSource:
     def sync(self, updated: bool = True) -> dict[str, float]:
         """Bring the sampler to the actor's weights, a version on where they were updated."""
         runtime = self.run.runtime
-        if self.run.folder is not None:
-            runtime.look_for_requests(self.run.folder.path)
         result = runtime.push_weights("actor", "rollout", self.version + updated)
         traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
         self.version = result.version

@@ -325,15 +325,6 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
     assert "placement.pools: 3 processes need an accelerator each, and this machine shows 2" in refused(
         settings, pools
     )
-    some = pools | {"placement.pools": {"a": 1, "b": 1}, "placement.max_samplers": {"b": 2}}
-    assert (
-        "placement.max_samplers: 3 processes at the most need an accelerator each, and this machine shows 2"
-        in refused(settings, some)
-    )
-    monkeypatch.setattr("engine_plugin_processes.runtime.default_device", lambda: torch.device("cpu"))
-    assert "placement.max_samplers: processes that another has started cannot come or leave" in refused(
-        settings, some | {"placement.ref": "a"}
-    )
     with pytest.raises(ConfigError, match=r"no pool of placement\.pools"):
         config_of(settings, **{**TORCHRUN, **pools, "placement.rollout": "c"})
 

@@ -53,12 +53,6 @@ def test_adapters_are_refused_with_what_trains_them():
     assert "[actor.lora]: 'megatron' trains no adapters yet: peft's are of transformers' layers" in told
 
 
-def test_a_size_of_micro_batches_that_nothing_estimates_is_asked_for():
-    told = refused(max_tokens_per_rank="auto")
-    assert "actor.max_tokens_per_rank is 'auto', and 'megatron' has no estimate" in told
-    assert "Set a number, such as 8192" in told
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_machine_without_cuda_is_refused_with_what_runs_there():
     assert "needs a CUDA device; this machine has none. Use 'torch' or 'fsdp' here." in refused()

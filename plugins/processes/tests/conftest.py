@@ -50,18 +50,8 @@ class Crew:
         ((rank, message),) = messages.items()
         reply = Reply(lambda: self.left.append(rank))
         plain = decode(message.header, bytearray(b"".join(message.buffers)))
-        if what == ("rollout", "leave"):
-            self.before_leaving()
-            reply.set_result({})
-            return reply
         self.sent.append(Command(rank, plain, reply, on_part))
         return reply
-
-    def before_leaving(self):
-        """What a worker still tells that is asked to leave."""
-
-    def dismiss(self, worker, cause):
-        """It ends."""
 
     def take(self):
         """What was sent since the last time."""
@@ -176,7 +166,7 @@ def replaceable_of(samplers_of):
 
     def make(capacity=0):
         group = samplers_of(capacity)
-        replacements = Away(group.crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0, changeable=True)
+        replacements = Away(group.crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0)
         return ReplaceableGroup(group, replacements)
 
     return make

@@ -1,7 +1,5 @@
 """Pools over ranks; what cannot be is refused with its keys."""
 
-import types
-
 import pytest
 
 from engine_core.config import EngineConfig
@@ -10,9 +8,8 @@ from engine_core.errors import ConfigError, PluginError
 from engine_plugin_processes.options import TorchrunOptions
 from engine_plugin_processes.placement import (
     Slice,
-    check_singly,
+    check_replaceable,
     plan_pools,
-    processes_to_come,
     slices_of,
     wanted_processes,
 )
@@ -100,41 +97,15 @@ def test_layouts_that_make_no_whole_are_the_plugins_fault(layouts):
         slices_of("actor", layouts, [0, 1])
 
 
-GROWING = {
-    "pools": {"serve": 1, "train": 2},
-    "max_samplers": {"serve": 3},
-    "actor": "train",
-    "rollout": "serve",
-}
-
-
-def test_a_pool_has_ranks_for_those_that_may_come():
-    placed = config(**GROWING)
-    assert (wanted_processes(placed), processes_to_come(placed)) == (3, 2)
-    serve, train = plan_pools(placed, RL, 3)
-    assert (list(serve.ranks), list(serve.started)) == ([0, 1, 2], [0])
-    assert (list(train.ranks), list(train.started)) == ([3, 4], [3, 4])
-    assert (str(serve), str(train)) == ("serve: 1 (up to 3) x (rollout)", "train: 2 x (actor, ref, critic)")
-
-
 @pytest.mark.parametrize(
-    ("changes", "roles", "starts", "message"),
+    ("roles", "starts", "message"),
     [
-        ({}, ("actor", "rollout"), False, "placement.max_samplers: processes that another has started cannot come or leave"),
-        ({"ref": "serve"}, RL, True, "placement.max_samplers: only a sampler in a pool of its own can come or leave; here its processes serve ref, rollout"),
+        (("actor", "rollout"), False, "processes that another has started cannot be replaced"),
+        (("actor", "ref", "rollout"), True, "only a sampler in a pool of its own can be replaced; here its processes serve ref, rollout"),
     ],
 )  # fmt: skip
-def test_samplers_that_cannot_come_are_refused_by_key(changes, roles, starts, message):
-    placed = config(**GROWING, **changes)
+def test_samplers_that_cannot_be_replaced_are_refused_by_key(roles, starts, message):
+    placed = config(pools={"serve": 1, "train": 2}, actor="train", ref="serve", rollout="serve")
     with pytest.raises(ConfigError) as error:
-        check_singly(placed, 0, plan_pools(placed, roles, 3), starts)
-    assert message in str(error.value)
-
-
-def test_samplers_of_several_processes_cannot_come_or_leave():
-    placed = config(**GROWING)
-    placed.rollout.options = types.SimpleNamespace(tensor_parallel_size=2)
-    with pytest.raises(
-        ConfigError, match=r"placement\.max_samplers: a sampler of 2 processes \(rollout\.hf\.tensor"
-    ):
-        check_singly(placed, 1, plan_pools(placed, RL, 3), True)
+        check_replaceable(placed, plan_pools(placed, roles, 3), starts)
+    assert f"runtime.torchrun.max_replacements: {message}" in str(error.value)

@@ -55,7 +55,7 @@ def test_a_lost_samplers_portion_goes_to_the_others_and_every_request_is_answere
     assert ids(reply.result(1)) == [request.id for request in asked]
     assert sorted(answered) == sorted(request.id for request in asked)
     assert replacements.metrics() == {
-        "sampling/lost": 1.0, "sampling/joined": 0.0, "sampling/left": 0.0, "sampling/reissued": 2.0, "sampling/samplers": 2.0
+        "sampling/lost": 1.0, "sampling/joined": 0.0, "sampling/reissued": 2.0, "sampling/samplers": 2.0
     }  # fmt: skip
 
 

@@ -19,14 +19,13 @@ def test_a_process_that_is_begun_while_the_run_ends_is_not_left_behind(monkeypat
     """The folder in which it would meet others is gone by the time that it is there."""
     placement = {
         "pools": {"train": 1, "serve": 1},
-        "max_samplers": {"serve": 2},
         "actor": "train",
         "rollout": "serve",
     }
     config = EngineConfig(placement=placement, runtime={"backend": "torchrun"})
     config.runtime.options = TorchrunOptions()
     runtime = TorchrunRuntime(config, None, {})
-    runtime.pools = [Pool("serve", range(2), ("rollout",), 1), Pool("train", range(2, 3), ("actor",))]
+    runtime.pools = [Pool("serve", range(2), ("rollout",)), Pool("train", range(2, 3), ("actor",))]
     runtime.crew, started, start = SimpleNamespace(), [], WorkerHandle.start.__func__
 
     def noting(cls, rank, env):
@@ -36,7 +35,7 @@ def test_a_process_that_is_begun_while_the_run_ends_is_not_left_behind(monkeypat
     monkeypatch.setattr(WorkerHandle, "start", classmethod(noting))
     begin = runtime._replacing({}, Role("rollout")).begin
     with pytest.raises(AssertionError):
-        begin(1, 1, lambda: True)
+        begin(1, 1)
     try:
         assert started[0].process.poll() is not None
     finally:

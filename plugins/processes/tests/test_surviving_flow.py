@@ -89,25 +89,3 @@ def test_a_round_takes_back_what_a_lost_sampler_of_a_flow_had(flowing):
     flowing.group.call("advance", requests=[], stopped=["r1"])
     assert [[each.id for each in sent.requests] for sent in flowing.crew.sent[3:]] == [["r4"], []]
     assert not flowing.group.lost_some
-
-
-def test_what_one_that_leaves_has_not_told_is_asked_of_the_others_once(flowing):
-    """What it tells until it has left counts."""
-    replacements = flowing.group.replacements
-
-    def tell_and_rest():
-        flowing.finish(2, 2)
-        flowing.answer(2)
-
-    flowing.crew.before_leaving = tell_and_rest
-    replacements.want(2)
-    assert not replacements.change()
-    assert replacements.present == [1, 2]
-    assert (flowing.flow.resting, flowing.flow.error) == (True, None)
-    flowing.go()
-    assert [(rank, ids) for rank, ids, _ in flowing.asked(3)] == [(1, ["r5"])]
-    flowing.go(6, 7)
-    assert {rank for rank, *_ in flowing.asked(4)} <= {1, 2}
-    assert sorted(id for _, ids, _ in flowing.asked(4) for id in ids) == ["r6", "r7"]
-    told = replacements.metrics()
-    assert (told["sampling/reissued"], told["sampling/left"], told["sampling/samplers"]) == (1, 1, 2)

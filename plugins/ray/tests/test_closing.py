@@ -22,11 +22,11 @@ class Joined:
 def test_workers_that_cannot_be_ended_keep_neither_room_nor_connection(monkeypatch):
     made = RayRuntime.__new__(RayRuntime)
     made.crew, made.cluster, made.store = BrokenCrew(), Joined(), Store()
-    made.replacements, made._rooms = None, {3: "a sampler's"}
+    made.replacements = None
     made._groups, made._seats, made._meeting = ["the pool's"], {}, None
     released = []
     monkeypatch.setattr(module, "release", released.extend)
     with pytest.raises(RuntimeError, match="Ray does not answer"):
         made.close()
-    assert released == ["the pool's", "a sampler's"]
+    assert released == ["the pool's"]
     assert made.cluster.closed

@@ -8,7 +8,7 @@ import pytest
 
 from engine_core.errors import ConfigError
 from engine_plugin_processes.placement import Pool
-from engine_plugin_ray.placing import THIS_MACHINE, _order, at_start, check, one_by_one, release, reserve
+from engine_plugin_ray.placing import THIS_MACHINE, _order, check, release, reserve
 from engine_plugin_ray.plugin import RayOptions
 
 TRAIN = Pool("train", range(4), ("actor", "ref"))
@@ -159,14 +159,3 @@ def test_pools_that_are_hardest_to_place_are_placed_first(cluster):
     pools = [Pool(name, range(2 + (name == "e")), ("actor",)) for name in kinds]
     in_turn = sorted(pools, key=lambda pool: _order(pool, RayOptions(strategy=kinds)))
     assert "".join(pool.name for pool in in_turn) == "edcba"
-
-
-def test_samplers_that_may_come_have_no_room_in_a_cluster_that_never_gets_more():
-    growing = Pool("serve", range(1, 5), ("rollout",), to_come=3)
-    with pytest.raises(
-        ConfigError, match=r"^placement\.max_samplers: train = 1 \(actor\), serve = 4 \(rollout\) asks for"
-    ):
-        check([Pool("train", range(1), ("actor",)), growing], RayOptions(), False, {"a": {"CPU": 4}}, "it")
-    check(at_start([growing]), RayOptions(), False, {"a": {"CPU": 4}}, "it")
-    assert [list(one.ranks) for one in one_by_one(growing)] == [[1]]
-    assert [list(one.ranks) for one in one_by_one(growing, [3, 4])] == [[3], [4]]

@@ -111,12 +111,3 @@ def test_validate_refuses_them_as_train_does(problems, tmp_path, capsys):
     assert len(said) == 2
     assert said[0] == said[1]
     assert "runtime.ray.strategy: 'trian' is no pool of this run" in said[0]
-
-
-def test_samplers_that_come_alone_have_no_strategy(problems):
-    placement = '[placement]\npools = { train = 1, serve = 1 }\nmax_samplers = { serve = 2 }\nactor = "train"\nrollout = "serve"\n'
-    (text,) = problems('strategy = { serve = "spread" }', placement)
-    assert text.startswith(
-        "runtime.ray.strategy.serve: with placement.max_samplers.serve each process of the pool comes and"
-    )
-    assert problems('strategy = { train = "spread" }', placement) == []

@@ -37,11 +37,6 @@ def test_ahead_the_side_that_is_waited_for_is_the_one_to_strengthen():
     said = advice(run(generate=6.0, train=3.5, step=10.0, sampling=10.0))
     assert "the trainer works for 4 and waits 6 for rollouts" in said
     assert "more samplers, at best 2.50x with 2.5 times as many" in said
-    assert "engine scale" not in said
-    lines = run(generate=6.0, train=3.5, step=10.0, sampling=10.0)
-    assert advice([line | {"sampling/samplers": 2.0} for line in lines]).endswith(
-        "With placement.max_samplers 'engine scale' brings them while the run goes on."
-    )
     said = advice(run(generate=0.0, train=9.5, step=10.0, sampling=4.0))
     assert "more trainers, at best 2.50x" in said
     assert "at best 1.40x" in said  # than one after the other

@@ -88,7 +88,7 @@ def test_its_rate_and_budget_can_be_scheduled(config_of, good):
     )
     config = config_of(text)
     assert [config_at(config, step).critic.optim.lr for step in (1, 2, 3)] == [1e-5, 1e-5, 0.5]
-    assert [config_at(config, step).critic.max_tokens_per_rank for step in (1, 2, 3)] == [8192, 9, 9]
+    assert [config_at(config, step).critic.max_tokens_per_rank for step in (1, 2, 3)] == ["auto", 9, 9]
 
 
 def test_without_a_critic_there_is_nothing_to_schedule(problems_of, good):

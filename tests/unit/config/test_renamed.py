@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from engine_core.config.checks import RENAMED_METRICS
-from engine_core.config.models import PlacementConfig
 from engine_core.config.roles import OptimConfig
 from engine_core.config.tables import Table
 from engine_core.specs import Options
@@ -63,7 +62,7 @@ def tables(base):
 def test_every_new_name_is_a_key_of_its_table_and_no_old_name_is():
     installed_specs()  # imports the option tables of all plugins
     found = {table: table.renamed for base in (Table, Options) for table in tables(base) if table.renamed}
-    assert {PlacementConfig, DPOOptions, RayOptions} <= set(found)
+    assert {DPOOptions, RayOptions} <= set(found)
     for table, renamed in found.items():
         keys = set(table.model_fields)
         assert set(renamed.values()) <= keys, table

@@ -269,26 +269,6 @@ def test_a_long_value_is_cut(problems_of):
             "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'",
             "1: placement.rollout: missing. With several pools (a, b) each role names its own.",
         ),
-        (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { c = 3 }",
-            "5: placement.max_samplers.c: got 'c', which is no pool of placement.pools. Known: a, b.",
-        ),
-        (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { b = 1 }",
-            "5: placement.max_samplers.b: got 1, expected at least placement.pools.b = 2, with which the pool starts.",
-        ),
-        (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { a = 2 }",
-            "5: placement.max_samplers.a: only the number of samplers can change while a run goes on",
-        ),
-        (
-            "[placement]\npools = { a = 1 }\nmax_samplers = { a = 2 }",
-            "3: placement.max_samplers.a: only the number of samplers can change while a run goes on",
-        ),
-        (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'b'\nmax_samplers = { b = 0 }",
-            "5: placement.max_samplers.b",
-        ),
     ],
 )
 def test_what_must_hold_between_keys_is_checked(problems_of, text, expected):

@@ -21,21 +21,6 @@ def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one(
     assert source.sync()["time/offload_and_sync"] == 4.0 + 0.5
 
 
-def test_an_update_has_the_runtime_look_for_requests_in_the_folder_of_the_run(tmp_path):
-    looked = []
-    runtime = SimpleNamespace(
-        traded_seconds=0.0, push_weights=lambda *_: looked.append("pushed") or SyncResult(1, 8, 0.25, ""), loss_metrics=dict,
-        look_for_requests=looked.append,
-    )  # fmt: skip
-    source = RolloutSource.__new__(RolloutSource)
-    source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None, folder=None)
-    source.version, source._traded = 0, 0.0
-    source.sync()  # an evaluation has no folder
-    source.run.folder = SimpleNamespace(path=tmp_path)
-    source.sync()
-    assert looked == ["pushed", tmp_path, "pushed"]
-
-
 def test_the_tools_of_the_environment_are_those_that_it_declares():
     tool = {"type": "function", "function": {"name": "add"}}
     spec = Environment(load=print, tools=(tool,))

@@ -22,16 +22,9 @@ class Pool:
     name: str
     ranks: range  # of the run
     roles: tuple[str, ...]
-    to_come: int = 0  # the last of them, which may come while the run goes on
-
-    @property
-    def started(self) -> range:
-        """Those that are there from the beginning."""
-        return self.ranks[: len(self.ranks) - self.to_come]
 
     def __str__(self) -> str:
-        more = f" (up to {len(self.ranks)})" if self.to_come else ""
-        return f"{self.name}: {len(self.started)}{more} x ({', '.join(self.roles)})"
+        return f"{self.name}: {len(self.ranks)} x ({', '.join(self.roles)})"
 
 
 @dataclass(frozen=True)
@@ -63,14 +56,8 @@ def wanted_processes(config: EngineConfig) -> int | None:
     return need
 
 
-def processes_to_come(config: EngineConfig) -> int:
-    """That may be there beside those of the start (`placement.max_samplers`)."""
-    pools = config.placement.pools
-    return sum(most - pools[name] for name, most in config.placement.max_samplers.items())
-
-
 def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> list[Pool]:
-    """The pools of a run, one after another over its ranks, of which each has as many as it may ever have.
+    """The pools of a run, one after another over its ranks.
 
     Args:
         config: the run file.
@@ -96,46 +83,32 @@ def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> li
                 f"placement.pools: pool '{name}' serves no role of this run ({', '.join(roles)}). Take it out, or "
                 f"name it in [placement]."
             )
-        most = config.placement.max_samplers.get(name, size)
-        pools.append(Pool(name, range(first, first + most), served, most - size))
-        first += most
+        pools.append(Pool(name, range(first, first + size), served))
+        first += size
     return pools
 
 
-def check_singly(config: EngineConfig, replaced: int, pools: Sequence[Pool], can_start: bool) -> None:
-    """Refuse samplers that are to come and go one by one, and cannot.
+def check_replaceable(config: EngineConfig, pools: Sequence[Pool], can_start: bool) -> None:
+    """Refuse samplers that are to be replaced one by one, and cannot.
 
     Args:
         config: the run file.
-        replaced: `max_replacements`.
         pools: of the run.
         can_start: the runtime starts its processes itself.
 
     Raises:
-        ConfigError: the key that asks for it, and why not.
+        ConfigError: why not.
     """
     key = f"runtime.{config.runtime.backend}.max_replacements"
-    verb, way_out = "be replaced", f"set {key} = 0"
-    if not replaced:
-        key, verb, way_out = "placement.max_samplers", "come or leave", "take it out"
     roles = next((pool.roles for pool in pools if "rollout" in pool.roles), ())
     if tuple(roles) != ("rollout",):
         raise ConfigError(
-            f"{key}: only a sampler in a pool of its own can {verb}; here its processes serve "
-            f"{', '.join(roles) or 'no sampler'}. Give it a pool ([placement]), or {way_out}."
+            f"{key}: only a sampler in a pool of its own can be replaced; here its processes serve "
+            f"{', '.join(roles) or 'no sampler'}. Give it a pool ([placement]), or set {key} = 0."
         )
     if not can_start:
-        started = f"{key}: processes that another has started cannot {verb}"
         raise ConfigError(
-            f"{started} by the run. Set it to 0, and see max_restarts."
-            if replaced
-            else f"{started} while the run goes on. Start the run without torchrun, or take it out."
-        )
-    parts = getattr(config.rollout.options, "tensor_parallel_size", 1)
-    if config.placement.max_samplers and parts > 1:
-        raise ConfigError(
-            f"placement.max_samplers: a sampler of {parts} processes (rollout.{config.rollout.backend}.tensor_parallel_size) cannot "
-            "come or leave, each process does it alone. Set tensor_parallel_size = 1, or take it out."
+            f"{key}: processes that another has started cannot be replaced by the run. Set it to 0, and see max_restarts."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import Command, Part, RuntimeSpec, TransportSpec
+from engine_core.specs import Part, RuntimeSpec, TransportSpec
 from engine_plugin_processes.options import TorchrunOptions
 from engine_plugin_processes.transports.table import TRANSPORTS
 
@@ -22,11 +22,6 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 @hookimpl
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
     return TRANSPORTS
-
-
-@hookimpl
-def engine_commands() -> Mapping[str, Command]:
-    return {"scale": Command(load="engine_plugin_processes.scale_command:scale")}
 
 
 @hookimpl

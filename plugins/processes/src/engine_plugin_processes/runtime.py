@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,13 @@ from engine_plugin_processes.links import Links
 from engine_plugin_processes.placement import (
     Pool,
     Slice,
-    check_singly,
+    check_replaceable,
     plan_pools,
-    processes_to_come,
     slices_of,
     wanted_processes,
 )
 from engine_plugin_processes.replaceable_group import ReplaceableGroup
 from engine_plugin_processes.replacement import Replacements
-from engine_plugin_processes.scale_requests import ScaleRequests
 from engine_plugin_processes.shared_module import SharedModule
 from engine_plugin_processes.transports.choice import KIND, Topology, by_topology, choose, make
 from engine_plugin_processes.transports.devices import ProcessDevice
@@ -46,8 +44,6 @@ from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine_plugin_processes.options import ProcessOptions
     from engine_plugin_processes.worker_process import WorkerHandle
 
@@ -67,7 +63,6 @@ class MultiProcessRuntime(Runtime):
         self.hosts: dict[int, str] = {}  # the address on which each rank is reached
         self.links: Links
         self.replacements: Replacements | None = None  # where samplers may be lost
-        self._scale_requests: ScaleRequests | None = None
         self._transport = ""  # of weights to the sampler
         self._devices: dict[int, ProcessDevice] = {}  # by rank, once it has started
         self._loan: SharedModule | None = None  # of the actor's module, where samplers of its pool share it
@@ -104,17 +99,9 @@ class MultiProcessRuntime(Runtime):
         """Whether ``_begin_again`` can be asked; known once ``_processes`` was asked."""
         return False
 
-    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> WorkerHandle:
-        """A new process for a rank, whose last one was lost, has left, or was not there yet; called in a thread.
-
-        Args:
-            rank: of the run.
-            wanted: whether it still is; what is waited for where it is not is given up (``replacing.Withdrawn``).
-        """
+    def _begin_again(self, rank: int) -> WorkerHandle:
+        """Start a new process for a rank whose last one was lost; called in a thread."""
         raise NotImplementedError(f"{type(self).__name__} replaces no worker.")
-
-    def _ended(self, rank: int) -> None:
-        """A rank has no process any more, and gets no other one now; called in a thread."""
 
     def _one_machine(self) -> bool:
         """Whether all processes are on this machine; known once ``_processes`` was asked."""
@@ -144,7 +131,7 @@ class MultiProcessRuntime(Runtime):
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         self._take_back()
-        if self.replacements is not None and self.replacements.change():
+        if self.replacements is not None and self.replacements.join():
             self.links.drop(self._pool(source), self._pool(target))
         if self._pool(source) is not self._pool(target):
             return self._across(source, target, version, None)
@@ -161,14 +148,6 @@ class MultiProcessRuntime(Runtime):
             return
         what = target, "load_named_weights"
         self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
-
-    def look_for_requests(self, folder: Path) -> None:
-        if self.replacements is None or not self.replacements.changeable:
-            return
-        if self._scale_requests is None:
-            self._scale_requests = ScaleRequests(folder, len(self._pool("rollout").ranks))
-        if (count := self._scale_requests.new()) is not None:
-            self.replacements.want(count)
 
     def loss_metrics(self) -> dict[str, float]:
         return {} if self.replacements is None else self.replacements.metrics()
@@ -218,7 +197,7 @@ class MultiProcessRuntime(Runtime):
         number, orders = self.crew.next_number(), {}
         for pool in self.pools:
             served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
-            for rank in pool.started:
+            for rank in pool.ranks:
                 self.crew.workers[rank].roles = pool.roles
                 orders[rank] = {**common, **self._place(pool, rank), "roles": served, "id": number}
         if self._may_replace():
@@ -291,9 +270,7 @@ class MultiProcessRuntime(Runtime):
 
     def _repeatable(self, pool: Pool) -> bool:
         """Accelerators promise no bits but where the file asks for them."""
-        return self.config.run.deterministic or all(
-            self._devices[rank].kind == "cpu" for rank in pool.started
-        )
+        return self.config.run.deterministic or all(self._devices[rank].kind == "cpu" for rank in pool.ranks)
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
         like = self._devices.get(target.ranks[0], ProcessDevice())  # one that comes later is on the same
@@ -324,14 +301,14 @@ class MultiProcessRuntime(Runtime):
         return {**seat, **world, "kind": "start"}
 
     def _may_replace(self) -> bool:
-        """Whether samplers are lost and replaced, or come and leave, one by one.
+        """Return whether samplers are lost and replaced one by one.
 
         Raises:
             ConfigError: they are to be, and cannot.
         """
-        if not (self.options.max_replacements or self.config.placement.max_samplers):
+        if not self.options.max_replacements:
             return False
-        check_singly(self.config, self.options.max_replacements, self.pools, self._can_replace())
+        check_replaceable(self.config, self.pools, self._can_replace())
         return True
 
     def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
@@ -339,10 +316,8 @@ class MultiProcessRuntime(Runtime):
         pool = self._pool("rollout")
         served = {"rollout": dataclasses.asdict(role)}
 
-        def begin(
-            rank: int, again: int, wanted: Callable[[], bool]
-        ) -> tuple[WorkerHandle, Mapping[str, Any]]:
-            worker = self._begin_again(rank, wanted)
+        def begin(rank: int, again: int) -> tuple[WorkerHandle, Mapping[str, Any]]:
+            worker = self._begin_again(rank)
             try:
                 return worker, {**common, **self._place(pool, rank, again), "roles": served}
             except BaseException:  # the run may have ended meanwhile
@@ -356,9 +331,6 @@ class MultiProcessRuntime(Runtime):
             f"runtime.{self.config.runtime.backend}.max_replacements",
             begin,
             self.options.startup_timeout_minutes * 60,
-            pool.started,
-            self._ended,
-            changeable=bool(self.config.placement.max_samplers),
         )
 
     def _ranks(self, pool: Pool) -> list[int]:
@@ -372,16 +344,15 @@ class MultiProcessRuntime(Runtime):
         Raises:
             ConfigError: more than it has accelerators.
         """
-        wanted, to_come = wanted_processes(self.config), processes_to_come(self.config)
+        wanted = wanted_processes(self.config)
         if self.options.device == "cpu" or default_device().type == "cpu":
             return wanted or 1
         there = torch.accelerator.device_count()
-        if (need := (wanted or 0) + to_come) > there:
+        if (wanted or 0) > there:
             name = self.config.runtime.backend
             key = "placement.pools" if self.config.placement.pools else f"runtime.{name}.processes"
-            key, least = ("placement.max_samplers", " at the most") if (wanted or 0) <= there else (key, "")
             raise ConfigError(
-                f"{key}: {need if least else wanted} processes{least} need an accelerator each, and this machine shows "
+                f"{key}: {wanted} processes need an accelerator each, and this machine shows "
                 f'{there}. Lower it, look at CUDA_VISIBLE_DEVICES, or set runtime.{name}.device = "cpu".'
             )
         return wanted or there
@@ -403,7 +374,7 @@ class MultiProcessRuntime(Runtime):
         self, name: str, role: Role, pool: Pool, ready: Mapping[int, Mapping[str, Any]]
     ) -> RemoteWorkerGroup:
         assert self.crew is not None
-        found = [ready[rank]["roles"][name] for rank in pool.started]
+        found = [ready[rank]["roles"][name] for rank in pool.ranks]
         if self.replacements is not None and name == "rollout":
             own = [Slice((rank,), rank) for rank in pool.ranks]
             group = RemoteWorkerGroup(self.crew, name, own, 0.0, True, found[0]["capacity"])

@@ -11,7 +11,7 @@ no channel to what it started.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class TorchrunRuntime(MultiProcessRuntime):
             self._gathered = self._torchrun.gather(self.options.startup_timeout_minutes * 60)
             return self._gathered
         self._folder = TemporaryFolder("engine-torchrun-")
-        return self._spawn([rank for pool in self.pools for rank in pool.started])
+        return self._spawn([rank for pool in self.pools for rank in pool.ranks])
 
     @property
     def _size(self) -> int:
@@ -75,7 +75,7 @@ class TorchrunRuntime(MultiProcessRuntime):
     def _can_replace(self) -> bool:
         return self._torchrun is None
 
-    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> WorkerHandle:
+    def _begin_again(self, rank: int) -> WorkerHandle:
         return WorkerHandle.start(rank, self._environment())
 
     def _spawn(self, ranks: Sequence[int]) -> list[WorkerHandle]:

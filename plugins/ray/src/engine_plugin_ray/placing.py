@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from engine_plugin_ray.plugin import RayOptions
 
 Node = Mapping[str, float]  # resources by name
-ROOM_SECONDS = 1.0  # between two looks at whether a process that waits for room is still wanted
 THIS_MACHINE = "this machine"  # as a node, before a cluster of the run's own is started
 
 
@@ -31,22 +29,6 @@ def nodes_of_cluster() -> dict[str, Node]:
             name = address if address not in found else f"{address}#{len(found)}"  # several on one machine
             found[name] = node["Resources"]
     return found
-
-
-def at_start(pools: Sequence[Pool]) -> list[Pool]:
-    """Pools with those of their ranks alone that are there from the beginning."""
-    return [dataclasses.replace(pool, ranks=pool.started, to_come=0) for pool in pools]
-
-
-def one_by_one(pool: Pool, ranks: Iterable[int] | None = None) -> list[Pool]:
-    """A pool for each of its ranks.
-
-    Args:
-        pool: of the run.
-        ranks: default: those of the start.
-    """
-    chosen = pool.started if ranks is None else ranks
-    return [dataclasses.replace(pool, ranks=range(rank, rank + 1), to_come=0) for rank in chosen]
 
 
 def resources(options: RayOptions, gpu: bool) -> dict[str, float]:
@@ -65,11 +47,6 @@ def problems(config: EngineConfig) -> Iterator[str]:
     if unknown := list(unknown_pools(list(sizes) or [DEFAULT_POOL], options)):
         yield from unknown
         return
-    for name in (name for name in config.placement.max_samplers if name in options.strategy):
-        yield (
-            f"runtime.ray.strategy.{name}: with placement.max_samplers.{name} each process of the pool comes and leaves alone, "
-            "wherever there is room. Take one of them out."
-        )
     if not sizes and options.processes != "auto":
         sizes = {DEFAULT_POOL: options.processes}
     for name, size in sizes.items() if not (options.address or _connected()) else ():
@@ -121,7 +98,6 @@ def check(
     total = sum(len(pool.ranks) for pool in pools)
     if total > sum(room.values()):
         key = _size_key(pools[0]) if len(pools) == 1 else "placement.pools"
-        key = "placement.max_samplers" if any(pool.to_come for pool in pools) else key
         raise ConfigError(
             f"{key}: {asked}; {shown} has room for "
             f"{sum(room.values())} processes: {there}. Lower it, {_other_ways(total, each, nodes)}."
@@ -218,36 +194,6 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
         release(list(groups.values()))
         raise
     return [groups[pool.ranks[0]] for pool in pools]
-
-
-def room_for_one(
-    options: RayOptions, gpu: bool, wanted: Callable[[], bool], say_full: Callable[[], None]
-) -> Any:
-    """A placement group of one process, once there is room for it, perhaps on a node that joins the cluster meanwhile.
-
-    Args:
-        options: ``[runtime.ray]``.
-        gpu: it has an accelerator.
-        wanted: whether it still is.
-        say_full: is called while it waits, again and again.
-
-    Raises:
-        Withdrawn: it is not wanted any more.
-    """
-    from ray.util.placement_group import placement_group
-
-    from engine_plugin_processes.replacement import Withdrawn
-
-    group = placement_group([resources(options, gpu)], strategy="PACK")
-    try:
-        while not group.wait(ROOM_SECONDS):
-            if not wanted():
-                raise Withdrawn
-            say_full()
-    except BaseException:
-        release([group])
-        raise
-    return group
 
 
 def release(groups: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,11 @@ from engine_plugin_ray.nearby import NearEnd, connect_all
 from engine_plugin_ray.placing import (
     THIS_MACHINE,
     Node,
-    at_start,
     check,
     nodes_of_cluster,
-    one_by_one,
     release,
     reserve,
     resources,
-    room_for_one,
 )
 
 if TYPE_CHECKING:
@@ -65,9 +62,7 @@ class RayRuntime(MultiProcessRuntime):
         self.cluster = Cluster(self.options.address)
         self.store = Store()
         self._gpu = False
-        self._groups: list[Any] = []  # placement groups of the pools that stay as they are
-        self._rooms: dict[int, Any] = {}  # of ranks that come and leave, one for each that is there
-        self._waiting: set[int] = set()  # ranks for which there is no room now
+        self._groups: list[Any] = []  # placement groups, one for each pool
         self._seats: dict[int, ActorHandle] = {}
         self._store: Any = None  # the store in which ranks of several nodes meet
 
@@ -82,8 +77,7 @@ class RayRuntime(MultiProcessRuntime):
         self.store.forget()
         self._store = None
         self._seats = {}
-        groups, self._groups = [*self._groups, *self._rooms.values()], []
-        self._rooms = {}
+        groups, self._groups = self._groups, []
         if not self.cluster.own:
             release(groups)
 
@@ -107,9 +101,7 @@ class RayRuntime(MultiProcessRuntime):
         gpus = torch.accelerator.device_count() if self._gpu else 0
         own: Node = {"CPU": size * self.options.cpus_per_process, "GPU": gpus}
         nodes = nodes_of_cluster() if joined else {THIS_MACHINE: own}
-        check(at_start(self.pools), self.options, self._gpu, nodes, self.cluster.shown)
-        if not joined:  # it never has more room
-            check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
+        check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
         if not joined:
             environments.check_here(self.options.python)
             self.cluster.start(own["CPU"], gpus, self.options.object_store_mib, size)
@@ -119,26 +111,11 @@ class RayRuntime(MultiProcessRuntime):
                 "RAY_AUTH_MODE=token.",
                 self.cluster.shown,
             )
-        whole = self._staying()
-        alone = [one for pool in self.pools if pool not in whole for one in one_by_one(pool)]
-        groups = reserve([*whole, *alone], self.options, self._gpu)
-        self._groups = groups[: len(whole)]
-        self._rooms = {pool.ranks[0]: group for pool, group in zip(alone, groups[len(whole) :], strict=True)}
+        self._groups = reserve(self.pools, self.options, self._gpu)
         if joined:
-            self._check_pythons([*whole, *alone], groups)
-        self._seats = self._take_seats([rank for pool in self.pools for rank in pool.started])
+            self._check_pythons(self.pools, self._groups)
+        self._seats = self._take_seats([rank for pool in self.pools for rank in pool.ranks])
         return list(self._seats.values())
-
-    def _staying(self) -> list[Pool]:
-        """Pools whose number of processes does not change."""
-        return [pool for pool in self.pools if pool.name not in self.config.placement.max_samplers]
-
-    def _bundle(self, pool: Pool, rank: int) -> tuple[Any, int]:
-        """The placement group of a rank, and its place in it."""
-        staying = self._staying()
-        if pool not in staying:
-            return self._rooms[rank], 0
-        return self._groups[staying.index(pool)], pool.ranks.index(rank)
 
     def _check_pythons(self, pools: Sequence[Pool], groups: Sequence[Any]) -> None:
         seconds = self.options.startup_timeout_minutes * 60
@@ -162,7 +139,7 @@ class RayRuntime(MultiProcessRuntime):
         made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
         each = resources(self.options, self._gpu)
         actors = []
-        for pool in self.pools:
+        for pool, group in zip(self.pools, self._groups, strict=True):
             python = self.options.python.get(pool.name)
             given = self._given(self._size, python is not None)
             for rank in (rank for rank in pool.ranks if rank in ranks):
@@ -170,7 +147,7 @@ class RayRuntime(MultiProcessRuntime):
                     num_cpus=each["CPU"],
                     num_gpus=each.get("GPU", 0),
                     max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundle(pool, rank)),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, pool.ranks.index(rank)),
                     runtime_env={"py_executable": python} if python else None,
                 )
                 actors.append(chosen.remote(*given))
@@ -227,42 +204,9 @@ class RayRuntime(MultiProcessRuntime):
     def _can_replace(self) -> bool:
         return True
 
-    def _begin_again(self, rank: int, wanted: Callable[[], bool]) -> ActorHandle:
-        """A new actor in the bundle of the one that was lost, or in room of its own, once there is some.
-
-        Room of a lost one is given back: it may be on a node that is lost with it, which Ray may not know yet.
-        """
-        pool = next(pool for pool in self.pools if rank in pool.ranks)
-        if pool not in self._staying():
-            self._ended(rank)
-            try:
-                self._rooms[rank] = room_for_one(
-                    self.options, self._gpu, wanted, lambda: self._say_full(rank)
-                )
-            finally:
-                self._waiting.discard(rank)
-            (one,) = one_by_one(pool, [rank])
-            if not self._one_machine():
-                self._check_pythons([one], [self._rooms[rank]])
+    def _begin_again(self, rank: int) -> ActorHandle:
         self._seats |= self._take_seats([rank])
         return self._seats[rank]
-
-    def _say_full(self, rank: int) -> None:
-        """There is no room for a rank now; said once for all of them."""
-        first = not self._waiting
-        self._waiting.add(rank)
-        if first:
-            log.warning(
-                "Ray has no room for another sampler now (%s). It is waited for, and the run goes on; 'engine scale' with a smaller "
-                "number ends the wish.",
-                " and ".join(f"{amount:g} {kind}" for kind, amount in resources(self.options, self._gpu).items()),
-            )  # fmt: skip
-
-    def _ended(self, rank: int) -> None:
-        """Give back the room of a rank that comes and leaves by itself."""
-        self._seats.pop(rank, None)
-        if (group := self._rooms.pop(rank, None)) is not None:
-            release([group])
 
     def _given(self, size: int, own_python: bool) -> tuple[dict[str, str], list[str] | None, str]:
         """What an actor is told before it imports anything: environment, path, working folder.

@@ -112,52 +112,6 @@ def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> Non
 
 
 @contract(capability="processes")
-def samplers_come_and_leave_while_it_runs(bench: RuntimeBench) -> None:
-    """With `placement.max_samplers` a second sampler comes, with the weights of the update from which on it samples; then one leaves, and its process ends."""
-    from engine_plugin_testing.runtime_bench import PATIENCE
-
-    changes = {
-        "placement.pools": {"train": 1, "serve": 1},
-        "placement.max_samplers": {"serve": 2},
-        "placement.actor": "train",
-        "placement.rollout": "serve",
-    }
-    with bench.started(changes) as (runtime, groups, journal):
-        assert runtime.most_samplers == 2, runtime.most_samplers
-        asked, version = bench.requests(8), 0
-        first = {line["pid"] for line in _sampled(bench, groups, journal, asked, version)}
-        assert len(first) == 1, first
-        runtime.want_samplers(2)
-        deadline, there = time.monotonic() + 4 * PATIENCE, 1.0
-        while there < 2 and time.monotonic() < deadline:
-            version += 1
-            runtime.push_weights("actor", "rollout", version)
-            there = runtime.loss_metrics()["sampling/samplers"]
-            time.sleep(0.05)
-        both = {line["pid"] for line in _sampled(bench, groups, journal, asked, version)}
-        assert first < both, (first, both)
-        runtime.want_samplers(1)
-        runtime.push_weights("actor", "rollout", version + 1)
-        left = {line["pid"] for line in _sampled(bench, groups, journal, asked, version + 1)}
-        assert left == first, (left, first)
-        told = runtime.loss_metrics()
-        assert (told["sampling/left"], told["sampling/lost"], told["sampling/samplers"]) == (1, 0, 1), told
-        assert bench.gone(both - first), "the process of one that has left runs on"
-
-
-def _sampled(
-    bench: RuntimeBench, groups: Any, journal: Any, requests: list[Any], version: int
-) -> list[dict[str, Any]]:
-    """What reached samplers while these were sampled, each once and with the weights of this version."""
-    before = sum(map(len, bench.written(journal, "rollout", "add")))
-    found = groups["rollout"].call("generate", requests=requests).result()
-    assert [rollout.request_id for rollout in found] == [request.id for request in requests], found
-    versions = {int(number) for rollout in found for number in rollout.policy_versions}
-    assert versions == {version}, versions
-    return [line for lines in bench.written(journal, "rollout", "add") for line in lines][before:]
-
-
-@contract(capability="processes")
 def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
     """No process of a rank outlives ``close``."""
     with bench.started() as (_, groups, journal):

@@ -41,13 +41,7 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> str:
         for name in names
         if name.startswith(("time/", "response_length/"))
     }
-    said = _ahead(medians) if "time/sampling" in medians else _in_turn(medians)
-    may_change = "sampling/samplers" in usable[-1] and "more samplers" in said
-    return (
-        f"{said} With placement.max_samplers 'engine scale' brings them while the run goes on."
-        if may_change
-        else said
-    )
+    return _ahead(medians) if "time/sampling" in medians else _in_turn(medians)
 
 
 def _in_turn(medians: Mapping[str, float]) -> str:
