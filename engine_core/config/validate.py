@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from engine_core.algorithms.columns import COLUMNS
+from engine_core.builtin import COLUMNS
 from engine_core.config.checks import cross_problems, without_effect, without_learning
 from engine_core.config.choices import (
     OPTIONAL_ROLES,
