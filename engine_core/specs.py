@@ -381,8 +381,8 @@ class Objective(Spec):
     """What a train engine differentiates: ``f(outputs, batch, **parameters) -> (sum, metrics)``.
 
     ``sum`` is a scalar with gradient: the sum of ``batch["weights"]`` [T] times the loss of each token, so that it does
-    not depend on how a mini-batch is split. ``metrics`` are scalars that are summed over micro-batches (``max/`` ones
-    are maximized). A trainer calls it by name: ``LossCall("NAME", {...})``; ``parameters`` are plain values.
+    not depend on how a mini-batch is split. ``metrics`` are scalars, reduced over micro-batches and ranks as their
+    names declare (``engine_core.metrics``). A trainer calls it by name: ``LossCall("NAME", {...})``; ``parameters`` are plain values.
 
     Args:
         factory: ``load`` makes the objective: ``make(plugins, **parameters) -> f(outputs, batch)``, with the worker's own

@@ -469,25 +469,12 @@ class LossCall:
 class TrainOutput:
     """What ``forward_backward`` returns.
 
-    ``metrics`` are summed over micro-batches and ranks, except names that begin with ``max/``, of
-    which the maximum is kept. A loss weighs its metrics like its tokens, so the sums are means.
+    ``metrics`` are reduced over micro-batches and ranks as their names declare, see ``engine_core.metrics``.
     """
 
     loss: float  # the global loss that was differentiated
     metrics: dict[str, float] = field(default_factory=dict)
     num_micro_batches: int = 0
-
-    @classmethod
-    def of_parts(cls, parts: Iterable[TrainOutput]) -> TrainOutput:
-        """What one call on a whole mini-batch would have returned, from calls on parts of it."""
-        whole = cls(0.0)
-        for part in parts:
-            whole.loss += part.loss
-            whole.num_micro_batches += part.num_micro_batches
-            for name, value in part.metrics.items():
-                before = whole.metrics.get(name, value if name.startswith("max/") else 0.0)
-                whole.metrics[name] = max(before, value) if name.startswith("max/") else before + value
-        return whole
 
 
 @dataclass(slots=True)

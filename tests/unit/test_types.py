@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Rollout, Sampling, TrainOutput, counted
+from engine_core.types import Batch, Prompt, Rollout, Sampling, counted
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -88,15 +88,6 @@ def test_a_rollout_without_a_cut_support_beside_one_with_it_has_lost_nothing():
     extras = {"support_log_mass": torch.tensor([0.0, -0.2])}
     batch = Batch.from_rollouts([rollout([5], [1], extras=extras), rollout([5], [1])])
     assert batch["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7, 0.0, -0.5])
-
-
-def test_the_outputs_of_parts_are_summed_and_of_maxima_the_largest_is_kept():
-    parts = [
-        TrainOutput(1.0, {"a": 0.5, "max/b": -3.0}, 2),
-        TrainOutput(0.25, {"a": 0.25, "max/b": -2.0, "c": 1.0}, 1),
-    ]
-    assert TrainOutput.of_parts(parts) == TrainOutput(1.25, {"a": 0.75, "max/b": -2.0, "c": 1.0}, 3)
-    assert TrainOutput.of_parts([]) == TrainOutput(0.0)
 
 
 def test_a_replayed_support_is_padded_and_its_log_probs_are_as_sampled():
