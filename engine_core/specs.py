@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine_core.tables import BASE_SAMPLING
+
 
 class Options(BaseModel):
     """Base of every option table: unknown keys are refused, every field has a docstring below it.
@@ -120,12 +122,14 @@ class RolloutBackend(Spec):
     ``max_model_len``: tokens of a prompt and its response together that the engine is told to hold; a run with longer ones is refused.
 
     Args:
+        sampling: sampling options that it implements (``engine_core.tables.SamplingOptions``); a run that sets another is refused.
         frozen_only: its weights cannot be replaced: it samples for a judge alone.
     """
 
     kind = "rollout_engines"
     noun = "rollout engine"
     capabilities: frozenset[str] = frozenset()
+    sampling: frozenset[str] = BASE_SAMPLING
     frozen_only: bool = False
 
 

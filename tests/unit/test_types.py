@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,10 +134,11 @@ def test_a_copy_of_a_rollout_has_all_its_fields_and_changes_alone():
     assert (one.group_id, one.rewards) == (3, {})
 
 
-def test_a_seed_is_all_that_differs():
+def test_each_sampling_option_comes_from_the_last_table_that_has_it():
     told = Sampling(0.5, 0.9, 7, 11, ("a",), (3,), 1, 5, False, 2.0)
-    assert told.with_seed(2) == dataclasses.replace(told, seed=2)
-    assert told.seed == 1
+    own = SimpleNamespace(temperature=0.0, max_response_tokens=None, seed=9)
+    found = Sampling.of(told, own, log_probs=False)
+    assert found == Sampling(0.0, 0.9, 7, 11, ("a",), (3,), log_probs=False)
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 2, 0], [0, 0, 5], [5], [0], []], ids=str)
