@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from engine_core import builtin
-from engine_core.algorithms import correction, entropy, evaluation, kl, losses, objectives
+from engine_core.algorithms import correction, evaluation, losses, objectives, regularizers
 from engine_plugin_trainers import plugin as trainers
 from engine_plugin_trainers.algorithms import preference, preference_columns
 
@@ -130,10 +130,10 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     for heading, functions in TABLES.values():
         yield heading.replace("`", ""), described(functions())
     yield "loss_aggregation", listed(objectives)
-    yield "kl_estimator", listed(kl)
-    yield "kl_target", described({"kl_target": kl.AdaptiveKL})
-    yield "entropy_target", described({"entropy_target": entropy.AdaptiveEntropy})
-    yield "top_entropy_quantile", described({"top_entropy_quantile": entropy.high_entropy})
+    yield "kl_estimator", listed(regularizers)
+    yield "kl_target", described({"kl_target": regularizers.AdaptiveKL})
+    yield "entropy_target", described({"entropy_target": regularizers.AdaptiveEntropy})
+    yield "top_entropy_quantile", described({"top_entropy_quantile": regularizers.high_entropy})
     yield "correction", listed(correction)
     yield "dpo.loss", listed(preference)
     weights = {"wpo": preference_columns.policy_weights, "ld_alpha": preference_columns.tail_weights}

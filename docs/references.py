@@ -1,4 +1,4 @@
-"""Writes the pages of ``docs/reference/`` from the code, so that they say what the code does.
+"""Writes the pages of ``docs/reference/`` from the code, so that they say what the code does, and the install hints of plugins.
 
     python docs/references.py            write what changed (`make docs` does this first)
     python docs/references.py --check    change nothing; name the pages that are out of date, exit 1
@@ -299,12 +299,22 @@ def compatibility_page() -> str:
     )
 
 
+def install_hints() -> str:
+    """Return which of our distributions to install for a name, from the entry points of each."""
+    lines = []
+    for project in (tomllib.loads(file.read_text("utf-8"))["project"] for file in project_files()[1:]):
+        groups = {g.removeprefix("engine."): sorted(n) for g, n in sorted(project["entry-points"].items())}
+        lines.append(f'  "{project["name"]}": {json.dumps(groups)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "config.md": config_page,
     "hooks.md": hooks_page,
     "commands.md": commands_page,
     "errors.md": errors_page,
     "compatibility.md": compatibility_page,
+    "../../engine_core/plugins/known_plugins.json": install_hints,
 }
 
 

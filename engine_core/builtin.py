@@ -1,37 +1,18 @@
-"""The core's own names, offered through the same hooks as a stranger's.
+"""The names that the core itself offers, each registered here alone: its entry in a table and its option table.
 
-Only strings and option models here: what is named is imported where it is used.
+They come through the same hooks as the names of a plugin. ``engine_core.plugins.metadata`` lists them from these hooks,
+so the core has no entry points. Nothing heavy is imported here: what ``load`` names is imported where it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal
 
-from engine_core.algorithms.advantage_options import (
-    DistillAdvantageOptions,
-    GAEOptions,
-    GDPOOptions,
-    GPGOptions,
-    GRPOOptions,
-    GRPOPassKOptions,
-    RewardToGoOptions,
-)
-from engine_core.algorithms.columns import COLUMNS
-from engine_core.algorithms.loss_options import (
-    CISPOOptions,
-    DPPOKLOptions,
-    DPPOTVOptions,
-    DROOptions,
-    GMPOOptions,
-    GSPOOptions,
-    PPOClipOptions,
-    SAPOOptions,
-    VESPOOptions,
-)
-from engine_core.algorithms.stage_options import DynamicSamplingOptions, PFPPOOptions
+from pydantic import Field
+
 from engine_core.hooks import hookimpl
-from engine_core.local.options import LocalOptions
 from engine_core.specs import (
     SAMPLING_SECTIONS,
     SHARED_SECTIONS,
@@ -40,11 +21,68 @@ from engine_core.specs import (
     Command,
     Loss,
     Objective,
+    Options,
+    RefillOptions,
     RuntimeSpec,
     Stage,
     TrainerSpec,
     TransportSpec,
 )
+
+
+class GRPOOptions(Options):
+    """``[algorithm.grpo]``"""
+
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation; off is Dr.GRPO's advantage."""
+    epsilon: float = Field(1e-6, ge=0)
+    """Added to the standard deviation that divides; TRL's is 1e-4."""
+
+
+class GRPOPassKOptions(Options):
+    """``[algorithm.grpo_passk]``"""
+
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation."""
+
+
+class GDPOOptions(Options):
+    """``[algorithm.gdpo]``"""
+
+    whiten_batch: bool = True
+    """Standardise the sum over the rollouts of the batch."""
+
+
+class GAEOptions(Options):
+    """``[algorithm.gae]``"""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of a token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """Trace: 1 takes the whole return, 0 the next value alone."""
+    whiten_batch: bool = True
+    """Standardise the advantages over the sampled tokens of the batch."""
+
+
+class RewardToGoOptions(Options):
+    """``[algorithm.reinforce]``, ``[algorithm.reinforce_plus_plus]``"""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of a token."""
+
+
+class DistillAdvantageOptions(Options):
+    """``[algorithm.distill]``"""
+
+    gamma: float = Field(0.0, ge=0, le=1)
+    """Discount of a token: 0 gives each token its own log-ratio alone, over 0 also those that follow it."""
+
+
+class GPGOptions(Options):
+    """``[algorithm.gpg]``"""
+
+    f_norm: float = Field(1.0, gt=0)
+    """Constant divisor of the advantages."""
 
 
 @hookimpl
@@ -83,6 +121,24 @@ def engine_advantages() -> Mapping[str, Advantage]:
     }
 
 
+class DynamicSamplingOptions(RefillOptions):
+    """``[stage.dynamic_sampling]``"""
+
+    reward: str | None = None
+    """A group is dropped where this reward is equal in all its rollouts; default: the sum of all rewards."""
+
+
+class PFPPOOptions(Options):
+    """``[stage.pf_ppo_resample]``"""
+
+    method: Literal["pow", "max_min", "max_random"] = "pow"
+    """``pow``: probability ∝ |R|^`power`; ``max_min``: only the highest and lowest R; ``max_random``: 0.4 for the highest R, 0.1 for others."""
+    power: float = Field(2.0, ge=0)
+    """Exponent of ``pow``."""
+    seed: int = Field(0, ge=0)
+    """Seed of the draw; the step is added to it."""
+
+
 @hookimpl
 def engine_stages() -> Mapping[str, Stage]:
     return {
@@ -91,6 +147,99 @@ def engine_stages() -> Mapping[str, Stage]:
         ),
         "pf_ppo_resample": Stage(load="engine_core.algorithms.stages:pf_ppo_resample", config=PFPPOOptions),
     }
+
+
+class PPOClipOptions(Options):
+    """``[algorithm.ppo_clip]``"""
+
+    clip_ratio: float = Field(0.2, ge=0)
+    """The probability ratio is held within 1 - this and 1 + this, where the next two are not set."""
+    clip_ratio_low: float | None = Field(None, ge=0)
+    """The ratio is held above 1 - this; default: `clip_ratio`."""
+    clip_ratio_high: float | None = Field(None, ge=0)
+    """The ratio is held below 1 + this; default: `clip_ratio`. Larger than `clip_ratio_low` is DAPO's clip-higher."""
+    clip_ratio_c: float | None = Field(None, gt=1)
+    """Dual clip: with a negative advantage the loss is at most this times -advantage (https://arxiv.org/abs/1912.09729)."""
+    delta: float | None = Field(None, gt=1)
+    """Two-sided clip: the ratio of the unclipped term is at most this (https://arxiv.org/abs/2505.07291)."""
+
+
+class GSPOOptions(Options):
+    """``[algorithm.gspo]`` and ``[algorithm.luspo]``"""
+
+    clip_ratio_low: float = Field(3e-4, ge=0)
+    """The ratio of a sequence is held above 1 - this; far below a token's, since it is a geometric mean."""
+    clip_ratio_high: float = Field(4e-4, ge=0)
+    """The ratio of a sequence is held below 1 + this."""
+
+
+class GMPOOptions(Options):
+    """``[algorithm.gmpo]``"""
+
+    clip_ratio_low: float = Field(0.4, ge=0)
+    """The log of a token's ratio is held above minus this."""
+    clip_ratio_high: float = Field(0.4, ge=0)
+    """The log of a token's ratio is held below this."""
+
+
+class CISPOOptions(Options):
+    """``[algorithm.cispo]``"""
+
+    clip_ratio_low: float = Field(1.0, ge=0)
+    """The weight of a token is held above 1 - this; 1 is no bound."""
+    clip_ratio_high: float = Field(4.0, ge=0)
+    """The weight of a token is held below 1 + this."""
+
+
+class SAPOOptions(Options):
+    """``[algorithm.sapo]``"""
+
+    tau_pos: float = Field(1.0, gt=0)
+    """Temperature of the gate with a positive advantage; higher fades faster."""
+    tau_neg: float = Field(1.05, gt=0)
+    """Temperature of the gate with another advantage."""
+
+
+class DPPOTVOptions(Options):
+    """``[algorithm.dppo_tv]``"""
+
+    threshold_low: float = Field(0.2, ge=0)
+    """A token that became less likely by more than this is pushed down no more."""
+    threshold_high: float = Field(0.2, ge=0)
+    """A token that became more likely by more than this is pushed up no more."""
+    cap: float = Field(20.0, gt=0)
+    """Upper bound of the ratio that weighs a token."""
+
+
+class DPPOKLOptions(Options):
+    """``[algorithm.dppo_kl]``"""
+
+    threshold_low: float = Field(0.05, ge=0)
+    """A token that became less likely, by a KL over this, is pushed down no more."""
+    threshold_high: float = Field(0.05, ge=0)
+    """A token that became more likely, by a KL over this, is pushed up no more."""
+    cap: float = Field(20.0, gt=0)
+    """Upper bound of the ratio that weighs a token."""
+
+
+class DROOptions(Options):
+    """``[algorithm.dro]``"""
+
+    beta: float = Field(0.1, ge=0)
+    """Weight of the squared log-ratio."""
+
+
+class VESPOOptions(Options):
+    """``[algorithm.vespo]``"""
+
+    k_pos: float = Field(2.0, ge=0)
+    """Power of a sequence's weight, with a positive advantage."""
+    lambda_pos: float = Field(3.0, gt=0)
+    """Decay in a sequence's weight, with a positive advantage."""
+    k_neg: float = Field(3.0, ge=0)
+    """Power of a sequence's weight, with another advantage."""
+    lambda_neg: float = Field(2.0, gt=0)
+    """Decay in a sequence's weight, with another advantage."""
 
 
 @hookimpl
@@ -133,9 +282,28 @@ def engine_objectives() -> Mapping[str, Objective]:
     }
 
 
+COLUMNS: Mapping[str, Column] = {
+    "old_log_probs": Column(role="actor", output="log_probs"),
+    "sum_pi_squared": Column(role="actor", output="sum_pi_squared"),
+    "ref_log_probs": Column(role="ref", output="log_probs"),
+    "teacher_log_probs": Column(role="teacher", output="log_probs"),
+    "values": Column(role="critic", output="values"),
+}
+"""The columns that the core computes after the rollouts, in the order in which they are computed."""
+
+
 @hookimpl
 def engine_columns() -> Mapping[str, Column]:
     return COLUMNS
+
+
+class LocalOptions(Options):
+    """``[runtime.local]``: every worker in the controller's process."""
+
+    renamed = {"trade_memory": "offload_idle_roles"}
+
+    offload_idle_roles: bool = False
+    """Between phases the trainer gives its gradients and optimizer to host memory while the sampler works, and the sampler its cache while the trainer works."""
 
 
 @hookimpl

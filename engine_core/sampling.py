@@ -6,10 +6,14 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from engine_core.config.wording import expectation
 from engine_core.errors import DataError, PluginError
+from engine_core.tables import DEFAULTS, SamplingOptions
 from engine_core.types import TIMEOUT
 
 if TYPE_CHECKING:
@@ -73,18 +77,21 @@ def _begun_problem(request: Request, max_positions: int) -> str:
     return ""
 
 
+@functools.cache
+def _checks() -> Mapping[str, TypeAdapter[Any]]:
+    declared = get_type_hints(SamplingOptions, include_extras=True)
+    return {name: TypeAdapter(declared[name]) for name in DEFAULTS}
+
+
 def _sampling_problem(sampling: Sampling, hottest: float) -> str:
-    if not 0 <= sampling.temperature <= hottest or math.isinf(sampling.temperature):
-        most = "or more" if math.isinf(hottest) else f"to {hottest:g}, the most that the sampler takes"
-        return f"temperature {sampling.temperature}; expected 0 (greedy) {most}"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p {sampling.top_p}; expected more than 0 and at most 1 (all tokens)"
-    if sampling.top_k < 0:
-        return f"top_k {sampling.top_k}; expected 0 (all tokens) or more"
-    if sampling.max_response_tokens < 1:
-        return f"max_response_tokens {sampling.max_response_tokens}; expected 1 or more"
-    if "" in sampling.stop:
-        return "an empty stop string, which every text contains; remove it"
+    for name, check in _checks().items():
+        value = getattr(sampling, name)
+        try:
+            check.validate_python(value)
+        except ValidationError as error:
+            return f"{name} {value!r}; expected {expectation(error.errors()[0])}"
+    if sampling.temperature > hottest:
+        return f"temperature {sampling.temperature}; the sampler takes {hottest:g} at most"
     return ""
 
 

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine_core.tables import BASE_SAMPLING
+
 
 class Options(BaseModel):
     """Base of every option table: unknown keys are refused, every field has a docstring below it.
@@ -120,12 +122,14 @@ class RolloutBackend(Spec):
     ``max_model_len``: tokens of a prompt and its response together that the engine is told to hold; a run with longer ones is refused.
 
     Args:
+        sampling: sampling options that it implements (``engine_core.tables.SamplingOptions``); a run that sets another is refused.
         frozen_only: its weights cannot be replaced: it samples for a judge alone.
     """
 
     kind = "rollout_engines"
     noun = "rollout engine"
     capabilities: frozenset[str] = frozenset()
+    sampling: frozenset[str] = BASE_SAMPLING
     frozen_only: bool = False
 
 
@@ -381,8 +385,8 @@ class Objective(Spec):
     """What a train engine differentiates: ``f(outputs, batch, **parameters) -> (sum, metrics)``.
 
     ``sum`` is a scalar with gradient: the sum of ``batch["weights"]`` [T] times the loss of each token, so that it does
-    not depend on how a mini-batch is split. ``metrics`` are scalars that are summed over micro-batches (``max/`` ones
-    are maximized). A trainer calls it by name: ``LossCall("NAME", {...})``; ``parameters`` are plain values.
+    not depend on how a mini-batch is split. ``metrics`` are scalars, reduced over micro-batches and ranks as their
+    names declare (``engine_core.metrics``). A trainer calls it by name: ``LossCall("NAME", {...})``; ``parameters`` are plain values.
 
     Args:
         factory: ``load`` makes the objective: ``make(plugins, **parameters) -> f(outputs, batch)``, with the worker's own

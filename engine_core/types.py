@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine_core.tables import DEFAULTS, SamplingOptions
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -39,27 +41,30 @@ class Prompt:
 
 
 @dataclass(slots=True, frozen=True)
-class Sampling:
-    """How to sample; the same words in the TOML's ``[rollout]`` table."""
+class Sampling(SamplingOptions):
+    """How to sample: the sampling options, as in the TOML's ``[rollout]`` table, and what only a request has."""
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    max_response_tokens: int = 256
-    stop: tuple[str, ...] = ()  # strings; the one that matched stays in the response
-    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end of sequence
     seed: int | None = None  # with a seed the same request gives the same tokens
-    # tell which tokens top-p and top-k left, where they are at most this many; 0: do not
+    # tell which tokens a cut of the distribution left, where they are at most this many; 0: do not
     max_support: int = 0
     log_probs: bool = True  # False: nobody reads `Rollout.rollout_log_probs`, and they may be 0
     timeout_s: float = 0.0  # from when it is queued; then it is stopped as far as it came. 0: no limit
 
-    def with_seed(self, seed: int) -> Sampling:
-        """The same with a seed; made for each request, so it names the fields where ``replace`` looks for them."""
-        return Sampling(
-            self.temperature, self.top_p, self.top_k, self.max_response_tokens, self.stop, self.stop_token_ids,
-            seed, self.max_support, self.log_probs, self.timeout_s,
-        )  # fmt: skip
+    @classmethod
+    def of(cls, *tables: object, **request: Any) -> Sampling:
+        """Take each option from the last table that has it.
+
+        Args:
+            tables: of a run file, or other sampling; None in a table is no value.
+            request: what only a request has.
+        """
+        options = {
+            name: value
+            for table in tables
+            for name in DEFAULTS
+            if (value := getattr(table, name, None)) is not None
+        }
+        return cls(**options, **request)
 
 
 @dataclass(slots=True)
@@ -469,25 +474,12 @@ class LossCall:
 class TrainOutput:
     """What ``forward_backward`` returns.
 
-    ``metrics`` are summed over micro-batches and ranks, except names that begin with ``max/``, of
-    which the maximum is kept. A loss weighs its metrics like its tokens, so the sums are means.
+    ``metrics`` are reduced over micro-batches and ranks as their names declare, see ``engine_core.metrics``.
     """
 
     loss: float  # the global loss that was differentiated
     metrics: dict[str, float] = field(default_factory=dict)
     num_micro_batches: int = 0
-
-    @classmethod
-    def of_parts(cls, parts: Iterable[TrainOutput]) -> TrainOutput:
-        """What one call on a whole mini-batch would have returned, from calls on parts of it."""
-        whole = cls(0.0)
-        for part in parts:
-            whole.loss += part.loss
-            whole.num_micro_batches += part.num_micro_batches
-            for name, value in part.metrics.items():
-                before = whole.metrics.get(name, value if name.startswith("max/") else 0.0)
-                whole.metrics[name] = max(before, value) if name.startswith("max/") else before + value
-        return whole
 
 
 @dataclass(slots=True)

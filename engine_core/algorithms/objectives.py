@@ -1,7 +1,7 @@
 """What a train engine differentiates: losses by name, resolved in the worker.
 
 An objective is ``f(outputs, batch) -> (sum, metrics)``: the sum of ``weights`` times token loss over
-the sequences it sees, and metrics that are summed over micro-batches (``max/`` ones maximised).
+the sequences it sees, and metrics that are reduced as their names declare (``engine_core.metrics``).
 
 Aggregation goes from token losses to one number, the same on any split into micro-batches and ranks.
 
@@ -33,9 +33,10 @@ import torch
 
 from engine_core.algorithms import correction as gap
 from engine_core.algorithms.correction import Correction
-from engine_core.algorithms.kl import kl_estimate
 from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses import value as value_loss
+from engine_core.algorithms.regularizers import kl_estimate
+from engine_core.metrics import over_tokens
 from engine_core.types import counted
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def policy(
         watched["actor/entropy"] = outputs["entropy"].detach()
         if entropy_coef:
             total = total - entropy_coef * _weighted_sum(weights, outputs["entropy"])
-    return total, _summed(watched, share)
+    return total, over_tokens(watched, share)
 
 
 def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,7 +184,7 @@ def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, 
     Formula: ``-sum_t w_t log p_t``
     """
     losses = -outputs["log_probs"]
-    return _weighted_sum(batch["weights"], losses), _summed(
+    return _weighted_sum(batch["weights"], losses), over_tokens(
         {"actor/nll": losses.detach()}, batch["token_share"]
     )
 
@@ -200,7 +201,7 @@ def value_objective(
     """
     losses, watched = value_loss(outputs, batch, value_clip=value_clip)
     named = {f"critic/{name}": held for name, held in watched.items()}
-    return _weighted_sum(batch["weights"], losses), _summed(named, batch["token_share"])
+    return _weighted_sum(batch["weights"], losses), over_tokens(named, batch["token_share"])
 
 
 def _corrected(
@@ -245,12 +246,3 @@ def _masked(losses: Tensor, factor: Tensor) -> Tensor:
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Sum of weight times value; a token of weight 0 adds 0 even where its value is not finite."""
     return (weights * torch.where(weights > 0, values, torch.zeros_like(values))).sum()
-
-
-def _summed(watched: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor]:
-    """Token means as sums over this micro-batch, maxima over its loss tokens."""
-    summed = {}
-    for name, value in watched.items():
-        held = torch.where(share > 0, value.detach(), torch.zeros_like(value))
-        summed[name] = held.max() if name.startswith("max/") else (share * held).sum()
-    return summed

@@ -12,6 +12,7 @@ from engine_core.config.roles import RolloutConfig
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
 from engine_core.errors import did_you_mean
+from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig
@@ -166,8 +167,8 @@ def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
     if "eval" in sections and config.eval.max_response_tokens:
         responses["eval.max_response_tokens"] = config.eval.max_response_tokens
     for each in config.eval.set if "eval" in sections else ():
-        if each.max_response_tokens:
-            responses[f"eval.set.{each.name}.max_response_tokens"] = each.max_response_tokens
+        if most := each.own.get("max_response_tokens"):
+            responses[f"eval.set.{each.name}.max_response_tokens"] = most
     yield from _too_short("rollout", config.rollout, 0, config.data.max_prompt_tokens, responses)
     for role in FROZEN_READERS:
         if role in sections and (table := getattr(config, role)) is not None:
@@ -252,13 +253,13 @@ def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterat
         yield Problem(
             where, f"got {every}, but algorithm.correction.off_policy_threshold reads them in every step."
         )
-    elif config.rollout.top_p < 1 or config.rollout.top_k > 0:
-        yield Problem(
-            where,
-            f"got {every}, expected 1: what rollout.top_p and rollout.top_k kept is told with the log-probs.",
-        )
+    elif cutting := config.rollout.cutting:
+        kept = " and ".join(f"rollout.{key}" for key in cutting)
+        yield Problem(where, f"got {every}, expected 1: what {kept} kept is sent with the log-probs.")
     elif moved := [
-        key for key in config.schedule if key.startswith(("algorithm.correction.", "rollout.top_"))
+        key
+        for key in config.schedule
+        if key.startswith("algorithm.correction.") or key in {f"rollout.{name}" for name in CUTTING}
     ]:
         yield Problem(where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which reads them.")
     elif config.rollout.over_sampling > 1 or config.environment is not None:

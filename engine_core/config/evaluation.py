@@ -4,82 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, create_model
 
-from engine_core.config.tables import NonNegativeFloat, NonNegativeInt, PositiveInt, Table
 from engine_core.config.wording import Problem
+from engine_core.tables import Distribution, NonNegativeFloat, NonNegativeInt, PositiveInt, Table
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig, EngineConfig
-
-INHERITED = (
-    "max_prompts",
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_response_tokens",
-    "samples_per_prompt",
-    "k",
-    "majority",
-    "score",
-    "pass_threshold",
-)
-"""Keys of ``[eval]`` that a set may have for itself."""
-
 
 UNNAMED = "validation"
 """What files call the set of `data.validation`."""
 
 
-class EvalSetConfig(Table):
-    """``[[eval.set]]``: one held-out set with metrics of its own, ``eval/NAME/...``; a key that it lacks is that of ``[eval]``."""
+class SetOptions(Table, Distribution):  # type: ignore[misc]  # a table is not frozen
+    """Keys of ``[eval]`` that a set may have for itself."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-    """Name of the set in metrics and files."""
-    path: str | list[str]
-    """Files, of the layout of ``[data]``. Relative to the folder of the TOML that names them."""
-    max_prompts: PositiveInt | None = None
-    """Only the first n prompts."""
-    temperature: NonNegativeFloat | None = None
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus, as in ``[rollout]``."""
-    top_k: NonNegativeInt | None = None
-    """Sample from the k most likely tokens; 0: all."""
-    max_response_tokens: PositiveInt | None = None
-    """A response is cut after this many tokens."""
-    samples_per_prompt: PositiveInt | None = None
-    """Responses for each prompt."""
-    k: list[PositiveInt] | None = None
-    """The k of pass@k and maj@k."""
-    majority: str | None = None
-    """``off``, ``text``, or the reward whose answers are voted on."""
-    score: str | None = None
-    """The reward that a response is judged by."""
-    pass_threshold: float | None = None
-    """A response passes where its score is at least this."""
-
-
-class EvalConfig(Table):
-    """``[eval]``: scores on held-out files, during training and by ``engine eval``."""
-
-    every_steps: NonNegativeInt = 0
-    """Evaluate after every n steps; 0: never."""
-    at_start: bool = False
-    """Evaluate before the first step."""
-    at_end: bool = False
-    """Evaluate after the last step."""
     max_prompts: PositiveInt | None = None
     """Only the first n prompts of a set."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus, as in ``[rollout]``, whose value has no effect here."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens; 0: all."""
     max_response_tokens: PositiveInt | None = None
     """A response is cut after this many tokens; default: `rollout.max_response_tokens`."""
     samples_per_prompt: PositiveInt = 1
@@ -92,6 +35,47 @@ class EvalConfig(Table):
     """The reward that a response is judged by in accuracy, pass@k and maj@k; default: the first of the file."""
     pass_threshold: float = 1.0
     """A response passes where its score is at least this."""
+
+
+def _with_set_options(table: type[EvalSetConfig]) -> type[EvalSetConfig]:
+    """Add ``SetOptions`` without their defaults: a key that is not given is that of ``[eval]``."""
+    fields: dict[str, Any] = {
+        name: (field.rebuild_annotation() | None, Field(default=None, description=field.description))
+        for name, field in SetOptions.model_fields.items()
+    }
+    return create_model(
+        table.__name__, __base__=table, __module__=table.__module__, __doc__=table.__doc__, **fields
+    )
+
+
+@_with_set_options
+class EvalSetConfig(Table):
+    """``[[eval.set]]``: one held-out set with metrics of its own, ``eval/NAME/...``; a key that it lacks is that of ``[eval]``."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """Name of the set in metrics and files."""
+    path: str | list[str]
+    """Files, of the layout of ``[data]``. Relative to the folder of the TOML that names them."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys that are given."""
+        return {key: value for key, value in self if value is not None}
+
+
+class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
+    """``[eval]``: scores on held-out files, during training and by ``engine eval``."""
+
+    temperature: NonNegativeFloat = (
+        0.0  # not in SetOptions: pydantic would take the default of Distribution here
+    )
+    """Sampling temperature; 0 is greedy. What `[rollout]` says of the distribution has no effect here."""
+    every_steps: NonNegativeInt = 0
+    """Evaluate after every n steps; 0: never."""
+    at_start: bool = False
+    """Evaluate before the first step."""
+    at_end: bool = False
+    """Evaluate after the last step."""
     set: list[EvalSetConfig] = []
     """Held-out sets beside `data.validation`."""
 
@@ -101,22 +85,12 @@ class EvalConfig(Table):
         return bool(self.every_steps or self.at_start or self.at_end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class HeldOut(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """One set to evaluate with every key filled in; the keys of ``[[eval.set]]``."""
 
     name: str  # empty: that of data.validation
     path: str | list[str]
-    max_prompts: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    max_response_tokens: int
-    samples_per_prompt: int
-    k: list[int]
-    majority: str
-    score: str | None
-    pass_threshold: float
+    max_response_tokens: PositiveInt
 
     @property
     def prefix(self) -> str:
@@ -135,14 +109,11 @@ class HeldOut:
 def held_out_sets(config: EngineConfig) -> list[HeldOut]:
     """Return ``data.validation`` (or the set that ``data.source`` may give: it has no path), then every ``[[eval.set]]``."""
     evaluation, sets = config.eval, []
-    own: dict[str, Any] = {key: getattr(evaluation, key) for key in INHERITED}
-    own["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
+    shared = {key: getattr(evaluation, key) for key in SetOptions.model_fields}
+    shared["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
     if any(config.data.validation) or config.data.source:
-        sets.append(HeldOut(name="", path=config.data.validation, **own))
-    for each in evaluation.set:
-        given = {key: getattr(each, key) for key in INHERITED if getattr(each, key) is not None}
-        sets.append(HeldOut(name=each.name, path=each.path, **{**own, **given}))
-    return sets
+        sets.append(HeldOut(name="", path=config.data.validation, **shared))
+    return sets + [HeldOut(**shared | each.own) for each in evaluation.set]
 
 
 def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:

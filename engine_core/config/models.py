@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from engine_core.config.evaluation import EvalConfig
 from engine_core.config.rewards import PREFIX, FrozenScorer, RewardConfig
 from engine_core.config.roles import CriticConfig, ModelConfig, RoleConfig, RolloutConfig
-from engine_core.config.tables import (
+from engine_core.tables import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from engine_core.algorithms.columns import COLUMNS
+from engine_core.builtin import COLUMNS
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.errors import ConfigError, did_you_mean
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine_core.config.roles import ModelConfig, RoleConfig, RolloutConfig
-from engine_core.config.tables import (
+from engine_core.tables import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
-from engine_core.config.tables import (
+from engine_core.tables import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SamplingOptions,
     Seed,
     Table,
 )
@@ -178,7 +179,7 @@ class ProcessConfig(Table):
         return self.python or sys.executable
 
 
-class RolloutConfig(Table):
+class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is not frozen
     """``[rollout]``: how responses are sampled."""
 
     renamed = {
@@ -191,18 +192,6 @@ class RolloutConfig(Table):
     """Rollout engine, by name; its options stand in the table of that name."""
     group_size: PositiveInt = 8
     """G: responses sampled for each prompt."""
-    temperature: NonNegativeFloat = 1.0
-    """Softmax temperature; the trainer uses the same for its log-probs. 0 is greedy (evaluation only)."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus: sample from the smallest set of tokens with this probability."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens; 0: all."""
-    max_response_tokens: PositiveInt = 256
-    """A response is cut after this many tokens."""
-    stop: list[str] = []
-    """Strings that end a response; the match stays in it."""
-    stop_token_ids: list[int] = []
-    """Token ids that end a response, besides the tokenizer's own end token."""
     max_support: NonNegativeInt = 256
     """With `top_p` or `top_k`: each token comes with the ids of those that it was drawn from, where they are at most this many (4 bytes each), see `algorithm.correction.support`."""
     weights: Literal["auto", "shared", "own"] = "auto"

@@ -21,22 +21,20 @@ from pydantic import ValidationError
 
 from engine_core.config.choices import bare, keys_of
 from engine_core.errors import ConfigError, did_you_mean
+from engine_core.tables import DEFAULTS
 
 if typing.TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
     from engine_core.config.read import Path_
 
 FIXED_SETTINGS = (
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.top_k",
-    "rollout.max_response_tokens",
+    *(f"rollout.{option}" for option in DEFAULTS),
     "actor.optim.lr",
     "actor.max_tokens_per_rank",
     "critic.optim.lr",
     "critic.max_tokens_per_rank",
 )
-"""Besides every number and switch of ``[algorithm]`` and its option tables, and every number that is no count of
+"""Numbers of these are settings, besides every number and switch of ``[algorithm]`` and its option tables, and every number that is no count of
 the trainer's own table (``dpo.beta``): what that table switches or counts is built at the start."""
 
 _WORDS: dict[type | None, str] = {bool: "true or false", int: "a whole number", float: "a number"}

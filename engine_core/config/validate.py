@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from engine_core.algorithms.columns import COLUMNS
+from engine_core.builtin import COLUMNS
 from engine_core.config.checks import cross_problems, without_effect, without_learning
 from engine_core.config.choices import (
     OPTIONAL_ROLES,
@@ -28,12 +28,15 @@ from engine_core.config.choices import (
     places,
     prepared,
 )
+from engine_core.config.evaluation import held_out_sets
 from engine_core.config.models import EngineConfig
 from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
+from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
-from engine_core.specs import Spec, TrainerSpec
+from engine_core.specs import RolloutBackend, Spec, TrainerSpec
+from engine_core.tables import DEFAULTS
 
 Model = TypeVar("Model", bound=BaseModel)
 SpecOf = Callable[[str, str], Spec | None]
@@ -110,6 +113,7 @@ class _Validation:
             self.judge_critic(config, sections)
             self.judge_teacher(config, sections)
             self.judge_groups(config, sections)
+            self.judge_sampler(config, sections)
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
@@ -227,6 +231,21 @@ class _Validation:
                 "fewer every advantage is 0. Raise it, or use an estimator without groups, such as 'batch_mean'."
             )
             self.problems.append(Problem(("rollout", "group_size"), text))
+
+    def judge_sampler(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """Refuse a sampling option that the sampler does not implement."""
+        backend = config.rollout.backend
+        spec = self.spec_of("rollout_engines", backend) if "rollout" in sections else None
+        if not isinstance(spec, RolloutBackend):
+            return
+        for name in sorted(DEFAULTS.keys() - spec.sampling):
+            asked: list[tuple[Path_, Any]]
+            asked = [(("rollout", name), config_at(config, step).rollout) for step in boundaries(config)]
+            asked += [(each.key(name), each) for each in held_out_sets(config) if "eval" in sections]
+            for key, value in {key: getattr(table, name, DEFAULTS[name]) for key, table in asked}.items():
+                if value != DEFAULTS[name]:
+                    text = f"got {value}, but rollout.backend = '{backend}' does not implement this sampling option."
+                    self.problems.append(Problem(key, f"{text} Remove it, or use another backend."))
 
     def misnamed(self) -> Iterator[str]:
         """Yield a warning for each environment variable that is a key's but for its underscores."""

@@ -109,7 +109,7 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
     got = f"got {shown(value, path, raw)}"
     if errors := [d["ctx"]["error"] for d in details if d["type"] in ("value_error", "assertion_error")]:
         return f"{got}: {errors[0]}"  # the author of the model worded it
-    expected = " or ".join(dict.fromkeys(_expectation(detail) for detail in details))
+    expected = " or ".join(dict.fromkeys(expectation(detail) for detail in details))
     origin, quoted = raw.origin(path), ""
     if "string_type" in kinds and origin and not origin.file:
         quoted = f" (a text that looks like something else needs quotes of its own: '\"{value}\"')"
@@ -118,7 +118,8 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
     return f"{got}, expected {expected}{quoted}."
 
 
-def _expectation(detail: Any) -> str:
+def expectation(detail: Any) -> str:
+    """Return what a value should have been, from one of the errors of pydantic."""
     if template := _EXPECTED.get(detail["type"]):
         return template.format(**detail.get("ctx", {}))
     message = str(detail["msg"]).removeprefix("Input should be ")

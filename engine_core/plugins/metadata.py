@@ -71,9 +71,20 @@ def _mtime(entry: str) -> int:
         return 0
 
 
+def _builtin() -> Iterator[Offer]:
+    """Yield the names of the core, which are registered in ``engine_core.builtin`` alone."""
+    from engine_core import builtin  # not above: a program that asks for no name does not load it
+
+    core = Distribution(CORE, engine_core.__version__)
+    for hook, function in vars(builtin).items():
+        if hook.startswith("engine_"):
+            kind = hook.removeprefix("engine_")
+            yield from (Offer(kind, name, builtin.__name__, core) for name in function())
+
+
 @functools.lru_cache(maxsize=4)
 def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
-    offers: dict[str, list[Offer]] = {}
+    offers = {CORE: list(_builtin())}
     for found in importlib.metadata.distributions():
         if "[engine." not in (found.read_text("entry_points.txt") or ""):
             continue

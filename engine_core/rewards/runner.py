@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, DataError, TrainingFailed
+from engine_core.metrics import Sum
 from engine_core.rewards.models import ByModel, Known, ModelReward
 from engine_core.rewards.preflight import with_defaults
 from engine_core.rewards.signatures import (
@@ -364,7 +365,7 @@ class RewardRunner:
             rollout.reward = totals[i]
             rollout.valid = rollout.valid and not dropped[i] and (applied[i] or not weighed)
         unrewarded = sum(not a and not d for a, d in zip(applied, dropped, strict=True)) if weighed else 0
-        return metrics | {"reward/unrewarded": float(unrewarded)}
+        return metrics | {"reward/unrewarded": Sum(unrewarded)}
 
     def terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Name, weight and clipping of each reward, those that rollouts bring along included."""
@@ -374,15 +375,16 @@ class RewardRunner:
             yield name, weight, lambda value: value
 
     def _failures(self, step: int) -> dict[str, float]:
-        metrics = {"reward/failures": 0.0, "reward/timeouts": 0.0}
+        metrics: dict[str, float] = {
+            "reward/failures": Sum(sum(scorer.failed for scorer in self.scorers)),
+            "reward/timeouts": Sum(sum(scorer.failures["timeout"] for scorer in self.scorers)),
+        }
         for scorer in self.scorers:
             name, failures = scorer.config.name, scorer.failures
             restarts, scorer.restarts = scorer.runner.restarts - scorer.restarts, scorer.runner.restarts
-            metrics["reward/failures"] += scorer.failed
-            metrics["reward/timeouts"] += failures["timeout"]
-            metrics[f"reward/{name}/errors"] = float(failures["error"])
-            metrics[f"reward/{name}/timeouts"] = float(failures["timeout"])
-            metrics[f"reward/{name}/restarts"] = float(restarts)
+            metrics[f"reward/{name}/errors"] = Sum(failures["error"])
+            metrics[f"reward/{name}/timeouts"] = Sum(failures["timeout"])
+            metrics[f"reward/{name}/restarts"] = Sum(restarts)
             if isinstance(scorer.runner, ByModel):
                 metrics |= {f"reward/{name}/{key}": v for key, v in scorer.runner.model.metrics().items()}
             if scorer.failed:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.errors import ConfigError
+from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -36,8 +37,8 @@ def replays_support(run: SampledRun) -> bool:
     if keys := cutting_keys(config):
         log.warning(
             "%s cut the distribution, and %s: log-probs of sampler and trainer are compared over the whole "
-            "vocabulary, and the importance weights are those of another policy than the one that sampled. Set "
-            'rollout.top_p = 1 and rollout.top_k = 0, or algorithm.correction.support = "off" to say that this is meant.',
+            "vocabulary, and the importance weights are those of another policy than the one that sampled. Remove "
+            'the former, or set algorithm.correction.support = "off" to say that this is meant.',
             keys, why,
         )  # fmt: skip
     return False
@@ -45,10 +46,8 @@ def replays_support(run: SampledRun) -> bool:
 
 def cutting_keys(config: EngineConfig) -> str:
     """The keys that cut the distribution in some step; empty where none does."""
-    steps = [config_at(config, step).rollout for step in boundaries(config)]
-    cut = {"rollout.top_p": any(each.top_p < 1 for each in steps)}
-    cut["rollout.top_k"] = any(each.top_k > 0 for each in steps)
-    return " and ".join(key for key, cuts in cut.items() if cuts)
+    cutting = {name for step in boundaries(config) for name in config_at(config, step).rollout.cutting}
+    return " and ".join(f"rollout.{name}" for name in CUTTING if name in cutting)
 
 
 def _lacking(run: SampledRun) -> str:

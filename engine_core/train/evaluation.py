@@ -20,7 +20,6 @@ from engine_core.rewards.preflight import ROWS
 from engine_core.runs.rollout_files import write_rollouts
 from engine_core.train.models import held_tokens
 from engine_core.train.source_rows import environment_tools, evaluated, rows_of
-from engine_core.types import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,11 +27,7 @@ if TYPE_CHECKING:
 
     from engine_core.train.rollouts import RolloutSource
     from engine_core.train.sampled_run import SampledRun
-    from engine_core.types import Prompt, Rollout
-
-
-SAMPLED = ("temperature", "top_p", "top_k", "max_response_tokens")
-"""Keys of a set that a request has too."""
+    from engine_core.types import Prompt, Rollout, Sampling
 
 
 class Evaluation:
@@ -84,7 +79,7 @@ class Evaluation:
         """
         metrics: dict[str, float] = {}
         for held_out in evaluated(self.run):
-            sampling = Sampling(**{name: getattr(held_out, name) for name in SAMPLED})
+            sampling = self.sampling.sampling_of(held_out)
             rollouts, about = self._rollouts(held_out, sampling), self.sampling.about(sampling)
             metrics |= {
                 held_out.prefix + name: value for name, value in set_metrics(rollouts, held_out).items()

@@ -19,6 +19,7 @@ from engine_core.errors import TrainingFailed
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import check_rewards, check_rows
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.tables import DISTRIBUTION, Distribution
 from engine_core.train.models import model_length
 from engine_core.train.stages import Rounds, Stages
 from engine_core.types import CUT, TIMEOUT, Batch, Request, Sampling, sampled_tokens
@@ -143,14 +144,15 @@ class RolloutSource:
         """How the step samples."""
         config = self.run.config_now.rollout
         self.tells_log_probs = (step - 1) % config.log_probs_every_steps == 0
-        return Sampling(
-            config.temperature,
-            config.top_p,
-            config.top_k,
-            config.max_response_tokens,
+        return self.sampling_of(
             log_probs=self.tells_log_probs,
             max_support=config.max_support if self.run.replays_support else 0,
         )
+
+    def sampling_of(self, *tables: Distribution, **request: Any) -> Sampling:
+        """How the run samples now: by ``[rollout]``, but for the options of the tables."""
+        config = self.run.config_now.rollout
+        return Sampling.of(config, *tables, timeout_s=config.request_timeout_seconds, **request)
 
     def sample_and_score(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0
@@ -184,8 +186,7 @@ class RolloutSource:
 
     def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
         """One rollout for each prompt, of the most likely token each time."""
-        most = self.run.config_now.rollout.max_response_tokens
-        greedy = Sampling(0.0, max_response_tokens=most, log_probs=False)
+        greedy = self.sampling_of(Distribution(temperature=0.0), log_probs=False)
         return self.sample_as(prompts, step, 1, greedy, first_group)
 
     def score(
@@ -283,8 +284,7 @@ class RolloutSource:
         config = sampling or self.run.config_now.rollout
         if not self._tokenizer:
             self._tokenizer = tokenizer_hash(self.run.tokenizer)
-        cut = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-        return {"tokenizer": self._tokenizer, **cut}
+        return {"tokenizer": self._tokenizer, **{name: getattr(config, name) for name in DISTRIBUTION}}
 
     def _make_rewards(self, columns: set[str]) -> RewardRunner:
         """Every reward of the run, refused where the data lacks a column that it needs."""
@@ -338,7 +338,7 @@ class RolloutSource:
             prompts: in order; their groups are numbered from ``first_group`` on.
             step: part of the seeds.
             group_size: G.
-            sampling: without what the run says of all rollouts (`stop`, `stop_token_ids`).
+            sampling: as ``sampling_of`` gives it.
             seen: is given rollouts as they finish, in any order; what it raises ends the sampling.
         """
         return self._generate(self._requests(prompts, step, group_size, sampling, first_group), seen)
@@ -360,9 +360,8 @@ class RolloutSource:
         self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int
     ) -> list[Request]:
         """See ``sample_as``."""
-        told = self._of_the_run(sampling)
         return [
-            self._asked(prompt, (step, group, index), told)
+            self._asked(prompt, (step, group, index), sampling)
             for group, prompt in enumerate(prompts, first_group)
             for index in range(group_size)
         ]
@@ -370,22 +369,12 @@ class RolloutSource:
     def _request(self, prompt: Prompt, id: str, sampling: Sampling) -> Request:
         """Of the response ``STEP:GROUP:INDEX``, which has a seed of its own."""
         step, group, index = map(int, id.split(":"))
-        return self._asked(prompt, (step, group, index), self._of_the_run(sampling))
+        return self._asked(prompt, (step, group, index), sampling)
 
-    def _of_the_run(self, sampling: Sampling) -> Sampling:
-        """With what the run says of all rollouts."""
-        config = self.run.config_now.rollout
-        return dataclasses.replace(
-            sampling,
-            stop=tuple(config.stop),
-            stop_token_ids=tuple(config.stop_token_ids),
-            timeout_s=config.request_timeout_seconds,
-        )
-
-    def _asked(self, prompt: Prompt, place: tuple[int, int, int], told: Sampling) -> Request:
+    def _asked(self, prompt: Prompt, place: tuple[int, int, int], sampling: Sampling) -> Request:
         """Of the response of a step, group and index."""
         step, group, index = place
-        own = told.with_seed(sampling_seed(self.run.config.run.seed, step, group, index))
+        own = dataclasses.replace(sampling, seed=sampling_seed(self.run.config.run.seed, step, group, index))
         return Request(f"{step}:{group}:{index}", prompt, own, group, index)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import json
 import logging
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ from engine_core.config.completeness import check_complete
 from engine_core.config.evaluation import HeldOut, held_out_sets
 from engine_core.data import check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.metrics import Max, Sum, declared, merge
 from engine_core.model_config import load_hf_config
 from engine_core.runs import machine
 from engine_core.runs.logs import setup_logging
@@ -336,17 +336,21 @@ class TrainingRun(abc.ABC):
         Returns:
             The metrics of the loss, and ``ROLE/loss``, ``/grad_norm``, ``/lr``, ``/skipped_steps``, ``/micro_batches``.
         """
-        parts = [batch] if isinstance(batch, Batch) else batch
-        output = TrainOutput.of_parts(self.forward_backward(part, loss, role) for part in parts)
-        metrics = {name.removeprefix("max/"): value for name, value in output.metrics.items()}
+        output = TrainOutput(0.0)
+        for part in [batch] if isinstance(batch, Batch) else batch:
+            made = self.forward_backward(part, loss, role)
+            output.loss += made.loss
+            output.num_micro_batches += made.num_micro_batches
+            merge(output.metrics, made.metrics)
+        metrics = declared(output.metrics)
         if check is not None:
             check(metrics)
         done = self.optimizer_step(role)
         return metrics | {
             f"{role}/loss": output.loss,
             f"{role}/grad_norm": done.grad_norm,
-            f"{role}/lr": done.lr,
-            f"{role}/skipped_steps": float(done.skipped),
+            f"{role}/lr": Max(done.lr),
+            f"{role}/skipped_steps": Sum(done.skipped),
             f"{role}/micro_batches": float(output.num_micro_batches),
         }
 
@@ -458,20 +462,6 @@ class TrainingRun(abc.ABC):
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
             self.config.actor.micro_batch,
         ]
-
-
-def combine(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The mini-batches' values of each metric as the step's: counts are summed, the rest averaged."""
-    rules: dict[str, Callable[[Sequence[float]], float]] = {
-        "max_abs": max,
-        "weight_max": max,
-        "lr": max,
-        "skipped_steps": sum,
-        "empty_updates": sum,
-    }
-    return {
-        name: rules.get(name.rpartition("/")[2], statistics.fmean)(values) for name, values in totals.items()
-    }
 
 
 def check_live(live: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine_core.errors import PluginError
+from engine_core.metrics import Sum
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.specs import RefillOptions
 from engine_core.types import StageState
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from engine_core.types import Prompt, Rollout
 
 log = logging.getLogger("engine")
-
-COUNTS = ("reward/failures", "reward/timeouts", "reward/unrewarded")
-COUNTS_OF_A_REWARD = ("errors", "timeouts", "restarts")
 
 
 class Rounds:
@@ -159,7 +157,7 @@ def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]
     for name in dict.fromkeys(name for _, noted in scored for name in noted):
         parts = [(count, noted) for count, noted in scored if name in noted]
         total = sum(count for count, _ in parts)
-        if name in COUNTS or (name.count("/") == 2 and name.rpartition("/")[2] in COUNTS_OF_A_REWARD):
+        if isinstance(parts[0][1][name], Sum):
             metrics[name] = sum(noted[name] for _, noted in parts)
         elif name == "reward/std" and len(parts) > 1:
             # from the mean of squares: rounds have means of their own

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.algorithms.kl import kl_estimate
+from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed
+from engine_core.metrics import Sum, over_updates
 from engine_core.train.capabilities import check_other_policy, replays_support
 from engine_core.train.models import check_teacher
-from engine_core.train.run import combine
 from engine_core.train.sampled_run import SampledRun
 from engine_core.train.update import CriticUpdate, PolicyUpdate, check_columns, with_derived
 
@@ -131,17 +131,13 @@ class Trainer(SampledRun):
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
             return learned
-        totals: dict[str, list[float]] = {}
-        for number, mini in enumerate(minis):
-            for name, value in self.update_on(mini, step, number).items():
-                totals.setdefault(name, []).append(value)
-        metrics = combine(totals)
+        metrics = over_updates(self.update_on(mini, step, number) for number, mini in enumerate(minis))
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
     def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
         """Forward, backward, check, optimizer step."""
         if not bool(mini["loss_mask"].any()):
-            return {"actor/empty_updates": 1.0}
+            return {"actor/empty_updates": Sum(1.0)}
         mini = self.policy.with_statistics(mini, step, number)
         return self.learn(mini, self.policy.loss_call(), check=self.policy.check)
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from engine_core.algorithms.correction import Correction, normalizing_scale
-from engine_core.algorithms.entropy import AdaptiveEntropy, high_entropy
-from engine_core.algorithms.kl import AdaptiveKL
 from engine_core.algorithms.objectives import with_weights
+from engine_core.algorithms.regularizers import AdaptiveEntropy, AdaptiveKL, high_entropy
 from engine_core.config import requirements
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
 from engine_core.errors import PluginError, TrainingFailed
-from engine_core.train.run import combine
+from engine_core.metrics import Sum, over_updates
 from engine_core.types import LossCall
 
 if TYPE_CHECKING:
@@ -321,15 +320,13 @@ class CriticUpdate:
         """
         if not self.needed:
             return {}
-        totals: dict[str, list[float]] = {}
-        for mini in minis:
-            for name, value in self._update_on(mini).items():
-                totals.setdefault(name, []).append(value)
-        return combine(totals) | {"critic/explained_variance": explained_variance(batch)}
+        return over_updates(map(self._update_on, minis)) | {
+            "critic/explained_variance": explained_variance(batch)
+        }
 
     def _update_on(self, mini: Batch) -> dict[str, float]:
         if not bool(mini["loss_mask"].any()):
-            return {"critic/empty_updates": 1.0}
+            return {"critic/empty_updates": Sum(1.0)}
         mini = mini.with_columns(tokens={"weights": mini["token_share"]})
         call = LossCall("value", {"value_clip": self.clip_ratio or None}, outputs=("values",))
         return self.run.learn(mini, call, role="critic")

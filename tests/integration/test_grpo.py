@@ -214,7 +214,7 @@ def test_a_sampler_with_other_weights_ends_the_run_in_a_step_that_has_log_probs(
         ({"algorithm.correction.mask": "token"}, r"algorithm.correction.mask = 'token' weighs tokens"),
         ({"algorithm.correction.bypass": True}, r"they are the old log-probs of every update"),
         ({"rollout.over_sampling": 1.5}, r"rollout.over_sampling go on from one step into the next"),
-        ({"rollout.top_p": 0.9}, r"what rollout.top_p and rollout.top_k kept is told with the log-probs"),
+        ({"rollout.top_p": 0.9}, r"what rollout.top_p kept is sent with the log-probs"),
         (
             {"schedule": {"algorithm.correction.cap": [(0, 2.0), (1, 3.0)]}},
             r"\[schedule\] changes algorithm.correction.cap",

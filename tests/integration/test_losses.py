@@ -8,7 +8,7 @@ import torch
 from variants import variants
 
 from engine_core import Trainer, builtin, load_config
-from engine_core.algorithms.kl import ESTIMATORS
+from engine_core.algorithms.regularizers import ESTIMATORS
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.local.engine_host import EngineHost
 from engine_plugin_trainers import plugin as trainers

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from engine_core import hooks as hookspecs
-from engine_core.algorithms.kl import kl_estimate
-from engine_core.algorithms.loss_options import PPOClipOptions
+from engine_core.algorithms.regularizers import kl_estimate
+from engine_core.builtin import PPOClipOptions
 from engine_core.config.models import AlgorithmConfig
 from engine_core.errors import ConfigError
 from engine_core.plugins.metadata import TABLES, installed, known_names

@@ -58,14 +58,14 @@ def test_a_prompt_that_cannot_be_continued_is_refused(make_requests, ids, words)
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        ({"temperature": -0.1}, r"temperature -0\.1; expected 0 \(greedy\) or more"),
-        ({"temperature": float("nan")}, "temperature nan; expected 0"),
-        ({"temperature": float("inf")}, "temperature inf; expected 0"),
-        ({"top_p": 0.0}, r"top_p 0\.0; expected more than 0 and at most 1 \(all tokens\)"),
-        ({"top_p": 1.5}, r"top_p 1\.5; expected more than 0"),
-        ({"top_k": -1}, r"top_k -1; expected 0 \(all tokens\) or more"),
-        ({"max_response_tokens": 0}, "max_response_tokens 0; expected 1 or more"),
-        ({"stop": ("x", "")}, "an empty stop string, which every text contains; remove it"),
+        ({"temperature": -0.1}, r"temperature -0\.1; expected at least 0"),
+        ({"temperature": float("nan")}, "temperature nan; expected a finite number"),
+        ({"temperature": float("inf")}, "temperature inf; expected a finite number"),
+        ({"top_p": 0.0}, r"top_p 0\.0; expected a number above 0"),
+        ({"top_p": 1.5}, r"top_p 1\.5; expected at most 1"),
+        ({"top_k": -1}, "top_k -1; expected at least 0"),
+        ({"max_response_tokens": 0}, "max_response_tokens 0; expected a number above 0"),
+        ({"stop": ("x", "")}, r"stop \('x', ''\); expected at least 1 characters"),
     ],
 )
 def test_a_sampling_that_makes_no_sense_is_refused(make_requests, sampling, words):
@@ -101,9 +101,7 @@ def test_a_response_that_is_over_or_anothers_is_not_gone_on_with(make_requests):
 def test_a_sampler_with_limits_of_its_own_says_so(make_requests):
     hot = make_requests([[5]], temperature=2.5)[0]
     check(hot)
-    with pytest.raises(
-        ValueError, match=r"temperature 2\.5; expected 0 \(greedy\) to 2, the most that the sampler takes"
-    ):
+    with pytest.raises(ValueError, match=r"temperature 2\.5; the sampler takes 2 at most"):
         check(hot, hottest=2.0)
     with pytest.raises(
         DataError, match=r"has 64 tokens, and the server holds 64 with the response\. Shorten it\."

@@ -70,14 +70,13 @@ LIGHT = [
     *modules(CORE, "plugins/*.py"),
     *modules(CORE, "config/*.py"),
     *modules(CORE, "cli/*.py"),
-    *modules(CORE, "algorithms/*options.py"),
     *(
         f"engine_core.{module}"
-        for module in ("errors", "types", "specs", "hooks", "redaction", "launch", "faults")
+        for module in ("errors", "types", "specs", "hooks", "builtin", "redaction", "launch", "faults")
     ),
-    *("engine_core.local.options", "engine_core.algorithms.columns", "engine_core.contracts.parts"),
+    "engine_core.contracts.parts",
     "engine_core.contracts.weight_transport",  # a transport of one file is a hook module
-    *(module for project in [ROOT / "pyproject.toml", *PROJECTS] for module in named_modules(project)),
+    *(module for project in PROJECTS for module in named_modules(project)),
 ]
 """Modules that ``engine validate``, ``engine plugins`` or the hook module of a plugin imports: none of them imports a heavy library."""
 

@@ -1,9 +1,10 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Rollout, Sampling, TrainOutput, counted
+from engine_core.types import Batch, Prompt, Rollout, Sampling, counted
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -90,15 +91,6 @@ def test_a_rollout_without_a_cut_support_beside_one_with_it_has_lost_nothing():
     assert batch["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7, 0.0, -0.5])
 
 
-def test_the_outputs_of_parts_are_summed_and_of_maxima_the_largest_is_kept():
-    parts = [
-        TrainOutput(1.0, {"a": 0.5, "max/b": -3.0}, 2),
-        TrainOutput(0.25, {"a": 0.25, "max/b": -2.0, "c": 1.0}, 1),
-    ]
-    assert TrainOutput.of_parts(parts) == TrainOutput(1.25, {"a": 0.75, "max/b": -2.0, "c": 1.0}, 3)
-    assert TrainOutput.of_parts([]) == TrainOutput(0.0)
-
-
 def test_a_replayed_support_is_padded_and_its_log_probs_are_as_sampled():
     mass = {"support_log_mass": torch.tensor([0.0, -0.2])}
     told = mass | {"support_ids": torch.tensor([[-1, -1], [1, 7]], dtype=torch.int32)}
@@ -142,10 +134,11 @@ def test_a_copy_of_a_rollout_has_all_its_fields_and_changes_alone():
     assert (one.group_id, one.rewards) == (3, {})
 
 
-def test_a_seed_is_all_that_differs():
+def test_each_sampling_option_comes_from_the_last_table_that_has_it():
     told = Sampling(0.5, 0.9, 7, 11, ("a",), (3,), 1, 5, False, 2.0)
-    assert told.with_seed(2) == dataclasses.replace(told, seed=2)
-    assert told.seed == 1
+    own = SimpleNamespace(temperature=0.0, max_response_tokens=None, seed=9)
+    found = Sampling.of(told, own, log_probs=False)
+    assert found == Sampling(0.0, 0.9, 7, 11, ("a",), (3,), log_probs=False)
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 2, 0], [0, 0, 5], [5], [0], []], ids=str)

@@ -10,7 +10,7 @@ import pytest
 
 from engine_core import builtin
 from engine_core.algorithms import correction
-from engine_core.algorithms.kl import ESTIMATORS
+from engine_core.algorithms.regularizers import ESTIMATORS
 from engine_core.config.models import AlgorithmConfig, CorrectionConfig
 from engine_plugin_trainers.options import PAIR_LOSSES
 

@@ -93,7 +93,11 @@ SPECS: dict[str, dict[str, Any]] = {
         **torch_plugin.engine_train_engines(),
         "fsdp": TrainBackend(load=load, config=FSDPOptions),
     },
-    "rollout_engines": {"hf": RolloutBackend(load=load), "vllm": RolloutBackend(load=load)},
+    "rollout_engines": {
+        "hf": RolloutBackend(load=load),
+        "vllm": RolloutBackend(load=load),
+        "whole": RolloutBackend(load=load, sampling=frozenset({"temperature", "max_response_tokens"})),
+    },
     "rewards": {
         "math": Reward(load=load, config=NoOptions),
         "format": Reward(load=load, config=FormatOptions),

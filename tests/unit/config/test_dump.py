@@ -70,7 +70,7 @@ FLOAT = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 @given(
     name=TEXT,
     lr=FLOAT,
-    stop=st.lists(TEXT, max_size=3),
+    stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
     override=st.dictionaries(
         TEXT.filter(bool), TEXT | st.booleans() | st.integers(-(2**60), 2**60), max_size=3
     ),

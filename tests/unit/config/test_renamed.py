@@ -6,8 +6,8 @@ import pytest
 
 from engine_core.config.checks import RENAMED_METRICS
 from engine_core.config.roles import OptimConfig
-from engine_core.config.tables import Table
 from engine_core.specs import Options
+from engine_core.tables import Table
 from engine_plugin_ray.plugin import RayOptions
 from engine_plugin_tools.commands.schema import installed_specs
 from engine_plugin_trainers.options import DPOOptions

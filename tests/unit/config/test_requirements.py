@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine_core.algorithms.columns import COLUMNS
+from engine_core.builtin import COLUMNS
 from engine_core.config import AlgorithmConfig, EngineConfig
 from engine_core.config.requirements import ROLLOUT_COLUMNS, plan, plan_run, producers_of
 from engine_core.errors import ConfigError, PluginError

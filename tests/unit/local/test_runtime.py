@@ -3,13 +3,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_core.builtin import LocalOptions
 from engine_core.config import EngineConfig
 from engine_core.contracts.engines import RolloutEngine, TrainEngine
 from engine_core.contracts.runtime import Role
 from engine_core.contracts.weight_sync import same_process
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import default_device
-from engine_core.local.options import LocalOptions
 from engine_core.local.runtime import LocalRuntime
 
 EVENTS = []

@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import shutil
 import sys
@@ -7,8 +8,18 @@ from pathlib import Path
 import pytest
 
 import engine_core
-from engine_core.plugins.metadata import installed, known_names, module_exists, nouns, our_plugins, split
-from engine_core.specs import TABLE_SPECS
+from engine_core import builtin
+from engine_core.plugins.metadata import (
+    CORE,
+    _read,
+    installed,
+    known_names,
+    module_exists,
+    nouns,
+    our_plugins,
+    split,
+)
+from engine_core.specs import TABLE_SPECS, Loss
 
 
 def test_every_table_of_the_core_and_of_a_plugin_has_a_noun(install, without_our_plugins):
@@ -99,7 +110,7 @@ def test_the_plugins_in_this_tree_offer_what_their_install_hints_say():
 def test_what_is_installed_is_what_this_tree_offers():
     """An entry point that was added since the last installation is in no test: install again."""
     root = Path(engine_core.__file__).parents[1]
-    for file in [root / "pyproject.toml", *sorted(root.glob("plugins/[a-z]*/pyproject.toml"))]:
+    for file in sorted(root.glob("plugins/[a-z]*/pyproject.toml")):
         project = tomllib.loads(file.read_text())["project"]
         offered = {
             (group.removeprefix("engine."), name, module)
@@ -109,6 +120,22 @@ def test_what_is_installed_is_what_this_tree_offers():
         }
         found = {(o.kind, o.name, o.module) for o in installed() if o.distribution.name == project["name"]}
         assert found in (set(), offered), f"{project['name']}: pip install --no-deps -e {file.parent}"
+
+
+def test_a_name_of_the_core_is_registered_by_its_hook_alone(monkeypatch):
+    """Without any metadata, and in no entry point of the core's own distribution."""
+    project = tomllib.loads((Path(engine_core.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert "entry-points" not in project
+    everything = builtin.engine_losses()
+    monkeypatch.setattr(builtin, "engine_losses", lambda: {**everything, "new": Loss(load="nowhere:new")})
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [])
+    _read.cache_clear()
+    try:
+        assert {offer.distribution.name for offer in installed()} == {CORE}
+        assert {*known_names("losses")} == {*everything, "new"}
+        assert {offer.kind for offer in installed()} >= {"advantages", "columns", "commands", "trainers"}
+    finally:
+        _read.cache_clear()
 
 
 def test_a_reinstalled_plugin_is_seen_in_the_same_process(install):

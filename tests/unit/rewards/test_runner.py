@@ -6,6 +6,7 @@ import pytest
 
 from engine_core.config.rewards import RewardConfig
 from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
+from engine_core.metrics import Sum
 
 
 def config(name, **settings):
@@ -88,6 +89,17 @@ def test_a_reward_that_does_not_apply_is_left_out_without_being_a_failure(runner
     assert [r.reward for r in scored] == [6.0, 2.0]
     assert all(r.valid for r in scored)
     assert (metrics["reward/failures"], metrics["reward/only_a"]) == (0, 5.0)
+
+
+def test_a_count_of_a_round_is_declared_a_sum_and_a_score_is_not(runner, rollouts):
+    metrics = runner(live=[only_a, length]).score(rollouts("a", "bb"), 1)
+    counts = {"reward/failures", "reward/timeouts", "reward/unrewarded"}
+    counts |= {
+        f"reward/{name}/{what}"
+        for name in ("only_a", "length")
+        for what in ("errors", "timeouts", "restarts")
+    }
+    assert {name for name, value in metrics.items() if isinstance(value, Sum)} == counts
 
 
 def test_a_rollout_to_which_no_reward_applies_gives_no_gradient(runner, rollouts):

@@ -1,7 +1,5 @@
 """What is told of one set, against values worked out by hand."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -52,7 +50,8 @@ def test_passes_votes_and_means_are_over_prompts():
 
 def test_text_votes_on_whole_responses():
     found = set_metrics(
-        rollouts([[1.0, 1.0, 0.0]], [["4", "4", "5"]]), dataclasses.replace(ASKED, k=[3], majority="text")
+        rollouts([[1.0, 1.0, 0.0]], [["4", "4", "5"]]),
+        ASKED.model_copy(update={"k": [3], "majority": "text"}),
     )
     assert found["maj@3"] == 1.0
 
@@ -68,7 +67,7 @@ def test_a_response_without_a_score_is_left_out_and_counted():
 def test_the_threshold_says_what_passes():
     graded = rollouts([[0.5, 0.4, 0.9, 0.0]])
     assert set_metrics(graded, ASKED)["pass@4"] == 0.0
-    found = set_metrics(graded, dataclasses.replace(ASKED, pass_threshold=0.5))
+    found = set_metrics(graded, ASKED.model_copy(update={"pass_threshold": 0.5}))
     assert (found["pass@1"], found["pass@4"]) == (0.5, 1.0)
     assert found["accuracy"] == pytest.approx(0.45)  # of the scores themselves
     assert "accuracy_low" not in found  # one prompt
@@ -78,13 +77,13 @@ def test_the_score_is_the_reward_that_is_named():
     rows = rollouts([[1.0, 0.0]])
     for rollout in rows:
         rollout.rewards["format"] = 1.0
-    found = set_metrics(rows, dataclasses.replace(ASKED, k=[1], score="format", samples_per_prompt=2))
+    found = set_metrics(rows, ASKED.model_copy(update={"k": [1], "score": "format", "samples_per_prompt": 2}))
     assert (found["accuracy"], found["math"], found["pass@1"]) == (1.0, 0.5, 1.0)
 
 
 def test_one_response_to_one_prompt_says_next_to_nothing():
     found = set_metrics(
-        rollouts([[1.0]]), dataclasses.replace(ASKED, k=[], samples_per_prompt=1, majority="off")
+        rollouts([[1.0]]), ASKED.model_copy(update={"k": [], "samples_per_prompt": 1, "majority": "off"})
     )
     assert found == {
         "math": 1.0, "accuracy": 1.0, "accuracy_low": pytest.approx(0.025), "accuracy_high": 1.0, "reward_mean": 2.0, "response_length": 1.0, "prompts": 1.0, "unscored": 0.0,

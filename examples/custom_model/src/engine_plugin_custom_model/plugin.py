@@ -24,7 +24,9 @@ def engine_train_engines():
 @hookimpl
 def engine_rollout_engines():
     able = frozenset({"share_module", "custom_model"})
-    return {"gru": RolloutBackend(load=f"{HERE}.sampler:GRUSampler", capabilities=able)}
+    load = f"{HERE}.sampler:GRUSampler"  # it samples from all tokens
+    options = frozenset({"temperature", "max_response_tokens", "stop", "stop_token_ids"})
+    return {"gru": RolloutBackend(load=load, capabilities=able, sampling=options)}
 
 
 @hookimpl

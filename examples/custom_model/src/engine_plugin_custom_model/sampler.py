@@ -6,7 +6,6 @@ import torch
 
 from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
-from engine_core.errors import ConfigError
 from engine_core.types import Rollout
 from engine_plugin_torch.model_loading import sampler_module
 from engine_plugin_torch.weights import take_weights
@@ -17,8 +16,6 @@ class GRUSampler(RolloutEngine):
 
     def __init__(self, config, model_config, context):
         super().__init__(config, model_config, context)
-        if config.top_p < 1 or config.top_k:
-            raise ConfigError("rollout.backend = 'gru' samples from all tokens. Leave top_p and top_k out.")
         self.tokenizer = context.live["tokenizer"]
         self.queue = {}
         self.trainer = self.own = None

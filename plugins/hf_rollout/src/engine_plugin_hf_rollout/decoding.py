@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engine_core.types import SUPPORT, padded_support
 from engine_plugin_hf_rollout.cache import make_cache
-from engine_plugin_hf_rollout.distribution import draw, log_distribution, support, uniforms
+from engine_plugin_hf_rollout.distribution import Distributions, draw, support, uniforms
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -205,17 +205,12 @@ class _Batch:
         begun = [begun_response(request) for request in requests]
         self.start = torch.tensor([len(tokens) for tokens in begun], device=device)  # [B]
         self.uniform = uniforms([s.seed for s in samplings], self.steps).to(device)
-        self.temperature = torch.tensor([float(s.temperature) for s in samplings], device=device)
-        self.greedy = self.temperature == 0
-        self.top_p = torch.tensor([s.top_p if s.temperature else 1.0 for s in samplings], device=device)
-        self.top_k = torch.tensor([s.top_k if s.temperature else 0 for s in samplings], device=device)
+        self.distributions = Distributions(samplings, device)
         ends = [sorted(end_ids | set(s.stop_token_ids)) for s in samplings]
         widest = max(map(len, ends))
         padded = [e + [-1] * (widest - len(e)) for e in ends]
         self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
-        cut = [s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplings]
-        # most of a support
-        self.told = [s.max_support if c else 0 for s, c in zip(samplings, cut, strict=True)]
+        self.told = [s.max_support if s.cuts else 0 for s in samplings]  # most of a support
         self.widths = torch.tensor(self.told, device=device)
         self.supports: list[tuple[Tensor, Tensor]] = []  # of each step: numbers [A] and tokens [A, K]
         self.stops = [s.stop for s in samplings]
@@ -258,10 +253,10 @@ class _Batch:
         """The next token of each row, [A]."""
         number = rows.number
         at = (self.start[number] + step).clamp(max=self.steps)  # of a row that has finished, the spare column
-        log_probs, mass = log_distribution(
-            rows.logits, self.temperature[number], self.top_p[number], self.top_k[number]
+        log_probs, mass = self.distributions.of(rows.logits, number)
+        token = draw(
+            log_probs, self.uniform[number, at.clamp(max=self.steps - 1)], self.distributions.greedy[number]
         )
-        token = draw(log_probs, self.uniform[number, at.clamp(max=self.steps - 1)], self.greedy[number])
         self.tokens[number, at] = token
         self.log_probs[number, at] = log_probs.gather(1, token[:, None]).squeeze(1)
         self.log_mass[number, at] = mass

@@ -9,9 +9,32 @@ a number that falls that near to the border of two tokens may then choose the ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine_core.types import Sampling
+
+
+class Distributions:
+    """What each request of a batch is drawn from, as its sampling options say.
+
+    Args:
+        samplings: of the requests.
+        device: of the logits.
+    """
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
+        self.temperature = torch.tensor([float(s.temperature) for s in samplings], device=device)
+        self.greedy = self.temperature == 0
+        self.top_p = torch.tensor([s.top_p if s.temperature else 1.0 for s in samplings], device=device)
+        self.top_k = torch.tensor([s.top_k if s.temperature else 0 for s in samplings], device=device)
+
+    def of(self, logits: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``log_distribution`` of logits [A, V] of the requests ``number`` [A]."""
+        return log_distribution(logits, self.temperature[number], self.top_p[number], self.top_k[number])
 
 
 def log_distribution(

@@ -205,7 +205,7 @@ class HFRolloutEngine(RolloutEngine):
             versions[: len(request.begun.policy_versions)] = request.begun.policy_versions
         zeros = [0.0] * len(prompt)
         extras = {}
-        if request.sampling.temperature > 0 and (request.sampling.top_p < 1 or request.sampling.top_k > 0):
+        if request.sampling.cuts:
             extras["support_log_mass"] = torch.tensor(zeros + sampled.log_mass)
             if sampled.support is not None:
                 none = torch.full((len(prompt), sampled.support.shape[1]), -1, dtype=torch.int32)

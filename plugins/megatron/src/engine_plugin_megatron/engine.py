@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.metrics import merge
 from engine_core.model_config import load_hf_config
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_megatron.keeping import Keeping
@@ -30,7 +31,6 @@ from engine_plugin_torch import state
 from engine_plugin_torch.checkpoint import PARTS
 from engine_plugin_torch.collectives import measure
 from engine_plugin_torch.data_parallel import filler
-from engine_plugin_torch.engine import merge_metrics
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.optimizers import build_schedule
 from engine_plugin_torch.precision import NAMED, Precision, find_device, has_bf16
@@ -302,7 +302,8 @@ class MegatronEngine(Keeping):
                 ).sum()
             value, watched = objective(outputs, micro)
             total.add_(value.detach())
-            merge_metrics(metrics, {name: figure.detach().clone() for name, figure in watched.items()})
+            watched = {name: figure.detach().clone() for name, figure in watched.items()}
+            merge(metrics, watched, torch.maximum)
             return value
 
         plan = self._plan(batch)

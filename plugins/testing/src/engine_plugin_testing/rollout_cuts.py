@@ -13,13 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from engine_core.types import Sampling
+
+CUTTING: tuple[dict[str, Any], ...] = (
+    {"top_k": 4},
+    {"top_p": 0.7},
+    {"top_k": 12, "top_p": 0.8, "temperature": 1.3},
+)
+"""Sampling options that cut the distribution: each alone, and all together at another temperature."""
+SHARP: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_p": 0.6})
+"""Those that leave few tokens."""
+ONE: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
+"""Leaves the most likely token alone."""
 
 EDGE = 1e-3  # of a sum of probabilities, and of which of two tokens is the more likely one
 TIED = 1e-4  # relative: of probabilities that a search for a threshold does not tell apart

@@ -11,6 +11,7 @@ from engine_core.types import Prompt
 from engine_plugin_testing.contracts import contract, refused
 from engine_plugin_testing.reference import LIVELIER
 from engine_plugin_testing.rollout_bench import RolloutBench, greedy, plain_text, response
+from engine_plugin_testing.rollout_cuts import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
@@ -72,7 +73,7 @@ def columns_have_their_types(bench: RolloutBench) -> None:
         "rollout_log_probs": torch.float32,
         "policy_versions": torch.int32,
     }
-    for rollout in bench.engine().generate(bench.requests(top_k=5)):
+    for rollout in bench.engine().generate(bench.requests(**CUTTING[0])):
         columns = {name: getattr(rollout, name) for name in types} | rollout.extras
         for name, column in columns.items():
             assert len(column) == len(rollout.token_ids), (

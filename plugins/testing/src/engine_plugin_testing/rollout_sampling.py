@@ -12,7 +12,7 @@ import torch
 from engine_plugin_testing.contracts import close, contract
 from engine_plugin_testing.reference import EOS, LIVELIER, VOCABULARY, logits_of
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, greedy, plain_text, response
-from engine_plugin_testing.rollout_cuts import cuts
+from engine_plugin_testing.rollout_cuts import CUTTING, ONE, SHARP, cuts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,16 +50,15 @@ def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
 @contract(catches=("log-probs before top-p and top-k", "a token too many left by top-p"))
 def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With top-p and top-k, log-probs are of the truncated distribution; ``support_log_mass``, if given, is the mass it kept."""
-    _compared(bench, top_k=4)
-    _compared(bench, top_p=0.7)
-    _compared(bench, top_k=12, top_p=0.8, temperature=1.3)
+    for sampling in CUTTING:
+        _compared(bench, **sampling)
 
 
 @contract(capability="support", catches=("the support of another token",))
 def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from, unless they are more; else none."""
     width, module = 8, bench.reference()
-    for sampling in ({"top_k": 4}, {"top_p": 0.7}, {"top_k": 12, "top_p": 0.8, "temperature": 1.3}):
+    for sampling in CUTTING:
         requests = bench.requests(group=2, max_support=width, **sampling)
         for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
             ids = rollout.extras["support_ids"]
@@ -76,7 +75,7 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
                 assert told in expected, (
                     f"support_ids of token {at} of '{request.id}' with {sampling} are {told}; expected {expected[0]}."
                 )
-    plain = bench.engine().generate(bench.requests(top_k=4))
+    plain = bench.engine().generate(bench.requests(**CUTTING[0]))
     assert all("support_ids" not in rollout.extras for rollout in plain), "support_ids came unasked."
 
 
@@ -84,8 +83,7 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
 def samples_follow_the_distribution(bench: RolloutBench) -> None:
     """First tokens of 400 requests come as often as the temperature, top-k and top-p say, and never from what was cut."""
     engine, module = bench.engine(), bench.reference()
-    cases: list[dict[str, Any]] = [{"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.6}]
-    for sampling in cases:
+    for sampling in ({"temperature": 0.5}, {"temperature": 2.0}, *SHARP):
         requests = bench.requests(("The answer",), group=400, max_response_tokens=1, **sampling)
         tokens = torch.tensor([response(r)[0] for r in engine.generate(requests)])
         with torch.no_grad():
@@ -115,7 +113,7 @@ def temperature_0_is_greedy(bench: RolloutBench) -> None:
     cases: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "seed": 99},
-        {"temperature": 1.0, "top_k": 1},
+        ONE,
     ]
     for sampling in cases:
         for rollout in engine.generate(bench.requests(**sampling)):
@@ -284,9 +282,8 @@ def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
     for i, request in enumerate(requests):
         change: dict[str, Any] = {
             "temperature": (0.0, 0.7, 2.0)[i % 3],
-            "top_k": (0, 3)[i % 2],
             "max_response_tokens": 3 + i,
-        }
+        } | (SHARP[0] if i % 2 else {})
         request.sampling = dataclasses.replace(request.sampling, **change)
     for request, rollout in zip(requests, engine.generate(requests), strict=True):
         if request.sampling.temperature:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine_core.metrics import is_largest
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
 from engine_plugin_torch.engine import TorchEngine
@@ -122,8 +123,7 @@ class DataParallel(TorchEngine):
         mine = [output.loss, *(output.metrics[n] for n in sorted(output.metrics))] if self._tells else []
         told = self.ranks.texts({"names": sorted(output.metrics)})
         names = sorted({name for one in told for name in one["names"]})
-        largest = [name for name in names if name.startswith("max/")]
-        summed = [name for name in names if not name.startswith("max/")]
+        summed, largest = [n for n in names if not is_largest(n)], [n for n in names if is_largest(n)]
         held = output.metrics if mine else {}
         total = self.ranks.total(
             torch.tensor(

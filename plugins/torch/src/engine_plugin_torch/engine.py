@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from engine_core.errors import did_you_mean
+from engine_core.metrics import merge
 from engine_core.packing import plan_micro_batches
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.checkpoint import PARTS, TorchState
@@ -128,7 +129,7 @@ class TorchEngine(TorchState):
             if indices:
                 value, watched = objective(outputs, micro)
                 total += value.detach()
-                merge_metrics(metrics, watched)
+                merge(metrics, watched, torch.maximum)
             else:
                 value = torch.stack([output.sum() for output in outputs.values()]).sum()
             self._backward(value)
@@ -232,14 +233,3 @@ class TorchEngine(TorchState):
                 yield self.module
         finally:
             self.module.train(training)
-
-
-def merge_metrics(total: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    """Add metrics of one micro-batch; of ``max/`` ones keep the largest."""
-    for name, value in new.items():
-        if name not in total:
-            total[name] = value
-        elif name.startswith("max/"):
-            total[name] = torch.maximum(total[name], value)
-        else:
-            total[name] = total[name] + value

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError
+from engine_core.tables import DISTRIBUTION
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.ahead_source import AheadSource
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-OF_THE_SAMPLER = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
+OF_THE_SAMPLER = tuple(f"rollout.{name}" for name in DISTRIBUTION)
 """Settings that a step's log-probs share with its rollouts."""
 NEEDED = {"keep": "pause", "abort": "partial"}
 """Capability of the rollout engine that a way to deal with responses in flight needs."""

@@ -24,12 +24,13 @@ from engine_core.algorithms.objectives import resolve_loss, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
+from engine_core.metrics import Sum, declared, merge
 from engine_core.train.models import check_teacher, common_vocabulary, table_length
 from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
 from engine_core.train.source_rows import rows_of
 from engine_core.train.update import check_gap
-from engine_core.types import Batch, LossCall, TrainOutput
+from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.data.sources import SFTSource
 from engine_plugin_trainers.options import SFTOptions
 from engine_plugin_trainers.sft import example_batch
@@ -98,7 +99,7 @@ class DistillTrainer(SampledRun):
         metrics["distill/from_data"] = float(self.from_data(step))
         batch = self.compared(batch)
         if not bool(batch["loss_mask"].any()):
-            return metrics | {"actor/empty_updates": 1.0}
+            return metrics | {"actor/empty_updates": Sum(1.0)}
         with self.phase("train"):
             metrics |= self.learn(
                 map(self.with_teacher, self.parts(batch)), self.loss_call(), check=self.check
@@ -160,15 +161,13 @@ class DistillTrainer(SampledRun):
         batch = Batch.from_rollouts(rollouts, self.temperature)
         batch.tokens.pop("rollout_log_probs")  # sampled at the temperature of [eval]
         batch, call = with_weights(batch, "token-mean"), self.loss_call()
-        objective, found = resolve_loss(call, self.plugins), []
+        objective, found = resolve_loss(call, self.plugins), dict[str, float]()
         with self.runtime.phase("train"):
             for part in map(self.with_teacher, self.parts(batch)):
                 names = (*call.outputs, *call.watched)
                 outputs = self.groups["actor"].call("infer", part, outputs=names).result()
-                metrics = {name: float(value) for name, value in objective(outputs, part)[1].items()}
-                found.append(TrainOutput(0.0, metrics))
-        told = TrainOutput.of_parts(found).metrics
-        return {name.removeprefix("actor/"): value for name, value in told.items()}
+                merge(found, {name: float(value) for name, value in objective(outputs, part)[1].items()})
+        return {name.removeprefix("actor/"): value for name, value in declared(found).items()}
 
     def state(self) -> dict[str, Any]:
         examples = {"examples": self.examples.state()} if self.examples is not None else {}

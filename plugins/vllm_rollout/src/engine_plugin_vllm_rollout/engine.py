@@ -161,7 +161,7 @@ class VLLMRolloutEngine(RolloutEngine):
     def _tells_mass(self) -> bool:
         """What ``log_probs`` comes to."""
         wanted = self.options.log_probs
-        return wanted == "full" or (wanted == "auto" and (self.config.top_p < 1 or self.config.top_k > 0))
+        return wanted == "full" or (wanted == "auto" and bool(self.config.cutting))
 
     def _positions(self, config: Any) -> int:
         """Tokens of prompt and response together. Looked at before vLLM takes a minute to start."""

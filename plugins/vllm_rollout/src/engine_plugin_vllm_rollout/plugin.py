@@ -24,9 +24,9 @@ OURS = {
 """Options of vLLM that the run says elsewhere, and where."""
 FIXED = {
     "logprobs_mode": "the trainer needs log-probs of the distribution that was sampled from",
-    "generation_config": "temperature, top_p and the end tokens are those of the run file",
+    "generation_config": "the sampling options and the end tokens are those of the run file",
     "skip_tokenizer_init": "stop strings are looked for in text",
-    "return_sampling_mask": "what top_p and top_k left comes with the log-probs",
+    "return_sampling_mask": "what a cut distribution left comes with the log-probs",
     "pipeline_parallel_size": "one engine samples in one process",
     "data_parallel_size": "each process of a pool has an engine of its own",
     "distributed_executor_backend": "tensor_parallel_size and the sampler's pool decide it",

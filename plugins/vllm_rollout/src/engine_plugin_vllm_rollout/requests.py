@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from engine_plugin_vllm_rollout.log_mass import KEY
+from engine_plugin_vllm_rollout.sampling_options import kept_at_most, sampling_options
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
@@ -22,14 +23,9 @@ def too_long(table: str) -> str:
     return f"Lower {lower}, or raise {table}.vllm.max_model_len where the model can hold more."
 
 
-def cuts(sampling: Sampling) -> bool:
-    """Whether top-p or top-k leave some tokens out."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-
-
 def tells_mass(sampling: Sampling, full: bool) -> bool:
     """Whether the rollout says how much top-p and top-k kept. ``full``: the engine can (``log_mass``)."""
-    return full and sampling.log_probs and cuts(sampling)
+    return full and sampling.log_probs and sampling.cuts
 
 
 def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> int:
@@ -38,10 +34,9 @@ def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> in
     One more than are told of what top-p and top-k left, or the likeliest one where the mass that they kept is told
     alone; 0 for none.
     """
-    if not (sampling.max_support and cuts(sampling)):
+    if not (sampling.max_support and sampling.cuts):
         return int(tells_mass(sampling, full))
-    most = min(sampling.top_k or vocabulary, vocabulary)
-    return min(sampling.max_support + 1, most)
+    return min(sampling.max_support + 1, kept_at_most(sampling, vocabulary))
 
 
 def begun_response(request: Request) -> list[int]:
@@ -84,15 +79,10 @@ def sampling_params(
         seeded: the request draws numbers of its own; else all draw from those of the engine.
     """
     sampling = request.sampling
-    greedy = sampling.temperature == 0
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=1.0 if greedy else sampling.top_p,
-        top_k=0 if greedy else sampling.top_k,
+        **sampling_options(sampling),
         max_tokens=left_to_sample(request, positions),
         seed=_seed(sampling, len(begun_response(request))) if seeded else None,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
         include_stop_str_in_output=True,
         skip_special_tokens=False,  # a stop string may be one
         detokenize=bool(sampling.stop),

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine_core.errors import TrainingFailed
 from engine_core.types import SUPPORT, TENSORS, Request, Rollout, padded_support
 from engine_plugin_vllm_rollout.log_mass import log_mass
-from engine_plugin_vllm_rollout.requests import begun_response, cuts
+from engine_plugin_vllm_rollout.requests import begun_response
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -74,7 +74,7 @@ def rollout_of(
             else []
         )
         extras[LOG_MASS] = torch.tensor([0.0] * len(prompt) + log_mass(likeliest, told))
-    if request.sampling.log_probs and request.sampling.max_support and cuts(request.sampling):
+    if request.sampling.log_probs and request.sampling.max_support and request.sampling.cuts:
         extras[SUPPORT] = _support(flat, len(prompt), request.sampling.max_support)
     made = Rollout(
         request_id=request.id,

@@ -19,6 +19,7 @@ from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_core.types import Rollout
 from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
+from engine_plugin_vllm_rollout.sampling_options import PLAIN, sampling_options
 from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer
 from engine_plugin_vllm_rollout.server import Server, chunks
 from engine_plugin_vllm_rollout.workers import Workers
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
 COMPLETIONS, CLASSIFY = "/v1/completions", "/classify"
-PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""The model's own distribution: a server takes other defaults from the model's folder."""
 
 
 class VLLMServedEngine(FrozenEngine):
@@ -292,12 +291,8 @@ class VLLMServedSampler(RolloutEngine):
             "prompt": ids,
             **PLAIN,
             "max_tokens": min(sampling.max_response_tokens, self._server.room - len(ids)),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            **sampling_options(sampling),
             "seed": sampling.seed,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_token_ids),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
             "return_token_ids": True,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.algorithms.correction import mismatch_metrics, rollout_log_ratio
+from engine_core.metrics import over_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,18 +105,9 @@ def distill(
     if "rollout_log_probs" in batch and "log_probs" in outputs:
         gap = mismatch_metrics(rollout_log_ratio(batch, outputs["log_probs"]))
         watched |= {name: value[learned] for name, value in gap.items()}
-    held = {name: value.detach() for name, value in watched.items()}
-    metrics = {
-        name: _largest(value) if name.startswith("max/") else (share[learned] * value).sum()
-        for name, value in held.items()
-    }
-    return (weights[learned] * cost).sum(), metrics
+    return (weights[learned] * cost).sum(), over_tokens(watched, share[learned])
 
 
 def _outcomes(log_probs: Tensor, log_rest: Tensor, learned: Tensor) -> Tensor:
     """[n, K + 1]: the candidates and the rest, at the learned tokens; a token that cannot come has ``NOTHING``."""
     return torch.cat([log_probs[learned], log_rest[learned][:, None]], dim=-1).clamp(min=NOTHING)
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if len(values) else values.new_zeros(())
