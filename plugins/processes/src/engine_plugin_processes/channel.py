@@ -42,15 +42,6 @@ class Channel(JsonChannel):
         return str(self.socket.getpeername()[0])
 
     def encode(self, message: Any, prompts: bool = True) -> Encoded:
-        """Return what ``send`` takes in place of a message.
-
-        Args:
-            message: of values that cross.
-            prompts: False: of a prompt its id alone, for a receiver that has the prompt.
-
-        Raises:
-            TypeError: it does not cross.
-        """
         return encode(message, prompts)
 
     def send(self, message: Any) -> None:

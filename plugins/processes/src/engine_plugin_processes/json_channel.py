@@ -32,8 +32,12 @@ class JsonChannel:
         self.socket.set_inheritable(False)  # a program that is started here must not keep it open
         self._lock = threading.Lock()
 
-    def encode(self, message: Any, **_: Any) -> Any:
+    def encode(self, message: Any, prompts: bool = True) -> Any:
         """Return what ``send`` takes in place of a message.
+
+        Args:
+            message: of values that cross.
+            prompts: False: of a prompt its id alone, for a receiver that has the prompt. Prompts do not cross as JSON.
 
         Raises:
             TypeError: the message does not cross.
@@ -113,17 +117,13 @@ class Outbox:
         self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, message: Any, **how: Any) -> None:
-        """Send a message after those before it; what it refers to must not change any more.
-
-        Args:
-            message: of values that cross.
-            how: for ``encode`` of the channel.
+    def put(self, message: Any, prompts: bool = True) -> None:
+        """Send a message after those before it; what it refers to must not change any more. The arguments are ``encode``'s.
 
         Raises:
             TypeError: it does not cross; nothing is sent.
         """
-        self._messages.put(self._channel.encode(message, **how))
+        self._messages.put(self._channel.encode(message, prompts))
 
     def close(self) -> None:
         """Wait until all is sent."""
