@@ -67,6 +67,7 @@ class ChildProcess:
         descriptors: Sequence[int] = (),
         keeper: bool = False,
     ) -> None:
+        self.on_line = on_line
         self._nonsense = ""  # how it broke the protocol
         self._killed = False  # its number may be another process's by now
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
@@ -99,7 +100,7 @@ class ChildProcess:
                 env=env,
             )
             self._ends = ours.pop_all()
-        self._threads = [threading.Thread(target=self._print, args=(on_line,), daemon=True)]
+        self._threads = [threading.Thread(target=self._print, daemon=True)]
         if channel is not None:
             self.channel = channel(connection)
         if take is not None:
@@ -179,13 +180,13 @@ class ChildProcess:
             self._nonsense = f"sent something else than an answer: {error}"
             return None
 
-    def _print(self, on_line: Callable[[str], None] | None) -> None:
+    def _print(self) -> None:
         with cast(IO[bytes], self.popen.stdout) as stream:
             while raw := stream.readline(LINE_BYTES):
                 line = raw.decode(errors="replace").rstrip()
                 self._lines.append(line)
-                if on_line is not None:
-                    on_line(line)
+                if self.on_line is not None:
+                    self.on_line(line)
 
 
 def python_command(entry: str) -> list[str]:
