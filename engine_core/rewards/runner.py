@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -439,7 +438,6 @@ class RewardRunner:
             "modules": list(plugins.modules),
             "root": str(plugins.root),
             "allow_code": plugins.allow_code,
-            "path": [entry or "." for entry in sys.path],
             "timeout": config.timeout_seconds,
             "max_memory_gb": config.max_memory_gb,
         }

@@ -64,7 +64,7 @@ def killed(monkeypatch):
         if at == 1:
             given.append(at)
             if len(given) == 3:
-                crew.workers[2].process.kill()
+                crew.workers[2].process.popen.kill()
 
     def counting(group, at, *arguments):
         reply = to(group, at, *arguments)

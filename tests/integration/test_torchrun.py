@@ -142,7 +142,7 @@ def crew(world, digits_plugin):
     host = EngineHost(alone, Trainer(alone).plugins, live, RankPlacement(torch.device("cpu")))
     host.build(roles, 4)
     yield runtime, groups, host.engines
-    children = [worker.process for worker in runtime.crew.workers.values()]
+    children = [worker.process.popen for worker in runtime.crew.workers.values()]
     host.close()
     runtime.close()
     trainer.close()
@@ -288,7 +288,7 @@ def test_who_stops_waiting_for_samples_stops_the_samplers_and_they_go_on(crew):
 def test_workers_are_children_with_no_port_of_the_run_open_to_others(crew):
     runtime, _, _ = crew
     for worker in runtime.crew.workers.values():
-        process = psutil.Process(worker.process.pid)
+        process = psutil.Process(worker.process.popen.pid)
         assert process.ppid() == os.getpid()
         listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}

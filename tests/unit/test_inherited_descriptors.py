@@ -22,9 +22,9 @@ print(process.pid, child, flush=True)
 time.sleep(600)
 """
 WORKERS = {
-    "rank": "from engine_plugin_processes.worker_process import WorkerHandle\nprocess = WorkerHandle.start(0, {}).process",
-    "reward": "from engine_plugin_rewards.worker_pool.process import WorkerProcess\nheld = WorkerProcess({})\nprocess = held.popen",
-    "data": "from engine_plugin_processes.row_workers import Worker\nWorker._send = lambda *line: None\nheld = Worker(0, '')\nprocess = held.process",
+    "rank": "from engine_plugin_processes.worker_process import WorkerHandle\nprocess = WorkerHandle.start(0, {}).process.popen",
+    "reward": "from engine_plugin_rewards.worker_pool.pool import Worker\nWorker.send = lambda *message: None\nheld = Worker({})\nprocess = held.popen",
+    "data": "from engine_plugin_processes.row_workers import Worker\nWorker.send = lambda *message: None\nheld = Worker(0, {})\nprocess = held.popen",
 }
 
 

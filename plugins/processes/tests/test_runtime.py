@@ -37,7 +37,7 @@ def test_a_process_that_is_begun_while_the_run_ends_is_not_left_behind(monkeypat
     with pytest.raises(AssertionError):
         begin(1, 1)
     try:
-        assert started[0].process.poll() is not None
+        assert started[0].process.popen.poll() is not None
     finally:
         started[0].kill()
 

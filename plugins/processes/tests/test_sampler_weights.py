@@ -34,7 +34,7 @@ class Process:
     def next_number(self):
         return 1
 
-    def post(self, message):
+    def send(self, message):
         if message["kind"] == "update":
             self.thread = threading.Thread(target=self._take, daemon=True)
             self.thread.start()

@@ -53,15 +53,17 @@ def test_nothing_is_left_when_its_owner_is_killed(ending):
 
 def test_close_ends_it_with_what_it_has_started():
     made = ServerProcess([sys.executable, "-c", SERVES], {})
-    until(lambda: len(members(made.popen.pid)) >= 3 and "up" in made.last_lines())
-    made.close()
-    made.close()
+    until(lambda: len(members(made.popen.pid)) >= 3 and "up" in made.tail())
+    made.kill()
+    made.kill()
     until(lambda: not members(made.popen.pid))
 
 
 def test_one_that_ends_or_never_answers_is_told_with_what_it_printed():
     made = ServerProcess([sys.executable, "-c", "print('no room'); raise SystemExit(3)"], {})
-    with pytest.raises(EnvironmentProblem, match=r"the server ended with code 3\. It printed: no room"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"the server exited with status 3\. The last that it printed:\nno room"
+    ):
         made.wait_until(lambda: False, 60, "the server")
     slow = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], {})
     with pytest.raises(EnvironmentProblem, match=r"the server did not answer within 0 s"):

@@ -6,29 +6,25 @@ takes only a peer that knows the run's token: each side proves it without sendin
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import hmac
 import math
 import os
-import queue
 import secrets
 import selectors
 import socket
 import struct
-import threading
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from engine_core.inherited_descriptors import close_in_children
 from engine_plugin_processes.codec import DecodeError, Encoded, decode, encode
+from engine_plugin_processes.json_channel import Closed, JsonChannel
 
 LENGTHS = struct.Struct(">QQ")  # of header and payload
 MAX_HEADER_BYTES = 1 << 31
 MAX_PAYLOAD_BYTES = 1 << 42
-MAX_VECTOR = 512  # buffers of one system call
 HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
 MAGIC = b"engine-1"
 PROOF_BYTES, NONCE_BYTES = 32, 16
@@ -37,40 +33,30 @@ MAX_PENDING_CONNECTIONS = 256  # that a listener hears at a time; one more, and 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 10}  # 25 s; see ``silence``
 
 
-class Closed(ConnectionError):
-    """The other side has ended."""
-
-
-class Channel:
+class Channel(JsonChannel):
     """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = close_in_children(connection)
-        self._lock = threading.Lock()
 
     @property
     def peer(self) -> str:
         """The address of the other side."""
         return str(self.socket.getpeername()[0])
 
+    def encode(self, message: Any, prompts: bool = True) -> Encoded:
+        return encode(message, prompts)
+
     def send(self, message: Any) -> None:
         """Send a value, or one that is ``Encoded`` already.
 
         Raises:
-            Closed: nobody reads any more.
+            Closed: the other side has ended.
             TypeError: it does not cross; nothing was sent.
         """
         encoded = message if isinstance(message, Encoded) else encode(message)
         start = LENGTHS.pack(len(encoded.header), encoded.payload_bytes)
-        buffers = [memoryview(start + encoded.header), *encoded.buffers]
-        try:
-            with self._lock:
-                self._write(buffers)
-        except OSError as error:
-            raise Closed(str(error)) from error
+        self._send([memoryview(start + encoded.header), *encoded.buffers])
 
     def receive(self) -> Any:
-        """The next message.
+        """Return the next message.
 
         Raises:
             Closed: the other side has ended, also in the middle of a message.
@@ -81,72 +67,6 @@ class Channel:
             raise DecodeError(f"A message of {header_bytes} and {payload_bytes} bytes is none of ours.")
         header = self._read(header_bytes)
         return decode(bytes(header), self._read(payload_bytes))
-
-    def close(self) -> None:
-        """End it for both sides; a ``receive`` that waits is told."""
-        with contextlib.suppress(OSError):  # the other side was faster
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-    def _write(self, buffers: list[memoryview]) -> None:
-        while buffers:
-            sent = self.socket.sendmsg(buffers[:MAX_VECTOR])
-            done = 0
-            while done < len(buffers) and sent >= len(buffers[done]):
-                sent -= len(buffers[done])
-                done += 1
-            buffers = buffers[done:]
-            if sent:
-                buffers[0] = buffers[0][sent:]
-
-    def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view, at = memoryview(data), 0
-        while at < count:
-            try:
-                got = self.socket.recv_into(view[at:])
-            except OSError as error:
-                raise Closed(str(error)) from error
-            if not got:
-                raise Closed("the connection was closed")
-            at += got
-        return data
-
-
-class Outbox:
-    """Sends in a thread of its own: an exception that a signal raises where messages are made cuts none in two.
-
-    consumes: messages; waits for: messages, and room in the socket; unblocked by: ``put``, ``close``, the other side, also
-    by its end; produces: bytes.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._messages: queue.SimpleQueue[Encoded | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, message: Any, prompts: bool = True) -> None:
-        """Send it after those before it; what it refers to must not change any more.
-
-        Args:
-            message: of values that cross.
-            prompts: False: of a prompt its id alone, to whoever has it.
-
-        Raises:
-            TypeError: it does not cross; nothing is sent.
-        """
-        self._messages.put(encode(message, prompts))
-
-    def close(self) -> None:
-        """Until all is sent."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _send(self) -> None:
-        with contextlib.suppress(Closed):  # whoever receives here is told
-            while (message := self._messages.get()) is not None:
-                self._channel.send(message)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.errors import TrainingFailed
 from engine_core.types import decode_ended
-from engine_plugin_processes.channel import Channel, Closed, Outbox
+from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.json_channel import Outbox
 from engine_plugin_processes.peer_watch import end_with
 from engine_plugin_processes.remote_errors import pack
 

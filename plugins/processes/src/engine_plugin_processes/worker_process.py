@@ -1,35 +1,25 @@
-"""One worker as the controller holds it: its process where that is ours, its channel, the end of what it printed."""
+"""One worker as the controller holds it: its channel, its mailbox, and its process where that is a child of ours."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from typing import IO, Any
 
 from engine_core.runs.logs import FILE_ONLY
-from engine_plugin_processes.channel import Channel, Closed, pair
+from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.child import SOCKET, ChildProcess
 from engine_plugin_processes.peer_watch import PeerWatch
 
 log = logging.getLogger("engine")
 
-LAST_LINES = 40
-ENDING_SECONDS = 3.0  # for a process whose socket has closed
-
 
 class WorkerHandle:
     """See the module.
-
-    A thread reads what the process prints. consumes: its lines; waits for: the next; unblocked by: lines, its end; produces:
-    records of the log, ``last_lines``.
 
     Args:
         rank: of the run.
@@ -38,38 +28,26 @@ class WorkerHandle:
         host: where it runs.
     """
 
-    def __init__(
-        self, rank: int, channel: Channel, process: subprocess.Popen[bytes] | None, host: str
-    ) -> None:
+    def __init__(self, rank: int, channel: Channel, process: ChildProcess | None, host: str) -> None:
         self.rank, self.channel, self.process, self.host = rank, channel, process, host
         self.roles: tuple[str, ...] = ("worker",)
         self.newest = "nothing yet"  # that it printed or logged
-        self.last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        if process is not None:
+            process.on_line = self._show
         self._mailbox: list[int] = []  # commands that it has not answered, in their order
         self._since = 0.0  # it is at the first of them
         self._died_at: float | None = None
-        self._killed = False  # its number may be another process's by now
         self._silence = PeerWatch(channel.socket)
-        self._printed: threading.Thread | None = None
-        if process is not None and process.stderr is not None:
-            self._printed = threading.Thread(target=self._print, args=(process.stderr,), daemon=True)
-            self._printed.start()
 
     @classmethod
     def start(cls, rank: int, env: Mapping[str, str]) -> WorkerHandle:
-        """A child of this process, of a session of its own, so that what it starts is killed with it."""
-        ours, theirs = pair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "engine_plugin_processes.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**os.environ, **env},
-            )
-        return cls(rank, Channel(ours), process, socket.gethostname())
+        """Start a child of this process."""
+        process = ChildProcess(
+            [sys.executable, "-m", "engine_plugin_processes.worker", SOCKET],
+            Channel,
+            env={**os.environ, **env},
+        )
+        return cls(rank, process.channel, process, socket.gethostname())
 
     # -- its mailbox --------------------------------------------------------
 
@@ -93,7 +71,7 @@ class WorkerHandle:
 
     def notice_death(self) -> None:
         """A process that ended closes its socket, unless something that it started holds it too."""
-        if self.process is None or self.process.poll() is None:
+        if self.process is None or self.process.popen.poll() is None:
             return
         self._died_at = self._died_at or time.monotonic()
         if time.monotonic() - self._died_at > 1.0:
@@ -106,18 +84,8 @@ class WorkerHandle:
     def how_it_ended(self, cause: str = "") -> str:
         """In words, with the end of what it printed."""
         if self.process is None:
-            ending = "its connection ended; the launcher on its host has its output"
-        else:
-            try:
-                code = self.process.wait(ENDING_SECONDS)
-                ending = ending_of(code)
-            except subprocess.TimeoutExpired:
-                ending = "it closed its connection and runs on"
-            if self._printed is not None:
-                self._printed.join(1.0)
-        text = "\n".join(self.last_lines)
-        said = f" The last that it printed:\n{text}" if text else ""
-        return f"{cause or ending}.{said}"
+            return f"{cause or 'its connection ended; the launcher on its host has its output'}."
+        return self.process.report(cause)
 
     def ask_to_end(self) -> None:
         with contextlib.suppress(Closed):
@@ -125,38 +93,15 @@ class WorkerHandle:
 
     def ended(self, seconds: float) -> bool:
         """Whether it ends within that time."""
-        if self.process is None:
-            return True
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self.process is None or self.process.ended(seconds)
 
     def kill(self) -> None:
         """End it and what it started, now."""
-        if self.process is not None and not self._killed:
-            self._killed = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process is not None:
+            self.process.kill()
         self.channel.close()
-        if self._printed is not None:
-            self._printed.join(1.0)
 
-    def _print(self, stream: IO[bytes]) -> None:
-        """What it prints goes to the log: of the first rank to the screen too."""
-        with stream:
-            for raw in stream:
-                line = raw.decode(errors="replace").rstrip()
-                self.newest = line
-                self.last_lines.append(line)
-                extra: dict[str, Any] | None = None if self.rank == 0 else FILE_ONLY
-                log.info("rank %d printed: %s", self.rank, line, extra=extra)
-
-
-def ending_of(code: int) -> str:
-    """How a process ended, in words."""
-    if code == -signal.SIGKILL:
-        return "it was killed by SIGKILL (by somebody, or for want of memory)"
-    return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with status {code}"
+    def _show(self, line: str) -> None:
+        """Log what it prints: of the first rank to the screen too."""
+        self.newest = line
+        log.info("rank %d printed: %s", self.rank, line, extra=None if self.rank == 0 else FILE_ONLY)

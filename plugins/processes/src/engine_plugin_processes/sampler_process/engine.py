@@ -157,7 +157,7 @@ class SamplerEngine(RolloutEngine):
         """Have these stopped without waiting for it."""
         if self.process is not None and not self.process.lost:
             self._forgotten |= set(ids)
-            self.process.post(
+            self.process.send(
                 {"kind": "abort", "id": self.process.next_number(), "plain": {"ids": list(ids)}}
             )
 
@@ -189,7 +189,7 @@ class SamplerEngine(RolloutEngine):
         process = self._working()
         if not self._done and not process.arrived and process.idle and process.failure is None:
             process.idle, process.went = False, True
-            process.post({"kind": "go"})
+            process.send({"kind": "go"})
 
     def collect(self, seconds: float) -> list[Rollout]:
         """What has finished since the last call; for so long at most something is waited for."""
@@ -252,10 +252,10 @@ class SamplerEngine(RolloutEngine):
 
     def _abort_there(self, process: SamplerProcess, ids: Sequence[str]) -> list[Rollout]:
         number = process.next_number()
-        process.post({"kind": "abort", "id": number, "plain": {"ids": list(ids)}})
+        process.send({"kind": "abort", "id": number, "plain": {"ids": list(ids)}})
         reply = process.reply_to(number, PATIENCE_SECONDS)
         if reply is None:
-            process.post({"kind": "interrupt"})
+            process.send({"kind": "interrupt"})
             reply = process.reply_to(number)
         found: list[Rollout] = self._value(reply)
         return found
@@ -400,7 +400,7 @@ class SamplerEngine(RolloutEngine):
         self._compare(process.reply_to(0, HELLO_SECONDS))
         number = process.next_number()
         device = "cuda:0" if self.context.device.type == "cuda" else None  # the only one that it sees
-        process.post({"kind": "start", "id": number, **self._order(device)})
+        process.send({"kind": "start", "id": number, **self._order(device)})
         return process, number
 
     def _take_engine(self, process: SamplerProcess, number: int) -> str:

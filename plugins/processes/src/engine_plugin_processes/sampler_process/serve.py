@@ -27,7 +27,8 @@ import torch
 from engine_core.errors import DataError
 from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.buckets import received
-from engine_plugin_processes.channel import Channel, Closed, Outbox
+from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.json_channel import Outbox
 from engine_plugin_processes.remote_errors import pack
 from engine_plugin_processes.sampler_process.memory import HostMemory, Seen
 from engine_plugin_processes.worker import ToOwner, where

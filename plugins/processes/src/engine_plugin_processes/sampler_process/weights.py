@@ -156,8 +156,8 @@ class Weights:
 
     def _begin(self, process: SamplerProcess, version: int, arena: Arena) -> Delivery:
         number = process.next_number()
-        process.post({"kind": "update", "id": number, "version": version})
-        return Delivery(process.post, lambda: process.answer_to(number), number, arena)
+        process.send({"kind": "update", "id": number, "version": version})
+        return Delivery(process.send, lambda: process.answer_to(number), number, arena)
 
     def _filling(self, stream: Stream, kept: list[Bucket]) -> Filling:
         """The stream's buckets, filled, one behind another in host memory."""

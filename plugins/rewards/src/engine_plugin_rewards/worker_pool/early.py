@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.rewards.signatures import arguments
-from engine_plugin_rewards.worker_pool.process import pump
+from engine_plugin_rewards.worker_pool.pool import wait
 
 if TYPE_CHECKING:
     from engine_core.rewards.models import OnFailure
@@ -116,7 +116,7 @@ class EarlyScoring:
                     for pool in self.pools:
                         pool.tend(self.on_failure)
                     if self._working():
-                        pump([worker for pool in self.pools for worker in pool.workers], POLL_SECONDS)
+                        wait(self.pools, POLL_SECONDS)
                     self.busy_seconds += time.perf_counter() - start
         except BaseException as error:  # raised again where groups are taken
             self._error = error

@@ -1,7 +1,8 @@
 """The workers of one reward, and ``drive``, which keeps the workers of all rewards busy at once.
 
 A request holds several samples. When its worker dies or overstays, the sample it was at is failed, the
-others are sent again, and a new worker takes its place.
+others are sent again, and a new worker takes its place. A worker that was killed while it started is started again,
+as is one that takes a place, ``START_ATTEMPTS`` times in a row at most.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import logging
 import math
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,14 +20,18 @@ from typing import TYPE_CHECKING, Any
 from engine_core import errors
 from engine_core.errors import DataError, PluginError
 from engine_core.rewards.signatures import Outcome, Signature
-from engine_plugin_rewards.worker_pool.process import WorkerProcess, pump
+from engine_plugin_processes.child import KEPT_LINES, ChildProcess, python_command
+from engine_plugin_processes.json_channel import JsonChannel
 
 if TYPE_CHECKING:
     from engine_core.rewards.models import OnFailure
 
 STARTUP_SECONDS = 120.0  # imports of the plugin
-GRACE_SECONDS = 1.0  # after the worker's own watchdog, which tells where the function was
+START_ATTEMPTS = 3
+GRACE_SECONDS = 1.0  # after the worker's own watchdog, which prints where the function was
+SETTLE_SECONDS = 0.05  # for a thread to deliver what had arrived while this process was stopped
 WATCHDOG = "Timeout ("  # what faulthandler prints before it ends a worker
+SHOWN_CHARACTERS = 3000
 POLL_SECONDS = 0.25  # a death that no pipe tells is seen after this time
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
@@ -33,14 +39,38 @@ SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
 logger = logging.getLogger("engine")
 
 
-class Worker(WorkerProcess):
-    """A process and what it is at."""
+_ARRIVED = threading.Condition()
+"""Notified of each message of each worker."""
 
-    def __init__(self, order: Mapping[str, Any]) -> None:
-        super().__init__(order)
-        self.ready = False
+
+class Worker(ChildProcess):
+    """A process and what it is at.
+
+    Args:
+        order: its first message.
+        attempt: to start it, without success before.
+    """
+
+    def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
+        self.attempt, self.ready = attempt, False
         self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # of the last sign of life while there is something to wait for
+        self.messages: deque[dict[str, Any] | None] = deque()  # None: its end
+        super().__init__(
+            python_command("engine_plugin_rewards.worker_pool.worker:main"), JsonChannel, take=self._take
+        )
+        self.send(order)
+
+    def _take(self, message: dict[str, Any] | None) -> None:
+        with _ARRIVED:
+            self.messages.append(message)
+            _ARRIVED.notify_all()
+
+    def stacks(self) -> str:
+        """Where it was when it ended (faulthandler prints the innermost frame first), else the last that it printed."""
+        text = self.tail(KEPT_LINES).strip()
+        start = max(text.rfind("Timeout ("), text.rfind("Fatal Python error"))
+        return text[start:][:SHOWN_CHARACTERS] if start >= 0 else text[-SHOWN_CHARACTERS:]
 
 
 class Pool:
@@ -49,7 +79,7 @@ class Pool:
     Args:
         name: the reward.
         order: what a worker is told first: ``reward``, ``options``, ``modules``, ``root``,
-            ``allow_code``, ``path``, ``timeout``, ``max_memory_gb``.
+            ``allow_code``, ``timeout``, ``max_memory_gb``.
         size: number of workers.
     """
 
@@ -106,11 +136,15 @@ class Pool:
     def tend(self, on_failure: OnFailure) -> None:
         """Read answers, bury the dead and the late, replace them, hand out work."""
         for worker in list(self.workers):
-            dead = worker.dead
-            if dead or self._late(worker):
-                worker.drain()  # what it said before that counts, also if this process was held up
-            for message in worker.received():
-                self._answer(worker, message, on_failure)
+            if self._late(worker):
+                time.sleep(SETTLE_SECONDS)
+            if dead := worker.popen.poll() is not None:
+                worker.kill()  # which reads what it still had to say: that counts
+            while worker.messages:
+                if (message := worker.messages.popleft()) is None:
+                    dead = True
+                else:
+                    self._answer(worker, message, on_failure)
             if dead or self._late(worker):
                 self._bury(worker, on_failure)
             elif worker.ready and worker.job is None and self.queue:
@@ -153,24 +187,40 @@ class Pool:
             self._settle(worker.job[message["at"]], Outcome(**message["outcome"]), on_failure)
 
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
-        waited = time.monotonic() - worker.since
+        waited, late = time.monotonic() - worker.since, self._late(worker)
         worker.kill()
         self.workers.remove(worker)
-        if not worker.ready:
-            raise PluginError(
-                f"Reward '{self.name}' does not start: its worker {worker.ending()}.\n{worker.printed_last()}"
-            )
         self.restarts += 1
+        if not worker.ready:
+            self._start_again(worker, late)
+            return
         late = self._was_late(worker, waited)
         message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
-        outcome = Outcome(None, "timeout" if late else "error", message, worker.printed_last())
+        outcome = Outcome(None, "timeout" if late else "error", message, worker.stacks())
         self._blame(worker, outcome, on_failure)
+
+    def _start_again(self, worker: Worker, late: bool) -> None:
+        """Replace a worker that ended before it was ready.
+
+        Raises:
+            PluginError: another one would fail too: no worker of this reward was ever ready and this one was not killed by
+                others, or it was the last attempt.
+        """
+        hopeless = self.signature is None and (late or worker.popen.returncode >= 0)
+        if hopeless or worker.attempt >= START_ATTEMPTS:
+            raise PluginError(
+                f"Reward '{self.name}' does not start: its worker {worker.ending()}.\n{worker.stacks()}"
+            )
+        logger.warning(
+            "A worker of reward '%s' %s while it started. Started again.", self.name, worker.ending()
+        )
+        self.workers.append(Worker(self.order, worker.attempt + 1))
 
     def _was_late(self, worker: Worker, waited: float) -> bool:
         """Whether a worker was ended for its time: by its own watchdog (status 1), or by us."""
         code = worker.popen.returncode
         # An answer that was read late makes ``waited`` too short, so the watchdog's own words count.
-        if code == 1 and WATCHDOG in worker.printed_last():
+        if code == 1 and WATCHDOG in worker.stacks():
             return True
         return waited >= self.timeout and code in (1, -signal.SIGKILL)
 
@@ -222,7 +272,7 @@ def start(pools: Sequence[Pool]) -> None:
             for pool in pools:
                 pool.tend(_unexpected)
             if any(pool.starting for pool in pools):
-                pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+                wait(pools, POLL_SECONDS)
     except BaseException:
         for pool in pools:
             pool.close()
@@ -241,12 +291,18 @@ def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
         while any(pool.pending for pool in pools):
             for pool in pools:
                 pool.tend(on_failure)
-            if any(pool.pending for pool in pools):  # else nothing more comes, and pump would wait in vain
-                pump([worker for pool in pools for worker in pool.workers], POLL_SECONDS)
+            if any(pool.pending for pool in pools):  # else nothing more comes
+                wait(pools, POLL_SECONDS)
     except BaseException:
         for pool in pools:
             pool.abandon()
         raise
+
+
+def wait(pools: Sequence[Pool], seconds: float) -> None:
+    """Wait until a worker has answered or ended, for so long at most."""
+    with _ARRIVED:
+        _ARRIVED.wait_for(lambda: any(worker.messages for pool in pools for worker in pool.workers), seconds)
 
 
 def _unexpected(reward: str, position: int, outcome: Outcome) -> None:

@@ -1,46 +1,54 @@
-"""A reward worker: ``python worker.py``, told by JSON lines on stdin, answering by JSON lines.
+"""A reward worker: ``main`` in a child process, asked and answering in JSON.
 
-The first line is the order (``Order`` in ``pool``): which reward, by name, from which plugins. Then::
+The first message is the order (see ``Pool``): which reward, by name, from which plugins. Then::
 
     {"count": 2, "columns": {"completions": ["4", "5"], "answer": ["4", "4"]}}
     -> {"at": 0, "outcome": {"value": 1.0}}
     -> {"at": 1, "outcome": {"value": 0.0}}
     -> {"done": true}
 
-The answers go to a private copy of stdout; what the function prints goes to stderr, and stdin is
-empty, so no function can disturb the protocol. A watchdog in C ends the process when a call takes too
-long, whoever holds the interpreter, and prints where it was; it also ends a worker whose controller
-was killed.
+The messages have a socket of their own, so no function can disturb the protocol by what it prints or reads. A watchdog
+in C ends the process when a call takes too long, also where the function holds the interpreter, and prints where it
+was; it also ends a worker whose controller was killed.
 """
 
-# Only the standard library up here: the order brings the path on which engine_core is found.
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
+
+from engine_core.errors import EngineError
+from engine_plugin_processes.child import print_stacks_on_request
+from engine_plugin_processes.json_channel import Closed, JsonChannel
 
 if TYPE_CHECKING:
     from engine_core.rewards.signatures import RewardFunction
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    channel = _Channel()
-    order = json.loads(channel.requests.readline() or b"{}")
-    if not order:
-        return
-    sys.path[:] = order["path"]
-    _limit_memory(order["max_memory_gb"])
-    from engine_core.errors import EngineError
+def main(number: int) -> None:
+    """Serve the socket of that number until it is closed: by the controller's end, or in a fork that the function made."""
+    print_stacks_on_request()
+    channel = JsonChannel(socket.socket(fileno=number))
+    with contextlib.suppress(Closed):
+        run(channel.receive(), channel)
+    os._exit(0)  # in a fork, nothing that belongs to the worker may run twice
 
+
+def run(order: dict[str, Any], channel: JsonChannel) -> None:
+    """Load the reward and answer requests.
+
+    Raises:
+        Closed: there are no more.
+    """
+    _limit_memory(order["max_memory_gb"])
     notes = _Notes()
     logging.getLogger("engine").addHandler(notes)
     logging.getLogger("engine").setLevel(logging.INFO)
@@ -51,33 +59,6 @@ def main() -> None:
         return
     channel.send({"ready": vars(reward.signature), "notes": notes.lines})
     serve(reward, order["timeout"], channel)
-
-
-class _Channel:
-    """The two private pipes; fds 0 and 1 are given to the function to play with."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.requests: BinaryIO = os.fdopen(os.dup(0), "rb")
-        self.replies = os.dup(1)
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(2, 1)
-        os.register_at_fork(after_in_child=self._forked)
-        faulthandler.enable()
-
-    def _forked(self) -> None:
-        """A child that the function forked must not hold the pipe open when this process is gone."""
-        if self.replies >= 0:
-            os.close(self.replies)
-            self.replies = -1
-
-    def send(self, message: dict[str, Any]) -> None:
-        if os.getpid() != self.pid:  # a fork that came back from the function
-            os._exit(0)
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(self.replies, data) :]
 
 
 class _Notes(logging.Handler):
@@ -119,8 +100,8 @@ def build(order: dict[str, Any]) -> RewardFunction:
     )
 
 
-def serve(reward: RewardFunction, timeout: float, channel: _Channel) -> None:
-    """Answer requests until there are no more."""
+def serve(reward: RewardFunction, timeout: float, channel: JsonChannel) -> None:
+    """Answer requests; raise ``Closed`` when there are no more."""
     from engine_core.rewards.signatures import evaluate
 
     @contextlib.contextmanager
@@ -136,12 +117,8 @@ def serve(reward: RewardFunction, timeout: float, channel: _Channel) -> None:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    for line in channel.requests:
-        request = json.loads(line)
+    while True:
+        request = channel.receive()
         for position, outcome in evaluate(reward, request["columns"], request["count"], timeout, watchdog):
             channel.send({"at": position, "outcome": vars(outcome)})
         channel.send({"done": True})
-
-
-if __name__ == "__main__":
-    main()

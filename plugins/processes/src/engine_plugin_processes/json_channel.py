@@ -1,0 +1,136 @@
+"""A stream of JSON messages over one socket, and a thread that sends; imports nothing heavy.
+
+``channel.Channel`` has the same methods for messages with tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import struct
+import threading
+from typing import Any
+
+from engine_core.inherited_descriptors import close_in_children
+
+LENGTH = struct.Struct(">Q")
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_VECTOR = 512  # buffers of one system call
+
+
+class Closed(ConnectionError):
+    """The other side has ended."""
+
+
+class JsonChannel:
+    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = close_in_children(connection)
+        self.socket.set_inheritable(False)  # a program that is started here must not keep it open
+        self._lock = threading.Lock()
+
+    def encode(self, message: Any, prompts: bool = True) -> Any:
+        """Return what ``send`` takes in place of a message.
+
+        Args:
+            message: of values that cross.
+            prompts: False: of a prompt its id alone, for a receiver that has the prompt. Prompts do not cross as JSON.
+
+        Raises:
+            TypeError: the message does not cross.
+        """
+        return json.dumps(message).encode()
+
+    def send(self, message: Any) -> None:
+        """Send a value, or what ``encode`` made of one.
+
+        Raises:
+            Closed: the other side has ended.
+            TypeError: the value does not cross; nothing was sent.
+        """
+        encoded = message if isinstance(message, bytes) else self.encode(message)
+        self._send([memoryview(LENGTH.pack(len(encoded))), memoryview(encoded)])
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            Closed: the other side has ended, also in the middle of a message.
+            ValueError: something else than a message came.
+        """
+        (count,) = LENGTH.unpack(self._read(LENGTH.size))
+        if count > MAX_MESSAGE_BYTES:
+            raise ValueError(f"A message of {count} bytes is none of ours.")
+        return json.loads(self._read(count))
+
+    def close(self) -> None:
+        """Close it for both sides; a ``receive`` that waits raises ``Closed``."""
+        with contextlib.suppress(OSError):  # the other side was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _send(self, buffers: list[memoryview]) -> None:
+        try:
+            with self._lock:
+                self._write(buffers)
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def _write(self, buffers: list[memoryview]) -> None:
+        while buffers:
+            sent = self.socket.sendmsg(buffers[:MAX_VECTOR])
+            done = 0
+            while done < len(buffers) and sent >= len(buffers[done]):
+                sent -= len(buffers[done])
+                done += 1
+            buffers = buffers[done:]
+            if sent:
+                buffers[0] = buffers[0][sent:]
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            try:
+                got = self.socket.recv_into(view[at:])
+            except OSError as error:
+                raise Closed(str(error)) from error
+            if not got:
+                raise Closed("the connection was closed")
+            at += got
+        return data
+
+
+class Outbox:
+    """A thread that sends: an exception that a signal raises where messages are made cuts none in two.
+
+    consumes: messages; waits for: messages, and room in the socket; unblocked by: ``put``, ``close``, the other side, also
+    by its end; produces: bytes.
+    """
+
+    def __init__(self, channel: JsonChannel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any, prompts: bool = True) -> None:
+        """Send a message after those before it; what it refers to must not change any more. The arguments are ``encode``'s.
+
+        Raises:
+            TypeError: it does not cross; nothing is sent.
+        """
+        self._messages.put(self._channel.encode(message, prompts))
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        with contextlib.suppress(Closed):  # the thread that receives here notices
+            while (message := self._messages.get()) is not None:
+                self._channel.send(message)
