@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -286,7 +287,37 @@ class ChatFormat:
 
     def _hidden(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages without control strings; the assistant may write those that are not special."""
-        return [self._hide(m, self._own if m["role"] == "assistant" else self._outside) for m in messages]
+        shaped = (self._with_arguments(message) for message in messages)
+        return [self._hide(m, self._own if m["role"] == "assistant" else self._outside) for m in shaped]
+
+    def _with_arguments(self, message: Message) -> Message:
+        """Return a message whose tool calls have arguments of a type that the template shows right."""
+        calls, kinds = list[Any](), self._argument_types
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            if isinstance(arguments, str) and str not in kinds:
+                with suppress(ValueError):  # text that is no JSON stays
+                    arguments = json.loads(arguments)
+            elif isinstance(arguments, Mapping) and dict not in kinds:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {**function, "arguments": arguments}
+            calls.append({**call, "function": function} if "function" in call else function)
+        return {**message, "tool_calls": calls} if calls else message
+
+    @functools.cached_property
+    def _argument_types(self) -> set[type]:
+        """Types of a tool call's arguments that the template shows right: mapping, JSON text, both (also where it shows none)."""
+        wrong, (call,) = set[type](), _turn("d", True)["tool_calls"]
+        for arguments, mistake in (({"x": "d"}, "{'x'"), ('{"x": "d"}', '\\"')):
+            shown = {**call, "function": {"name": "f", "arguments": arguments}}
+            try:
+                text = self._render([USER, {**_turn("", True), "tool_calls": [shown]}, ANSWER], None)
+            except BadRow:
+                text = mistake
+            if mistake in text:
+                wrong.add(type(arguments))
+        return {dict, str} - wrong if len(wrong) == 1 else {dict, str}
 
     def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
@@ -299,6 +330,9 @@ class ChatFormat:
         return PLACEHOLDER.sub(lambda found: self._controls[int(found[1])], text)
 
     def _template(self, messages: Sequence[Message], tools: Tools, **options: Any) -> str:
+        return self._render([self._with_arguments(message) for message in messages], tools, **options)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, **options: Any) -> str:
         from jinja2 import TemplateError
 
         if not self._source:

@@ -1,7 +1,6 @@
 """Templates that behave like those of published families: prompts, turns, tools, learned spans, control tokens."""
 
-from __future__ import annotations
-
+import copy
 import logging
 
 import pytest
@@ -275,6 +274,26 @@ def test_calls_with_other_arguments_are_learned(made):
         call = {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         learned = turns(tokenizer, form.conversation([HI, call]))
         assert learned == f'\n<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("arguments", [{"q": "6*7"}, '{"q": "6*7"}'], ids=["mapping", "text"])
+@pytest.mark.parametrize("wanted", ["mapping", "text", "items"])
+def test_arguments_of_calls_are_of_the_type_that_the_template_shows_right(made, wanted, arguments):
+    """As JSON by the template, as they are, or one by one: both types of a row give the same tokens."""
+    tokenizer, _ = made("qwen2_5")
+    shown = "(call.function.arguments | tojson)"
+    other = {
+        "mapping": shown,
+        "text": "call.function.arguments",
+        "items": "call.function.arguments.items() | map('join', '=') | join",
+    }[wanted]
+    assert shown in tokenizer.chat_template
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = tokenizer.chat_template.replace(shown, f"({other})")
+    call = {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    learned = turns(changed, ChatFormat(changed).conversation([HI, call]))
+    found = "q=6*7" if wanted == "items" else '{"q": "6*7"}'
+    assert learned == f'\n<tool_call>\n{{"name": "f", "arguments": {found}}}\n</tool_call><|im_end|>'
 
 
 def test_a_system_message_without_text_is_no_obstacle(made):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.rewards import PLACEHOLDER
+from engine_core.data.chat import ChatFormat
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Questions:
 
     def __init__(self, table: Asked, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
         self.table, self.tokenizer, self.where = table, tokenizer, where
+        self._format = ChatFormat(tokenizer)
         if table.system is not None and not tokenizer.chat_template:
             raise DataError(
                 f"{where}.system: the judge's tokenizer has no chat template. Write the text into prompt."
@@ -57,14 +59,11 @@ class Questions:
         return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), self.table.prompt)
 
     def token_ids(self, text: str) -> list[int]:
-        """The filled-in template as a prompt that the judge answers."""
+        """Return the filled-in template as a prompt that the judge answers; control tokens in a sample are plain text."""
         if not self.tokenizer.chat_template:
             return list(self.tokenizer(text)["input_ids"])
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
-        messages = [*system, {"role": "user", "content": text}]
-        render: Any = self.tokenizer.apply_chat_template  # in transformers' sandbox
-        rendered = str(render(messages, tokenize=False, add_generation_prompt=True))
-        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return self._format.prompt([*system, {"role": "user", "content": text}]).token_ids
 
 
 def _question(sample: Mapping[str, Any]) -> Any:
