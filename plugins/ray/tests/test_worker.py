@@ -7,6 +7,7 @@ import time
 import pytest
 
 from engine_plugin_processes.channel import Closed
+from engine_plugin_processes.codec import decode, encode
 from engine_plugin_ray.worker import RayWorker
 
 
@@ -14,6 +15,7 @@ class Mailbox:
     """Both ends in this process."""
 
     socket = None
+    encode = staticmethod(encode)
 
     def __init__(self):
         self.commands, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
@@ -25,8 +27,6 @@ class Mailbox:
         return command
 
     def send(self, message):
-        from engine_plugin_processes.codec import decode
-
         self.answers.put(decode(message.header, bytearray(b"".join(message.buffers))))
 
 

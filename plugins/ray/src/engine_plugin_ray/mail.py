@@ -100,6 +100,7 @@ class WorkerEnd:
     """The interface of ``channel.Channel`` within the actor."""
 
     socket = None  # what comes by Ray has none
+    encode = staticmethod(encode)
 
     def __init__(self) -> None:
         self._in: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
