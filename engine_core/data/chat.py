@@ -308,6 +308,7 @@ class ChatFormat:
     @functools.cached_property
     def _argument_types(self) -> set[type]:
         """Types of a tool call's arguments that the template shows right: mapping, JSON text, both (also where it shows none)."""
+        both: set[type] = {dict, str}
         wrong, (call,) = set[type](), _turn("d", True)["tool_calls"]
         for arguments, mistake in (({"x": "d"}, "{'x'"), ('{"x": "d"}', '\\"')):
             shown = {**call, "function": {"name": "f", "arguments": arguments}}
@@ -317,7 +318,7 @@ class ChatFormat:
                 text = mistake
             if mistake in text:
                 wrong.add(type(arguments))
-        return {dict, str} - wrong if len(wrong) == 1 else {dict, str}
+        return both - wrong if len(wrong) == 1 else both
 
     def _hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
