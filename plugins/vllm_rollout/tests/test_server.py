@@ -243,7 +243,6 @@ def test_nobody_there_is_the_machine_s_problem_with_what_to_start(fake, monkeypa
     [
         ({}, r"expected `url`, .* or the table `start`, .* got neither"),
         ({"url": "http://127.0.0.1:1", "start": {}}, "got both"),
-        ({"url": "http://10.0.0.1:8000"}, "which is not a public address"),
         ({"url": "http://127.0.0.1:1", "token_env": "SERVED"}, "would not be kept out of logs"),
         (
             {"start": {"host": "0.0.0.0"}},

@@ -13,7 +13,6 @@ With ``[reward.http.chat]`` a language model is asked instead: ``http_chat``. Ad
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import time
@@ -22,8 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from inspect import Parameter, Signature
 from typing import Any
 
-from engine_core.errors import ConfigError
-from engine_plugin_processes.http.addresses import AddressRefused
 from engine_plugin_processes.http.connections import Connections
 from engine_plugin_processes.http.requests import Asker, NoAnswer, Pace, secret_parts
 from engine_plugin_rewards.http_chat import Chat, ChatOptions, mean_vote
@@ -50,22 +47,16 @@ def make_http(
     timeout: float,
     requests_per_second: float | None = None,
     secret_headers: Mapping[str, str] | None = None,
-    allow_addresses: Sequence[str] = (),
     chat: ChatOptions | None = None,
 ) -> Callable[..., list[Score]]:
     """The reward function of one worker; for the arguments see ``HTTPOptions``.
 
     Raises:
-        ConfigError: a variable with a secret is not set, or holds what is none; the address is one that was not named.
+        ConfigError: a variable with a secret is not set, or holds what is none.
     """
     headers, secrets = secret_parts(token_env, secret_headers or {}, "reward.http")
-    connections_to = Connections(url, [ipaddress.ip_network(each) for each in allow_addresses])
-    try:
-        connections_to.check()
-    except AddressRefused as error:
-        raise ConfigError(f"[reward.http] url: {error}") from None
     asker = Asker(
-        connections_to,
+        Connections(url),
         headers,
         secrets,
         attempt_timeout_seconds,

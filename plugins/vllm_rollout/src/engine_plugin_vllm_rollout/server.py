@@ -13,7 +13,6 @@ Everything is token ids: no text is tokenised there. Tokens, addresses, tries an
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed, did_you_mean
-from engine_plugin_processes.http.addresses import AddressRefused, Network
 from engine_plugin_processes.http.connections import Connections
 from engine_plugin_processes.http.requests import LONGEST_BACKOFF, Asker, NoAnswer, secret_parts
 from engine_plugin_vllm_rollout import installed
@@ -52,30 +50,22 @@ class Server:
         table: its name in the run file, such as ``reward.judge.vllm_server``, for messages.
 
     Raises:
-        ConfigError: a secret is missing, or its address is one that was not named.
+        ConfigError: a secret is missing.
     """
 
     def __init__(self, options: VLLMServerOptions, table: str) -> None:
         self.options, self.table, self.url = options, table, options.url
         self._process: ServerProcess | None = None
         headers, secrets = secret_parts(options.token_env, {}, table)
-        networks = [ipaddress.ip_network(each) for each in options.allow_addresses]
-        self._connect(headers, secrets, networks)
+        self._connect(headers, secrets)
         self.model = options.model or ""
         self.room = 0  # tokens that it holds, once it was asked
 
-    def _connect(
-        self, headers: Mapping[str, str], secrets: Sequence[str], networks: Sequence[Network]
-    ) -> None:
-        options, table = self.options, self.table
+    def _connect(self, headers: Mapping[str, str], secrets: Sequence[str]) -> None:
+        options = self.options
         self.base = (urlsplit(self.url).path or "").rstrip("/").removesuffix("/v1")
-        connections = Connections(self.url, networks)
-        try:
-            connections.check()
-        except AddressRefused as error:
-            raise ConfigError(f"[{table}] url: {error}") from None
         self._asker = Asker(
-            connections,
+            Connections(self.url),
             headers,
             secrets,
             options.attempt_timeout_seconds,
@@ -105,7 +95,7 @@ class Server:
         port = start.port or free_port(start.host)
         named = f"[{start.host}]" if ":" in start.host else start.host
         server = cls(options.model_copy(update={"url": f"http://{named}:{port}"}), table)
-        server._connect({"Authorization": f"Bearer {token}"}, [token], [])
+        server._connect({"Authorization": f"Bearer {token}"}, [token])
         server._process = ServerProcess(vllm_serve(model, start, port, classifies), environment(token))
         try:
             server._process.wait_until(

@@ -3,9 +3,8 @@
 ::
 
     options.py      the keys of a table that names a server
-    addresses.py    which addresses may be connected to
-    connections.py  connections to an address that was judged, each try with its time
-    asking.py       secrets, pace, further tries
+    connections.py  connections to one server, each try with its time
+    requests.py     secrets, pace, further tries
 
 urllib3 is imported where it is used: ``options`` is read by ``engine validate``.
 """

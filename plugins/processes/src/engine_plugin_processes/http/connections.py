@@ -1,4 +1,4 @@
-"""Connections to one server: to an address that was judged, and never longer than a try may take."""
+"""Connections to one server, never used for longer than a try may take."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from engine_plugin_processes.http.addresses import Network, check_address, literal, look_up
-
 CHUNK_BYTES = 65536
-MOST_ADDRESSES = 4  # of a name, that are tried
 
 _FAULTS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError)
 
@@ -40,25 +37,14 @@ class Connections:
 
     Args:
         url: of the server.
-        allowed: networks besides the public ones that it may be in.
     """
 
-    def __init__(self, url: str, allowed: Sequence[Network]) -> None:
+    def __init__(self, url: str) -> None:
         parts = urllib3.util.parse_url(url)
-        self.host, self.path, self.allowed = parts.host or "", parts.request_uri, allowed
+        self.host, self.path = parts.host or "", parts.request_uri
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.named = self.host if parts.port is None else f"{self.host}:{parts.port}"
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.own = threading.local()
-
-    def check(self) -> None:
-        """Refuse an address that would be refused, before anything is asked; a name that is not known yet may be later.
-
-        Raises:
-            AddressRefused: see ``check_address``.
-        """
-        with contextlib.suppress(OSError):
-            look_up(self.host, self.port, self.allowed)
 
     def exchange(
         self,
@@ -73,13 +59,12 @@ class Connections:
         Args:
             body: to post; None: the address is read (GET).
             headers: to send.
-            seconds: for everything, from looking the name up to the last byte.
+            seconds: for everything, from the connection to the last byte.
             most: bytes of the body.
             path: instead of that of ``url``.
 
         Raises:
             Passing: there is none, or it broke off.
-            AddressRefused: the name leads to an address that was not named.
         """
         until = time.monotonic() + seconds
         connection = self._connected(until, seconds)
@@ -113,7 +98,7 @@ class Connections:
             "GET" if body is None else "POST",
             path,
             body=body,
-            headers={"Host": self.named, **headers},
+            headers=headers,
             preload_content=False,
             decode_content=False,
         )
@@ -134,32 +119,20 @@ class Connections:
                 if kept.is_connected:
                     return kept
             kept.close()
-        last: Exception | None = None
-        try:
-            addresses = look_up(self.host, self.port, self.allowed)
-        except OSError as error:
-            raise Passing(f"no connection: {error.strerror or error}") from None
-        for address in addresses[:MOST_ADDRESSES]:
-            self.own.connection = connection = self._to(address, max(until - time.monotonic(), 0.001))
-            try:
-                connection.connect()
-                return connection
-            except _FAULTS as error:
-                last = error
-                connection.close()
-        if last is not None and _late(last):
-            raise Passing(f"no connection within {seconds:.3g} s")
-        raise Passing(f"no connection: {_reason(last)}")
-
-    def _to(self, address: str, seconds: float) -> HTTPConnection:
-        """To the address itself, which no name server is asked for again; the certificate must still be the name's."""
-        check_address(self.host, address, self.allowed)
+        left = max(until - time.monotonic(), 0.001)
         if self.tls is None:
-            return HTTPConnection(address, self.port, timeout=seconds)
-        name = str(literal(self.host) or self.host)
-        return HTTPSConnection(
-            address, self.port, timeout=seconds, ssl_context=self.tls, server_hostname=name
-        )
+            connection = HTTPConnection(self.host, self.port, timeout=left)
+        else:
+            connection = HTTPSConnection(self.host, self.port, timeout=left, ssl_context=self.tls)
+        self.own.connection = connection
+        try:
+            connection.connect()
+        except _FAULTS as error:
+            connection.close()
+            if _late(error):
+                raise Passing(f"no connection within {seconds:.3g} s") from None
+            raise Passing(f"no connection: {_reason(error)}") from None
+        return connection
 
 
 @contextlib.contextmanager
@@ -186,6 +159,6 @@ def _late(error: Exception) -> bool:
     return isinstance(error, TimeoutError | urllib3.exceptions.TimeoutError)
 
 
-def _reason(error: Exception | None) -> str:
+def _reason(error: Exception) -> str:
     """What went wrong, without the objects that the library's messages begin with."""
     return str(error).rpartition(": ")[2] or type(error).__name__

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-from typing import Annotated, Self
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from engine_core.redaction import names_secret
 from engine_core.specs import Options
-from engine_plugin_processes.http.addresses import AddressRefused, check_address, literal
 
 
 class ServerOptions(Options):
@@ -22,8 +20,6 @@ class ServerOptions(Options):
     """Address of the server: ``http://`` or ``https://``, a host, a path."""
     token_env: str | None = None
     """Environment variable with the server's token, sent as ``Authorization: Bearer``. Its name must say that it is one: a word of it TOKEN, KEY or SECRET."""
-    allow_addresses: list[str] = []
-    """Addresses and networks, such as ``"10.1.0.0/16"``, that the server may have besides public ones, and loopback if ``url`` says so. A cloud's metadata service must be named alone."""
     connections: Annotated[int, Field(ge=1, le=256)] = 4
     """Requests at the same time."""
     attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
@@ -32,6 +28,15 @@ class ServerOptions(Options):
     """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""
     backoff_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.25
     """Pause before the second try, doubled before each further one, give or take a half; a server's ``Retry-After`` wins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_removed_key(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "allow_addresses" in table:
+            raise ValueError(
+                "allow_addresses was removed: the server of url is asked wherever it is. Delete the key."
+            )
+        return table
 
     @field_validator("url")
     @classmethod
@@ -55,28 +60,6 @@ class ServerOptions(Options):
         if variable is not None:
             says_it_is_secret(variable)
         return variable
-
-    @field_validator("allow_addresses")
-    @classmethod
-    def _networks(cls, networks: list[str]) -> list[str]:
-        for network in networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as exc:
-                raise ValueError(f'{exc}. Expected such as "10.1.2.3" or "10.1.0.0/16".') from exc
-        return networks
-
-    @model_validator(mode="after")
-    def _may_go_there(self) -> Self:
-        if not self.url:  # of a subclass that can do without
-            return self
-        host = urlsplit(self.url).hostname or ""
-        if literal(host) is not None:  # a name is looked up when the run starts
-            try:
-                check_address(host, host, [ipaddress.ip_network(each) for each in self.allow_addresses])
-            except AddressRefused as refused:
-                raise ValueError(str(refused)) from None
-        return self
 
 
 def says_it_is_secret(variable: str) -> None:

@@ -13,7 +13,6 @@ import urllib3
 from urllib3.util.retry import Retry
 
 from engine_core.errors import ConfigError
-from engine_plugin_processes.http.addresses import AddressRefused
 from engine_plugin_processes.http.connections import Connections, Passing
 
 LONGEST_BACKOFF = 8.0
@@ -157,8 +156,6 @@ class Asker:
                 raise TimeoutError("requests_per_second leaves no time for a try")
             try:
                 return self._try(body, min(self.attempt_timeout_seconds, deadline - time.monotonic()), path)
-            except AddressRefused as error:
-                raise NoAnswer(str(error)) from None
             except Passing as failed:
                 last = failed
             if number == self.retries:
