@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from engine_core.redaction import names_secret
 from engine_core.specs import Options
@@ -28,15 +28,6 @@ class ServerOptions(Options):
     """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""
     backoff_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.25
     """Pause before the second try, doubled before each further one, give or take a half; a server's ``Retry-After`` wins."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_removed_key(cls, table: Any) -> Any:
-        if isinstance(table, dict) and "allow_addresses" in table:
-            raise ValueError(
-                "allow_addresses was removed: the server of url is asked wherever it is. Delete the key."
-            )
-        return table
 
     @field_validator("url")
     @classmethod
