@@ -80,7 +80,7 @@ class Sizing(TrainEngine):
     @property
     def _recomputed_share(self) -> float:
         """Share of the layers that keep their input alone and are recomputed."""
-        asked = self.options.activation_checkpointing
+        asked = getattr(self.options, "activation_checkpointing", False)  # not of every backend
         return float(bool(self._recomputing if asked == "auto" else asked))
 
     def _estimate(self, module: nn.Module) -> Estimate | None:
