@@ -301,7 +301,7 @@ class ChatFormat:
                     arguments = json.loads(arguments)
             elif isinstance(arguments, Mapping) and dict not in kinds:
                 arguments = json.dumps(arguments, ensure_ascii=False)
-            function = {**function, "arguments": arguments}
+            function = {**function, "arguments": arguments} if "arguments" in function else function
             calls.append({**call, "function": function} if "function" in call else function)
         return {**message, "tool_calls": calls} if calls else message
 
@@ -309,14 +309,14 @@ class ChatFormat:
     def _argument_types(self) -> set[type]:
         """Types of a tool call's arguments that the template shows right: mapping, JSON text, both (also where it shows none)."""
         both: set[type] = {dict, str}
-        wrong, (call,) = set[type](), _turn("d", True)["tool_calls"]
-        for arguments, mistake in (({"x": "d"}, "{'x'"), ('{"x": "d"}', '\\"')):
+        wrong, (call,) = set[type](), _turn("", True)["tool_calls"]
+        for arguments, mistake in (({"x": "8-d-8"}, "{'x'"), ('{"x": "8-d-8"}', '\\"')):
             shown = {**call, "function": {"name": "f", "arguments": arguments}}
             try:
-                text = self._render([USER, {**_turn("", True), "tool_calls": [shown]}, ANSWER], None)
+                text = self._render([USER, {**_turn("", True), "tool_calls": [shown]}], None)
             except BadRow:
                 text = mistake
-            if mistake in text:
+            if mistake in text or "8-d-8" not in text:
                 wrong.add(type(arguments))
         return both - wrong if len(wrong) == 1 else both
 
