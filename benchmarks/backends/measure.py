@@ -46,6 +46,8 @@ def engine_of(case, folder, rank, world, device):
         "actor.max_tokens_per_rank": case["budget"] or sum(case["lengths"]),
         **{f"actor.{backend}.{key}": value for key, value in case["options"].items()},
     }
+    if backend != "megatron":  # which recomputes nothing unless it is asked to
+        keys.setdefault(f"actor.{backend}.activation_checkpointing", "none" if backend == "fsdp" else False)
     config = load_config(HERE / "bench.toml", keys)
     plugins = plugins_for(config)
     context = WorkerContext(

@@ -49,6 +49,7 @@ def engine_of(case, folder, rank, world, device):
         "model.path": folder,
         "actor.backend": backend,
         "actor.max_tokens_per_rank": case["budget"],
+        f"actor.{backend}.activation_checkpointing": "none" if backend == "fsdp" else False,
     } | {f"actor.{backend}.{key}": value for key, value in case["options"].items()}
     if backend == "torch":
         keys |= {f"actor.torch.{key}": value for key, value in case["shared"].items()}
@@ -67,7 +68,7 @@ def engine_of(case, folder, rank, world, device):
 def recomputed_in_the_graph():
     """Units that are built within it compile their recomputation: one graph of the backward pass, instead of a second call of the forward's."""
 
-    def checkpointed(module, names):
+    def checkpointed(module, names, wanted=None):
         for name in names:
             unit = module.get_submodule(name)
             again = functools.partial(

@@ -105,3 +105,18 @@ def test_one_that_cannot_be_replaced_is_told_and_the_others_go_on(caplog):
     assert not made.join()
     assert made.present == [2]
     assert crew.workers[1].killed
+
+
+def test_one_that_is_lost_again_before_it_takes_part_does_not_join():
+    crew = Crew()
+    made = make(crew, budget=2)
+    assert made.lost(crew.workers[1], loss(1))
+    until(lambda: made._ready == [1])
+    crew.may_answer.clear()
+    assert made.lost(crew.workers[1], loss(1))
+    assert not made.join()
+    assert made.present == [2]
+    crew.may_answer.set()
+    until(lambda: made._ready == [1])
+    assert made.join()
+    assert [order[1]["number"] for order in crew.orders] == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,6 +254,13 @@ def test_a_budget_of_a_model_that_is_not_trained_needs_no_kept_activations(make_
         "qwen3", budget="auto", activation_checkpointing=False, cls=With, trainable=False, role="ref"
     ).token_budget
     assert frozen > 2 * trained
+
+
+def test_a_backend_without_activation_checkpointing_has_auto_tokens(make_engine):
+    engine = make_engine("qwen3", budget="auto")
+    without = {name: value for name, value in engine.options if name != "activation_checkpointing"}
+    engine.options = SimpleNamespace(**without)
+    assert engine.token_budget == 8192
 
 
 def test_a_schedule_may_go_back_to_auto(make_engine):

@@ -277,8 +277,11 @@ def test_calls_with_other_arguments_are_learned(made):
 
 
 @pytest.mark.parametrize("arguments", [{"q": "6*7"}, '{"q": "6*7"}'], ids=["mapping", "text"])
-@pytest.mark.parametrize("wanted", ["mapping", "text", "items"])
-def test_arguments_of_calls_are_of_the_type_that_the_template_shows_right(made, wanted, arguments):
+@pytest.mark.parametrize("wanted", ["mapping", "text", "items", "only a mapping", "only text"])
+@pytest.mark.parametrize("refuses_tools", [False, True], ids=["", "refuses the tool role"])
+def test_arguments_of_calls_are_of_the_type_that_the_template_shows_right(
+    made, wanted, arguments, refuses_tools
+):
     """As JSON by the template, as they are, or one by one: both types of a row give the same tokens."""
     tokenizer, _ = made("qwen2_5")
     shown = "(call.function.arguments | tojson)"
@@ -286,14 +289,47 @@ def test_arguments_of_calls_are_of_the_type_that_the_template_shows_right(made, 
         "mapping": shown,
         "text": "call.function.arguments",
         "items": "call.function.arguments.items() | map('join', '=') | join",
+        "only a mapping": f"{shown} if call.function.arguments is mapping else ''",
+        "only text": "call.function.arguments if call.function.arguments is string else ''",
     }[wanted]
     assert shown in tokenizer.chat_template
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = tokenizer.chat_template.replace(shown, f"({other})")
+    if refuses_tools:
+        refusal = "{%- for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{%- endfor %}"
+        changed.chat_template = refusal + changed.chat_template
     call = {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     learned = turns(changed, ChatFormat(changed).conversation([HI, call]))
     found = "q=6*7" if wanted == "items" else '{"q": "6*7"}'
     assert learned == f'\n<tool_call>\n{{"name": "f", "arguments": {found}}}\n</tool_call><|im_end|>'
+
+
+def test_rows_with_both_types_of_arguments_are_rendered_alike(made):
+    """What was found for a row with a mapping holds for a row with text."""
+    tokenizer, _ = made("qwen2_5")
+    changed = copy.deepcopy(tokenizer)
+    shown = "(call.function.arguments | tojson)"
+    changed.chat_template = tokenizer.chat_template.replace(
+        shown, f"({shown} if call.function.arguments is mapping else '')"
+    )
+    form = ChatFormat(changed)
+    calls = [
+        {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": a}}]}
+        for a in ({"q": "1"}, '{"q": "1"}')
+    ]
+    first, second = (form.conversation([HI, call]) for call in calls)
+    assert first.token_ids == second.token_ids
+    assert form.prompt([HI, calls[1], MORE]).text == form.prompt([HI, calls[0], MORE]).text
+
+
+def test_a_call_without_arguments_gets_none(made):
+    tokenizer, _ = made("qwen2_5")
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = tokenizer.chat_template.replace(
+        "(call.function.arguments | tojson)", "('none' if 'arguments' not in call.function else 'some')"
+    )
+    call = {**CALL, "tool_calls": [{"function": {"name": "f"}}]}
+    assert '"arguments": none' in ChatFormat(changed).prompt([HI, call, MORE]).text
 
 
 def test_a_system_message_without_text_is_no_obstacle(made):

@@ -11,12 +11,11 @@ import queue
 import socket
 import struct
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from engine_core.inherited_descriptors import close_in_children
 
 LENGTH = struct.Struct(">Q")
-MAX_MESSAGE_BYTES = 1 << 30
 MAX_VECTOR = 512  # buffers of one system call
 
 
@@ -25,7 +24,13 @@ class Closed(ConnectionError):
 
 
 class JsonChannel:
-    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
+    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one.
+
+    Attributes:
+        max_bytes: of a message that ``receive`` takes.
+    """
+
+    max_bytes: ClassVar[int] = 1 << 30
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = close_in_children(connection)
@@ -62,9 +67,12 @@ class JsonChannel:
             ValueError: something else than a message came.
         """
         (count,) = LENGTH.unpack(self._read(LENGTH.size))
-        if count > MAX_MESSAGE_BYTES:
-            raise ValueError(f"A message of {count} bytes is none of ours.")
-        return json.loads(self._read(count))
+        if count > self.max_bytes:
+            raise ValueError(f"a message of {count} bytes")
+        try:
+            return json.loads(self._read(count))
+        except RecursionError as error:
+            raise ValueError("JSON that is nested too deeply") from error
 
     def close(self) -> None:
         """Close it for both sides; a ``receive`` that waits raises ``Closed``."""

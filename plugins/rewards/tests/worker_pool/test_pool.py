@@ -1,8 +1,10 @@
 """Real processes, and every way a function can hurt them."""
 
 import itertools
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from engine_core.errors import DataError, PluginError, TrainingFailed
 from engine_core.rewards.preflight import MOST_WORKERS
 from engine_core.rewards.signatures import RewardFunction
 from engine_core.runs import machine
+from engine_plugin_processes.json_channel import LENGTH
 from engine_plugin_rewards.worker_pool import RewardWorkers, pool
 from engine_plugin_rewards.worker_pool.pool import SAMPLES_PER_REQUEST, Worker, _bounds
 
@@ -309,3 +312,20 @@ def test_options_reach_functions_and_factories(runner, rollouts):
     scored = rollouts("abc")
     runner("scaled", "made").score(scored, 1)
     assert scored[0].rewards == {"scaled": 6.0, "made": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (LENGTH.pack(2**24 + 1), "a message of 16777217 bytes"),  # refused before memory is taken for it
+        (LENGTH.pack(2) + b"[]", "no object"),
+        (LENGTH.pack(200_000) + b"[" * 200_000, "nested too deeply"),
+    ],
+    ids=["too long", "no object", "too deep"],
+)
+def test_what_is_no_reply_is_the_end_of_a_worker(sent, why):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        threading.Thread(target=theirs.sendall, args=(sent,), daemon=True).start()
+        with pytest.raises(ValueError, match=why):
+            pool.ReplyChannel(ours).receive()

@@ -126,6 +126,9 @@ class Connections:
             connection = HTTPSConnection(self.host, self.port, timeout=left, ssl_context=self.tls)
         self.own.connection = connection
         try:
+            # urllib3 tries each address of the name for this long
+            found = socket.getaddrinfo(connection.host, self.port, type=socket.SOCK_STREAM)
+            connection.timeout = max(until - time.monotonic(), 0.001) / len(found)
             connection.connect()
         except _FAULTS as error:
             connection.close()

@@ -40,7 +40,19 @@ logger = logging.getLogger("engine")
 
 
 _ARRIVED = threading.Condition()
-"""Notified of each message of each worker."""
+"""Notified when a worker has started, has done a request or has ended; the samples of a request are read with its end."""
+
+
+class ReplyChannel(JsonChannel):
+    """The channel to a worker, in whose process the code of a reward may write too."""
+
+    max_bytes = 16 * 2**20
+
+    def receive(self) -> dict[str, Any]:
+        message = super().receive()
+        if not isinstance(message, dict):
+            raise ValueError("JSON that is no object")
+        return message
 
 
 class Worker(ChildProcess):
@@ -52,19 +64,22 @@ class Worker(ChildProcess):
     """
 
     def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
-        self.attempt, self.ready = attempt, False
+        self.attempt, self.ready, self.notified = attempt, False, False
         self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # of the last sign of life while there is something to wait for
         self.messages: deque[dict[str, Any] | None] = deque()  # None: its end
         super().__init__(
-            python_command("engine_plugin_rewards.worker_pool.worker:main"), JsonChannel, take=self._take
+            python_command("engine_plugin_rewards.worker_pool.worker:main"), ReplyChannel, take=self._take
         )
         self.send(order)
 
     def _take(self, message: dict[str, Any] | None) -> None:
-        with _ARRIVED:
-            self.messages.append(message)
-            _ARRIVED.notify_all()
+        self.since = time.monotonic()
+        self.messages.append(message)
+        if message is None or "outcome" not in message:
+            with _ARRIVED:
+                self.notified = True
+                _ARRIVED.notify_all()
 
     def stacks(self) -> str:
         """Where it was when it ended (faulthandler prints the innermost frame first), else the last that it printed."""
@@ -140,6 +155,7 @@ class Pool:
                 time.sleep(SETTLE_SECONDS)
             if dead := worker.popen.poll() is not None:
                 worker.kill()  # which reads what it still had to say: that counts
+            worker.notified = False
             while worker.messages:
                 if (message := worker.messages.popleft()) is None:
                     dead = True
@@ -169,7 +185,6 @@ class Pool:
         worker.job, worker.since = job, time.monotonic()
 
     def _answer(self, worker: Worker, message: dict[str, Any], on_failure: OnFailure) -> None:
-        worker.since = time.monotonic()
         if "refused" in message:
             kind = getattr(errors, message["refused"], PluginError)
             raise kind(message["message"])
@@ -300,9 +315,9 @@ def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
 
 
 def wait(pools: Sequence[Pool], seconds: float) -> None:
-    """Wait until a worker has answered or ended, for so long at most."""
+    """Wait until a worker has done its request or ended, for so long at most."""
     with _ARRIVED:
-        _ARRIVED.wait_for(lambda: any(worker.messages for pool in pools for worker in pool.workers), seconds)
+        _ARRIVED.wait_for(lambda: any(worker.notified for pool in pools for worker in pool.workers), seconds)
 
 
 def _unexpected(reward: str, position: int, outcome: Outcome) -> None:
