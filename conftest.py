@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -16,6 +17,12 @@ from engine_core.cli.main import main
 from engine_core.plugins import metadata as plugin_metadata
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=?.:"
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of every later look of the garbage collector: each takes 0.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -115,6 +115,17 @@ class ChatFormat:
         text = self._template(shaped, tools, continue_final_message=continued, **asks)
         return Rendered(self._shown(text), *self._encode(text), messages)
 
+    def whole(self, messages: list[Message], tools: Tools = None) -> Rendered:
+        """Render a conversation with what the template writes after its last message.
+
+        Raises:
+            BadRow: the template refuses them, or leaves one out.
+        """
+        tools = self._hide(tools, self._outside)
+        _, shaped = self._shape([self._hidden(messages)], tools)
+        text = self._template(shaped, tools)
+        return Rendered(self._shown(text), *self._encode(text), messages)
+
     def following(self, messages: Messages, before: Ids, tools: Tools = None, stops: Ids = ()) -> list[int]:
         """Return the tokens after a sampled turn: its end where it lacks one, messages, and the generation prompt.
 

@@ -105,7 +105,7 @@ def tools_of(row: Mapping[str, Any], columns: ColumnsConfig) -> list[dict[str, A
             value = json.loads(value)
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise BadRow(f"column '{columns.tools}' must be a list of JSON schemas, got {shown(value)}")
-    return [_plain(tool) for tool in value]
+    return [_present(_plain(tool)) for tool in value]
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
@@ -174,13 +174,21 @@ def _message(turn: Any, name: str) -> Message:
         content = "".join(str(part.get("text")) for part in content)
     if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
         raise BadRow(f"{name}: content must be text, got {shown(content)}")
-    # Parquet gives every message every key that any message has; absent ones are None.
-    kept = {key: _plain(item) for key, item in turn.items() if item is not None}
-    return {**kept, "content": content or ""}
+    return {**_present(_plain(turn)), "content": content or ""}
+
+
+def _present(value: Any) -> Any:
+    """Return ``value`` without keys whose value is None.
+
+    Parquet gives each message, tool and mapping of arguments every key that any of the column has.
+    """
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as text, numbers, lists and dicts, which any process and any file can carry."""
+    """Return ``value`` as text, numbers, lists and dicts, which any process and any file can carry."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

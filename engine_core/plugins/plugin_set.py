@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -388,13 +388,16 @@ class _Loader:
 
     def _collect(self, plugin: Plugin, kinds: Collection[str]) -> None:
         """Ask a plugin for those of its tables that it has not given yet."""
+        here = (plugin.source, plugin.module.__name__)
+        mine = [offer for offer in installed() if (offer.distribution.name, offer.module) == here]
         for kind in kinds:
             if kind not in plugin.tables:
                 with self._collecting(kind, plugin.label):
-                    plugin.tables[kind] = self._table(plugin, kind)
+                    promised = {offer.name for offer in mine if offer.kind == kind}
+                    plugin.tables[kind] = self._table(plugin, kind, promised)
 
-    def _table(self, plugin: Plugin, kind: str) -> dict[str, Spec]:
-        """One table of one plugin; it must hold every name that the metadata promised."""
+    def _table(self, plugin: Plugin, kind: str, promised: Set[str]) -> dict[str, Spec]:
+        """Return one table of one plugin; it must hold every name that the metadata promises."""
         hook = f"engine_{kind}"
         offers = self.plugin_set._caller(hook, plugin).get_hookimpls()
         answers = self.plugin_set.ask(plugin, "while it was loaded", hook) if offers else [{}]
@@ -402,14 +405,11 @@ class _Loader:
         for answer in answers or [None]:  # pluggy leaves None out
             check_table(plugin.label, kind, answer)
             table |= answer
-        module = plugin.module.__name__
-        mine = [offer for offer in installed() if offer.distribution.name == plugin.source]
-        promised = {offer.name for offer in mine if (offer.kind, offer.module) == (kind, module)}
         for name in sorted(promised - {*table}):
             held = ", ".join(sorted(table)) or "nothing"
             raise PluginError(
                 f"{plugin.label} promises the {nouns()[kind]} '{name}' in its metadata, but {hook} of "
-                f"'{module}' gives {held}. The entry point and the table must agree."
+                f"'{plugin.module.__name__}' gives {held}. The entry point and the table must agree."
             )
         return table
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import datetime
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from engine_core.config.models import ColumnsConfig
@@ -103,9 +105,25 @@ def test_messages_in_a_csv_cell_are_json():
     assert row.prompt == [USER]
 
 
-def test_keys_that_parquet_fills_with_none_are_left_out():
-    raw = {"messages": [{**USER, "tool_calls": None, "name": None}]}
-    assert convert(raw, "messages", ColumnsConfig(), learn=False).prompt == [USER]
+def test_keys_that_parquet_fills_with_none_are_left_out_of_messages_and_tools(tmp_path):
+    """In other columns None is a value that rewards may read."""
+
+    def of(name, kind):
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": name, "arguments": {name: [{name: 1}]}}],
+        }
+        schema = {"name": name, "parameters": {"properties": {name: {"type": kind}}}}
+        return {"messages": [USER, call], "tools": [schema], "info": {name: 1}}
+
+    rows = [of("add", "number"), of("say", "string")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for raw, read in zip(rows, pq.read_table(tmp_path / "rows.parquet").to_pylist(), strict=True):
+        assert read != raw
+        row = convert(read, "messages", ColumnsConfig(), learn=True)
+        assert (row.prompt, row.columns["tools"]) == (raw["messages"], raw["tools"])
+        assert row.columns["info"] == {"add": None, "say": None} | raw["info"]
 
 
 def test_text_parts_of_a_message_are_joined():

@@ -55,12 +55,21 @@ def test_other_errors_pass():
         raise ValueError("something else")
 
 
+@pytest.fixture
+def thawed():
+    """Nothing is frozen, as in a program of its own."""
+    gc.unfreeze()
+    yield
+    assert not gc.get_freeze_count()
+    gc.freeze()
+
+
 class InACircle:
     def __init__(self):
         self.itself = self
 
 
-def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_what_is_new():
+def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_what_is_new(thawed):
     found = []
     old, before = InACircle(), gc.get_freeze_count()
     assert not before
@@ -82,7 +91,9 @@ def test_while_a_run_goes_on_the_collector_leaves_out_what_was_there_and_finds_w
 @pytest.mark.parametrize(
     ("before", "within"), [((700, 11, 12), 500_000), ((600_000, 11, 12), 600_000), ((0, 11, 12), 0)]
 )
-def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_so_already(before, within):
+def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_so_already(
+    thawed, before, within
+):
     told = gc.get_threshold()
     gc.set_threshold(*before)
     try:
@@ -93,7 +104,7 @@ def test_while_a_run_goes_on_the_collector_looks_less_often_unless_it_was_told_s
         gc.set_threshold(*told)
 
 
-def test_between_steps_all_that_has_come_is_looked_through_as_often_as_a_part_of_the_time_allows():
+def test_between_steps_all_that_has_come_is_looked_through_as_often_as_a_part_of_the_time_allows(thawed):
     found, seconds = [], 100.0
     with frozen_gc(lambda: seconds) as look:
         for name in ("first", "second"):
@@ -114,7 +125,7 @@ def test_between_steps_all_that_has_come_is_looked_through_as_often_as_a_part_of
 
 
 @pytest.mark.parametrize("switch_off", [gc.disable, lambda: gc.set_threshold(0)])
-def test_whoever_has_switched_the_collector_off_has_it_off(switch_off):
+def test_whoever_has_switched_the_collector_off_has_it_off(thawed, switch_off):
     told = gc.get_threshold()
     try:
         switch_off()
@@ -130,7 +141,7 @@ def test_whoever_has_switched_the_collector_off_has_it_off(switch_off):
         gc.collect()
 
 
-def test_what_somebody_else_has_frozen_stays_so():
+def test_what_somebody_else_has_frozen_stays_so(thawed):
     gc.freeze()
     try:
         count = gc.get_freeze_count()  # what is frozen may still be freed; what is new must not join it
@@ -142,7 +153,7 @@ def test_what_somebody_else_has_frozen_stays_so():
         gc.unfreeze()
 
 
-def test_a_run_that_fails_has_its_objects_looked_through_again():
+def test_a_run_that_fails_has_its_objects_looked_through_again(thawed):
     with pytest.raises(KeyError), frozen_gc(time.perf_counter):
         raise KeyError
     assert not gc.get_freeze_count()

@@ -98,12 +98,14 @@ def test_a_sample_that_cannot_be_scored_fails_alone(scorer, folder_of, tokenizer
 
 def test_a_refused_conversation_fails_alone(scorer, folder_of, tokenizer, tokenizer_of):
     own = tokenizer_of(
-        "{% if messages|length > 2 %}{{ raise_exception('too many turns') }}{% endif %}{{ messages[-1].content }}"
+        "{% if 'aaaaa' in messages[0].content %}{{ raise_exception('too many characters') }}{% endif %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
-    rows = columns_of(["a", "b", ""], messages=[CHAT, CHAT * 2, CHAT])
+    silent = [{"role": "user", "content": ""}]
+    rows = columns_of(["a", "b", ""], messages=[CHAT, [{"role": "user", "content": "aaaaa"}], silent])
     outcomes = scorer(folder_of(tokenizer=own), tokenizer, ["messages"], score_at="sampled").score(rows, 3)
     assert [o.failure for o in outcomes] == ["", "error", "error"]
-    assert "too many turns" in outcomes[1].message
+    assert "too many characters" in outcomes[1].message
     assert outcomes[2].message == "it has 0 tokens, and the reward's model takes 1 to 128 (max_tokens)"
 
 

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine_core.data.rows import BadRow
 from engine_core.rewards.signatures import Outcome
 from engine_plugin_rewards.models.classifier import failure, out_of_bounds
 
@@ -42,7 +43,11 @@ class AskingReward(abc.ABC):
             text = self.questions.text({name: values[i] for name, values in columns.items()})
             if text is None:
                 continue
-            ids = self.questions.token_ids(text)
+            try:
+                ids = self.questions.token_ids(text)
+            except BadRow as error:
+                outcomes[i] = failure(str(error))
+                continue
             if 0 < len(ids) <= self.limit:
                 asked[i] = ids
             else:

@@ -59,7 +59,11 @@ class Questions:
         return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), self.table.prompt)
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the filled-in template as a prompt that the judge answers; control tokens in a sample are plain text."""
+        """Return the filled-in template as a prompt that the judge answers; a chat template makes control tokens in it plain text.
+
+        Raises:
+            BadRow: the chat template or the tokenizer refuses it.
+        """
         if not self.tokenizer.chat_template:
             return list(self.tokenizer(text)["input_ids"])
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]

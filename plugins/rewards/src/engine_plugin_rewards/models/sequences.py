@@ -2,7 +2,8 @@
 
 A reward model has learned whole sequences as its own chat template ends them (plain text: with the end of
 sequence), and its score is read at the last token. So that is how they are made here: sampled tokens
-are taken as they are where the tokenizers are the same, text is rendered anew where they are not.
+are taken as they are where the tokenizers are the same, text is rendered again where they are not. Control
+tokens that a message or a response spells out are plain text there, so that no response forges a turn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine_core.data.chat import ChatFormat, Rendered
+from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,7 +46,8 @@ class Sequences:
             raise DataError(
                 f'{table}: its tokenizer has no end-of-sequence token, so nothing ends a sequence. Set score_at = "sampled".'
             )
-        self._endings: dict[bool, list[int]] = {}
+        self._format = ChatFormat(tokenizer)
+        self._end_ids: list[int] | None = None
 
     def from_tokens(self, token_ids: Sequence[int], conversation: bool) -> list[int]:
         """Sampled tokens, ended as the template ends a response.
@@ -59,7 +63,7 @@ class Sequences:
         return ids + (ending[1:] if ending and ids[-1:] == ending[:1] else ending)
 
     def from_text(self, prompt: str, messages: list[Message] | None, completion: str) -> list[int]:
-        """The text rendered and tokenised.
+        """Return the tokens of a prompt and its response, rendered as text; control tokens in messages and the response are text.
 
         Args:
             prompt: as the actor saw it; read where there are no messages.
@@ -67,46 +71,36 @@ class Sequences:
             completion: the response.
 
         Raises:
-            DataError: a conversation, and no template to render it.
+            DataError: a conversation, and no template that renders it.
         """
         if messages is None and self.chat_template:
             messages = [{"role": "user", "content": prompt}]
         if messages is None or self.chat_template is False:
-            ids = self._text_ids(prompt) + self._ids(completion)
+            ids = self._text_ids(prompt) + self._format.text(completion)
             return [*ids, self.tokenizer.eos_token_id] if self.end else ids
-        text = self._rendered(messages, completion)
-        return self._ids(text if self.end else text.removesuffix(self._ending_text(messages)))
+        begun = messages[-1]["role"] == "assistant"  # the response continues this turn
+        before, start = (messages[:-1], str(messages[-1]["content"])) if begun else (messages, "")
+        return self._rendered([*before, {"role": "assistant", "content": start + completion}]).token_ids
 
     def _ending(self, conversation: bool) -> list[int]:
-        """The tokens that follow the last one of a response."""
-        if conversation not in self._endings:
-            text = self._ending_text([{"role": "user", "content": "Q"}]) if conversation else ""
-            self._endings[conversation] = self._ids(text) if conversation else [self.tokenizer.eos_token_id]
-        return self._endings[conversation]
+        """Return the tokens that follow the last one of a response."""
+        if not conversation:
+            return [self.tokenizer.eos_token_id]
+        if self._end_ids is None:
+            asked = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": MARK}]
+            self._end_ids = self._ids(self._rendered(asked).text.rpartition(MARK)[2])
+        return self._end_ids
 
-    def _ending_text(self, messages: list[Message]) -> str:
-        """What the template writes after the response to these messages."""
-        _, shown, rest = self._rendered(messages, MARK).rpartition(MARK)
-        if not shown:
-            raise DataError(f"{self.table}: its chat template leaves the response out.")
-        return rest
-
-    def _rendered(self, messages: list[Message], completion: str) -> str:
-        from jinja2 import TemplateError
-
+    def _rendered(self, messages: list[Message]) -> Rendered:
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{self.table}: the rows are conversations, and its tokenizer has no chat template. Use a reward model "
                 "that has one, or set chat_template = false to score the prompt as the actor saw it."
             )
-        goes_on = messages[-1]["role"] == "assistant"  # the response goes on with a turn that was begun
-        before, begun = (messages[:-1], str(messages[-1]["content"])) if goes_on else (messages, "")
-        whole = [*before, {"role": "assistant", "content": begun + completion}]
-        render: Any = self.tokenizer.apply_chat_template  # in transformers' sandbox
         try:
-            return str(render(whole, tokenize=False))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"{self.table}: its chat template refuses a conversation ({error}).") from error
+            return self._format.whole(messages) if self.end else self._format.prompt(messages)
+        except BadRow as error:
+            raise DataError(f"{self.table}: {error}.") from error
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
