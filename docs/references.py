@@ -303,7 +303,8 @@ def install_hints() -> str:
     """Return which of our distributions to install for a name, from the entry points of each."""
     lines = []
     for project in (tomllib.loads(file.read_text("utf-8"))["project"] for file in project_files()[1:]):
-        groups = {g.removeprefix("engine."): sorted(n) for g, n in sorted(project["entry-points"].items())}
+        offers = sorted(project["entry-points"].items())
+        groups = {g.removeprefix("engine."): sorted(n) for g, n in offers if g.startswith("engine.")}
         lines.append(f'  "{project["name"]}": {json.dumps(groups)}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -132,8 +132,8 @@ def engine_register_model(sampler: str, model_config: ModelConfig, options: Any)
 
     Stops at the first answer. Default: the library finds the architecture that the model's config names.
 
-    Called once in the process of such a sampler, before its library is started; not by a sampler that asks
-    ``engine_build_model``. On every rank of the sampler's pool. Not collective.
+    Called once in the process of such a sampler, before its library is started, and in each process that the library starts
+    for parts of a model; not by a sampler that asks ``engine_build_model``. On every rank of the sampler's pool. Not collective.
     """
 
 

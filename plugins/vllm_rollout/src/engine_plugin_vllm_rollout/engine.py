@@ -26,6 +26,7 @@ from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
+from engine_plugin_vllm_rollout.registration import registered_in_workers
 from engine_plugin_vllm_rollout.start import (
     Place,
     architecture,
@@ -109,26 +110,28 @@ class VLLMRolloutEngine(RolloutEngine):
         check_heads(text_config, device, self.where)
         self._full = self._tells_mass()
         registered = self._registered()
-        self._llm = start(
-            self._folder.path if module is not None else self.model_config.path,
-            Path(self._folder.path),
-            self.options,
-            Place(
-                device,
-                self.context.seed,
-                device.type == "cuda",
-                positions,
-                self._full,
-                self.context.world_size,
-            ),
-            load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
-            override=architecture(hf_config)
-            | head(self.options.fp32_head)
-            | self.model_config.override
-            | registered,
-            trust_remote_code=self.model_config.trust_remote_code,
-            key=self.where,
-        )
+        workers = registered_in_workers(self.config, self.model_config, self.context)
+        with workers if registered else contextlib.nullcontext():
+            self._llm = start(
+                self._folder.path if module is not None else self.model_config.path,
+                Path(self._folder.path),
+                self.options,
+                Place(
+                    device,
+                    self.context.seed,
+                    device.type == "cuda",
+                    positions,
+                    self._full,
+                    self.context.world_size,
+                ),
+                load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
+                override=architecture(hf_config)
+                | head(self.options.fp32_head)
+                | self.model_config.override
+                | registered,
+                trust_remote_code=self.model_config.trust_remote_code,
+                key=self.where,
+            )
         self._vocabulary = text_config.vocab_size
         self._room = self._llm.vllm_config.model_config.max_model_len
         self._updater: Updater | AdapterUpdater
