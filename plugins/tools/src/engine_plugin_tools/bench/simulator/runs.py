@@ -15,7 +15,7 @@ from engine_core.config.assemble import load_config
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.train.trainer import Trainer
 from engine_plugin_tools.bench.simulator.rewards import SimulatedRewards
-from engine_plugin_tools.bench.simulator.runtime import Cluster, SimulatedRuntime
+from engine_plugin_tools.bench.simulator.runtime import Cluster
 from engine_plugin_tools.bench.simulator.speeds import SPEEDS, WAYS, Lengths, Speeds
 from engine_plugin_tools.bench.simulator.virtual_clock import VirtualClock
 from engine_plugin_trainers.async_trainer import AsyncTrainer
@@ -119,43 +119,52 @@ class Moment:
     bytes: int
 
 
-class _Observed:
-    """What a simulation notes of a trainer, and what it gives it: clock, cluster, rewards."""
+class Observation:
+    """A trainer in a simulation: it gets the clock, the cluster and the rewards, and its steps are noted.
 
-    cluster: Cluster
-    setting: Setting
+    Args:
+        run: the trainer, not yet set up; three of its methods are replaced.
+        cluster: that it runs on.
+        setting: of the simulation.
 
-    def _prepare_simulation(self, cluster: Cluster, setting: Setting) -> None:
-        run: Any = self
-        self.cluster, self.setting, run.clock = cluster, setting, cluster.clock
-        run.live["cluster"] = cluster
+    Attributes:
+        moments: the state of the simulation when each step began.
+        ages: of the tokens of each step, their number by age in policy versions.
+    """
+
+    def __init__(self, run: Trainer, cluster: Cluster, setting: Setting) -> None:
+        self.run, self.cluster, self.setting = run, cluster, setting
         self.moments: list[Moment] = []
         self.ages: list[collections.Counter[int]] = []
+        run.clock = cluster.clock
+        run.live["cluster"] = cluster
+        self._make_sampling, self._begin_step, self._rollouts = (
+            run.make_sampling,
+            run.begin_step,
+            run.rollouts,
+        )
+        replaced: Any = run
+        replaced.make_sampling, replaced.begin_step = self._with_simulated_rewards, self._note_step
+        replaced.rollouts = self._note_rollouts
 
-    def make_sampling(self) -> Any:
-        source: RolloutSource = super().make_sampling()  # type: ignore[misc]
-        run: Any = self
+    def _with_simulated_rewards(self) -> RolloutSource:
+        source, run = self._make_sampling(), self.run
         workers = max(round(self.setting.rewards_per_worker * self.setting.workers), 1)
         seconds = self.cluster.speeds.reward_seconds
         source.rewards = SimulatedRewards(run.plugins, run.tokenizer, run.clock, workers, seconds)
         return source
 
-    def begin_step(self, step: int) -> None:
-        self.note()
-        super().begin_step(step)  # type: ignore[misc]
-
-    def note(self) -> None:
-        """How things stand now."""
-        run: Any = self
-        runtime: SimulatedRuntime = run.runtime
+    def _note_step(self, step: int) -> None:
+        runtime: Any = self.run.runtime
         clock, crew = self.cluster.clock, runtime.crew
         spent = clock.controller.seconds, runtime.busy("actor"), runtime.busy("rollout")
         self.moments.append(Moment(clock.now(), *spent, crew.messages, crew.bytes))
+        self._begin_step(step)
 
-    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
-        found, metrics = super().rollouts(step)  # type: ignore[misc]
+    def _note_rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        found, metrics = self._rollouts(step)
         with self.cluster.clock.aside():
-            version = self.sampling.version  # type: ignore[attr-defined]
+            version = self.run.sampling.version
             ages: collections.Counter[int] = collections.Counter()
             for rollout in found:
                 old, counts = (version - rollout.policy_versions[rollout.loss_mask]).unique(
@@ -164,14 +173,6 @@ class _Observed:
                 ages.update(dict(zip(old.tolist(), counts.tolist(), strict=True)))
             self.ages.append(ages)
         return found, metrics
-
-
-class SimulatedTrainer(_Observed, Trainer):
-    """``rl``."""
-
-
-class SimulatedAsyncTrainer(_Observed, AsyncTrainer):
-    """``async``."""
 
 
 def simulate(setting: Setting) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def simulate(setting: Setting) -> dict[str, Any]:
     trainers = setting.trainers if apart else setting.workers
     clock = VirtualClock()
     cluster = Cluster(clock, setting.speeds, setting.lengths, trainers, samplers, not apart, setting.weights)
-    kind = SimulatedAsyncTrainer if apart else SimulatedTrainer
+    kind = AsyncTrainer if apart else Trainer
     with tempfile.TemporaryDirectory() as folder, Quiet():
         # a model whose config is read, and no more
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 3}))
@@ -205,7 +206,7 @@ def simulate(setting: Setting) -> dict[str, Any]:
             settings |= {"data.train": [str(file)], "data.num_workers": setting.data_workers}
         config = load_config(overrides=settings, allow_code=True)
         run = kind(config, tokenizer=_tokenizer(), rewards=[_unused], **live)
-        run._prepare_simulation(cluster, setting)
+        observed = Observation(run, cluster, setting)
         clock.controller.switch(True)
         try:
             run.train()
@@ -215,15 +216,14 @@ def simulate(setting: Setting) -> dict[str, Any]:
             clock.controller.switch(False)
             run.close()
     counted = [json.loads(line) for line in lines][warm:last]
-    return _result(setting, run, counted, run.moments[warm : last + 1], run.ages[warm:last])
+    return _result(setting, cluster, counted, observed.moments[warm : last + 1], observed.ages[warm:last])
 
 
 def _result(
-    setting: Setting, run: Any, lines: list[dict[str, Any]], moments: list[Moment], ages: list[Any]
+    setting: Setting, cluster: Cluster, lines: list[dict[str, Any]], moments: list[Moment], ages: list[Any]
 ) -> dict[str, Any]:
     first, end, steps = moments[0], moments[-1], len(lines)
     seconds = end.seconds - first.seconds
-    cluster: Cluster = run.cluster
     trained, sampled = end.trained - first.trained, end.sampled - first.sampled
     devices = setting.workers
     tokens: collections.Counter[int] = sum(ages, collections.Counter())
