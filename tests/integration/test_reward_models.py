@@ -140,7 +140,11 @@ def test_it_is_awake_in_the_reward_phase_alone(make, monkeypatch):
 
     def watched(self, batch, outputs, **more):
         seen.append(
-            (self.context.role, sorted(guests()._asleep), sorted(run.runtime.engines["actor"]._asleep))
+            (
+                self.context.role,
+                sorted(guests().store.asleep),
+                sorted(run.runtime.engines["actor"].store.asleep),
+            )
         )
         return infer(self, batch, outputs, **more)
 
@@ -159,7 +163,7 @@ def test_it_is_awake_in_the_reward_phase_alone(make, monkeypatch):
     monkeypatch.setattr(TorchEngine, "infer", watched)
     run.setup(training=True)
     whole = ["gradients", "optimizer", "weights"]
-    assert sorted(guests()._asleep) == whole  # from the start: room for what is built after it
+    assert sorted(guests().store.asleep) == whole  # from the start: room for what is built after it
     run.train()
     assert ("reward_model", [], ["gradients", "optimizer"]) in seen
     assert all(asleep == whole for role, asleep, _ in seen if role != "reward_model")
@@ -238,7 +242,7 @@ def test_judges_ask_models_of_their_own_beside_the_actor_and_sleep_when_they_are
 
     def watched(self, requests):
         judge = run.runtime.engines["reward.wrote"]
-        seen.add((self is judge, judge._asleep, bool(run.runtime.engines["reward.read"]._asleep)))
+        seen.add((self is judge, judge._asleep, bool(run.runtime.engines["reward.read"].store.asleep)))
         return generate(self, requests)
 
     shutil.copytree(world / "model", tmp_path / "actor")

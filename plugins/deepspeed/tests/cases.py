@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_plugin_deepspeed.engine import DeepSpeedEngine
+from engine_plugin_deepspeed.build import DeepSpeedBuilder
 from engine_plugin_testing.contracts import close, identical, refused
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
 from engine_plugin_testing.train_bench import MEASURE
-from engine_plugin_torch.build import TorchBuild
+from engine_plugin_torch.build import ModelBuilder
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
 
@@ -112,7 +112,7 @@ def each_rank_reads_its_part(bench):
     """No rank reads the whole folder or holds the whole model, and weights are those of the folder."""
     for tied in (True, False):
         path = bench.model(tied=tied)
-        with mock.patch.object(TorchBuild, "_load", side_effect=AssertionError("whole")):
+        with mock.patch.object(ModelBuilder, "load", side_effect=AssertionError("whole")):
             engine = bench.engine(path=path, optim=OPTIM)
         assert all(p.numel() == 0 for p in engine.partitions.own.values())
         expected = {name: value.float() for name, value in bench.reference(path).state_dict().items()}
@@ -189,7 +189,7 @@ def fp16_scales_and_recovers(bench):
     bench.stack.enter_context(_fp16(True))
     engine = bench.engine(optim={"lr": 0.0})
     bench.step(engine, batch)
-    scaler = engine._loss_scaler
+    scaler = engine.store._loss_scaler
     scaler.cur_scale = 2.0**40
     before = bench.weights(engine)
     steps = [bench.step(engine, batch) for _ in range(40)]
@@ -203,7 +203,7 @@ def fp16_scales_and_recovers(bench):
     bench.barrier()
     again = bench.engine(optim={"lr": 0.0})
     again.load(bench.folder / "state")
-    assert again._loss_scaler.cur_scale == scaler.cur_scale
+    assert again.store._loss_scaler.cur_scale == scaler.cur_scale
 
 
 def _fp16(there):
@@ -245,7 +245,7 @@ def refused_options(bench):
     built = AssertionError("a model was built")
     for options, words in bench.settings["refused"]:
         bench.settings["options"] = options
-        with mock.patch.object(DeepSpeedEngine, "_load", side_effect=built), refused(str(options), *words):
+        with mock.patch.object(DeepSpeedBuilder, "load", side_effect=built), refused(str(options), *words):
             bench.engine()
 
 

@@ -328,16 +328,16 @@ def refusals(bench):
 
 def only_the_first_rank_reads(bench):
     """The others have no file of the model open, and the same weights; an adapter, too, is that of the first."""
-    from engine_plugin_fsdp import engine as module
+    from engine_plugin_torch.build import ModelBuilder
 
     read = []
-    load = module.Keeping._load
+    load = ModelBuilder.load
 
     def counted(self, *arguments):
         read.append(1)
         return load(self, *arguments)
 
-    module.Keeping._load = counted
+    ModelBuilder.load = counted
     try:
         for path in (bench.model(tied=True), bench.model(tied=False)):
             engine = bench.engine(path=path)
@@ -345,7 +345,7 @@ def only_the_first_rank_reads(bench):
             for name, value in bench.weights(engine).items():
                 assert torch.equal(value, expected[name]), name
     finally:
-        module.Keeping._load = load
+        ModelBuilder.load = load
     assert len(read) == (2 if bench.place.rank == 0 else 0)
 
 

@@ -9,6 +9,7 @@ from engine_core.config.roles import LoRAConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
 from engine_plugin_fsdp import tensor_parallel
+from engine_plugin_fsdp.build import FSDPBuilder
 from engine_plugin_fsdp.consistency import Probe
 from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_testing.contracts import close, refused, same_direction
@@ -109,7 +110,7 @@ def broken(bench):
 def refused_before_it_is_built(bench):
     path, built = bench.model(), AssertionError("a model was built")
     with (
-        mock.patch.object(FSDPEngine, "_load", side_effect=built),
+        mock.patch.object(FSDPBuilder, "load", side_effect=built),
         refused("this model", *bench.settings["words"]),
     ):
         bench.engine(path=path)

@@ -289,7 +289,7 @@ def memory_is_given_back(bench):
     engine, batch = bench.engine(optim=OPTIM), bench.batch()
     bench.step(engine, batch)
     before = bench.weights(engine)
-    held = [t for part in ("weights", "gradients", "optimizer") for t in engine._memory_of(part)]
+    held = [t for part in ("weights", "gradients", "optimizer") for t in engine.store._memory_of(part)]
     assert sum(t.untyped_storage().nbytes() for t in held) > 0
     engine.sleep()
     assert sum(t.untyped_storage().nbytes() for t in held) == 0

@@ -7,7 +7,7 @@ import torch
 
 from engine_core.contracts.engines import Layout
 from engine_core.types import LossCall, TrainOutput
-from engine_plugin_torch.data_parallel import DataParallel, filler
+from engine_plugin_torch.data_parallel import DataParallelEngine, filler
 
 
 class Told:
@@ -35,13 +35,16 @@ class Told:
 
 
 def engine_of(ranks):
-    class Engine(DataParallel):
+    class Engine(DataParallelEngine):
         def _prepare(self):
             self.ranks = ranks
 
         @staticmethod
         def root(compute):
             return compute()
+
+        def _published(self, adapter):
+            return iter(())
 
     return Engine
 
@@ -81,8 +84,8 @@ def test_a_rank_whose_loss_another_of_its_slice_tells_adds_nothing(make_engine):
 
 def test_one_rank_of_several_does_not_try_again_when_memory_is_out(make_engine, batch, caplog):
     engine = make_engine(budget=64, cls=engine_of(Told()))
-    assert not engine._halve_budget(batch, torch.OutOfMemoryError())
-    assert engine.token_budget == 64
+    assert not engine.budget.halve(batch, torch.OutOfMemoryError())
+    assert engine.budget.tokens == 64
     assert "set actor.max_tokens_per_rank lower" in caplog.text
 
 

@@ -12,7 +12,7 @@ from engine_core.contracts.engines import Layout
 from engine_core.contracts.weight_names import own_weights
 from engine_core.types import LossCall
 from engine_plugin_torch import data_parallel_state
-from engine_plugin_torch.data_parallel_state import DataParallelState
+from engine_plugin_torch.data_parallel import DataParallelEngine
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.weights import published_weights
 
@@ -32,7 +32,7 @@ class Ranks:
             raise error
 
 
-class Engine(DataParallelState):
+class Engine(DataParallelEngine):
     """Its weights are whole, and their gathers are counted."""
 
     place = (0, 1)
@@ -88,7 +88,7 @@ def test_the_reference_engine_loads_what_was_saved_and_goes_on(engine_on, make_e
 def test_a_second_save_a_load_and_a_close_wait_for_the_first(engine_on, tmp_path):
     engine, written = engine_on(0, 1), threading.Event()
     waited = []
-    engine._saver.wait = lambda: waited.append(written.set())
+    engine.store.saver.wait = lambda: waited.append(written.set())
     engine.save(tmp_path / "one").result()
     assert len(waited) == 1
     engine.load(tmp_path / "one")

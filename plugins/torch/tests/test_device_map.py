@@ -152,7 +152,7 @@ def test_a_spread_model_sleeps_and_wakes_where_it_lies(make_engine, batch, folde
     assert torch.equal(engine.infer(batch, ("log_probs",))["log_probs"], found["log_probs"])
     layer = engine.module.model.layers[-1]
     mine = size(p for p in engine.module.parameters() if not p.is_meta)
-    assert engine._held(engine.module) == Held(mine, gathered=size(layer.parameters()))
+    assert engine.budget.held() == Held(mine, gathered=size(layer.parameters()))
     engine.close()
 
 

@@ -11,7 +11,8 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine_core.types import LossCall
 from engine_plugin_torch import attention, memory
-from engine_plugin_torch import build as torch_build
+from engine_plugin_torch import engine as torch_engine
+from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.memory import (
     Activations,
@@ -72,7 +73,7 @@ class Kept:
 def as_on_accelerators(monkeypatch):
     """What is estimated is an accelerator's memory: the operators are those of one, not the CPU's own ways."""
     for name in ("use_fused_rmsnorm_backward", "use_quicker_products"):
-        monkeypatch.setattr(torch_build, name, lambda module: 0)
+        monkeypatch.setattr(torch_engine, name, lambda module: 0)
     monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
 
 
@@ -95,7 +96,7 @@ def test_what_a_token_keeps_is_counted(engine_of, batch_of, family, param, compu
     with Kept(engine.module) as kept:
         found = engine.forward(batch, ("log_probs",))
     assert found["log_probs"].requires_grad
-    act = activations(Decoder.of(engine.module), engine._settings)
+    act = activations(Decoder.of(engine.module), engine.budget.settings)
     expected = act.token(False) * batch.num_tokens + act.copies
     assert kept.bytes == pytest.approx(expected, rel=WITHIN)
 
@@ -105,7 +106,7 @@ def test_with_checkpointing_a_layer_keeps_its_input_and_one_at_a_time_the_rest(e
     engine = engine_of(family, activation_checkpointing=True)
     batch = batch_of(LENGTHS)
     engine.forward(batch, ("log_probs",))
-    act = activations(Decoder.of(engine.module), engine._settings)
+    act = activations(Decoder.of(engine.module), engine.budget.settings)
     with Kept(engine.module) as kept:
         engine.forward(batch, ("log_probs",))
     carried = act.token(True) - act.layer
@@ -117,7 +118,7 @@ def test_feed_forwards_in_chunks_keep_nothing_wide(engine_of, batch_of):
     engine = engine_of("qwen3", sequence_chunk_tokens=30)
     batch = batch_of(LENGTHS)
     engine.forward(batch, ("log_probs",))
-    act = activations(Decoder.of(engine.module), engine._settings)
+    act = activations(Decoder.of(engine.module), engine.budget.settings)
     with Kept(engine.module) as kept:
         engine.forward(batch, ("log_probs",))
     assert kept.bytes == pytest.approx(act.token(False) * batch.num_tokens, rel=0.05)
@@ -153,19 +154,23 @@ def test_the_figures_of_an_h200_are_met():
     assert peak(compiled=True) == pytest.approx(69, rel=0.06)
 
 
-class With(TorchEngine):
-    """An engine on a device that has so many bytes."""
+class Free(MemoryBudget):
+    """The budget of a device that has so many bytes."""
 
     free = 0
 
-    def _free_bytes(self):
+    def free_bytes(self):
         return self.free
+
+
+class With(TorchEngine):
+    budget_class = Free
 
 
 def test_auto_takes_as_many_tokens_as_fit_and_says_so(make_engine, batch_of, caplog):
     need = estimate_of(make_engine("qwen3"))
-    With.free = int((need.activations.chunks + 3000 * need.activations.token(False)) / (1 - memory.RESERVE))
-    With.free += need.held.gradients + need.held.optimizer
+    Free.free = int((need.activations.chunks + 3000 * need.activations.token(False)) / (1 - memory.RESERVE))
+    Free.free += need.held.gradients + need.held.optimizer
     engine = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
     with caplog.at_level(logging.INFO, logger="engine"):
         output = engine.forward_backward(batch_of([50] * 100), NLL)
@@ -173,57 +178,57 @@ def test_auto_takes_as_many_tokens_as_fit_and_says_so(make_engine, batch_of, cap
     assert output.num_micro_batches == 2
     assert "actor: max_tokens_per_rank = 2560" in caplog.text
     assert "a token, recomputed" in caplog.text
-    With.free = 0
+    Free.free = 0
     assert engine.forward_backward(batch_of([50] * 100), NLL).num_micro_batches == 2  # settled
 
 
 def test_auto_counts_what_the_role_holds_already_once(make_engine, batch_of):
-    With.free = 50 * 2**20
+    Free.free = 50 * 2**20
     new = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
-    before = new.token_budget
+    before = new.budget.tokens
     new.close()
     trained = make_engine("qwen3", budget=1000, activation_checkpointing=False, cls=With)
     trained.forward_backward(batch_of([20]), NLL)
     trained.optimizer_step()
     trained.set_token_budget("auto")
     taken = optimizer_bytes(trained.optimizer, CPU)
-    With.free = 50 * 2**20 - taken  # the optimizer's state has come from the free bytes
-    assert abs(trained.token_budget - before) <= memory.ROUND
+    Free.free = 50 * 2**20 - taken  # the optimizer's state has come from the free bytes
+    assert abs(trained.budget.tokens - before) <= memory.ROUND
 
 
 def test_auto_leaves_room_for_what_other_roles_have_still_to_allocate(make_engine):
-    With.free = 50 * 2**20
+    Free.free = 50 * 2**20
     alone = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
-    need, most = estimate_of(alone), alone.token_budget
+    need, most = estimate_of(alone), alone.budget.tokens
     alone.close()
     critic = make_engine("qwen3", budget=1000, cls=With, role="critic")
-    owed = critic._held(critic.module).total - critic._held(critic.module).weights
+    owed = critic.budget.held().total - critic.budget.held().weights
     actor = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
     taken = owed * (1 - memory.RESERVE) / need.activations.token(False)
-    assert most - actor.token_budget == pytest.approx(taken, abs=memory.ROUND)
+    assert most - actor.budget.tokens == pytest.approx(taken, abs=memory.ROUND)
 
 
 def test_a_resumed_run_has_the_token_budget_that_it_had(make_engine, tmp_path):
-    With.free = 30 * 2**20
+    Free.free = 30 * 2**20
     first = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
-    tokens = first.token_budget
+    tokens = first.budget.tokens
     first.save(tmp_path)
     first.close()
     for free, expected in ((60, tokens), (20, None)):
-        With.free = free * 2**20
+        Free.free = free * 2**20
         again = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With)
         again.load(tmp_path)
-        assert again.token_budget == expected if expected else again.token_budget < tokens
+        assert again.budget.tokens == expected if expected else again.budget.tokens < tokens
         again.close()
 
 
 def test_activations_are_recomputed_where_the_tokens_would_else_not_fit(make_engine, batch_of):
     need = estimate_of(make_engine("qwen3"))
     for tokens, expected in ((4000, False), (2000, True)):
-        With.free = int(
+        Free.free = int(
             (need.activations.chunks + 3000 * need.activations.token(False)) / (1 - memory.RESERVE)
         )
-        With.free += need.held.gradients + need.held.optimizer
+        Free.free += need.held.gradients + need.held.optimizer
         budget = {4000: 2000, 2000: 4000}[tokens]
         engine = make_engine("qwen3", budget=budget, activation_checkpointing="auto", cls=With)
         engine.infer(batch_of([50]), ["log_probs"])  # the first use tries more
@@ -235,24 +240,25 @@ def test_activations_are_recomputed_where_the_tokens_would_else_not_fit(make_eng
 def test_where_nothing_is_known_the_choice_is_fixed(make_engine, batch_of, caplog):
     with caplog.at_level(logging.INFO, logger="engine"):
         cpu = make_engine("qwen3", budget="auto", activation_checkpointing="auto")
-        assert cpu.token_budget == 8192
+        assert cpu.budget.tokens == 8192
     cpu.infer(batch_of([50]), ["log_probs"])
     count = calls_of(cpu.module.get_decoder().layers[0].self_attn)
     cpu.forward_backward(batch_of([50]), NLL)
     assert len(count) == 1
     assert "max_tokens_per_rank = 8192, activations are kept; there is no estimate of memory" in caplog.text
-    With.free = 2**30
+    Free.free = 2**30
     assert (
-        make_engine("qwen3_moe", budget="auto", activation_checkpointing=False, cls=With).token_budget == 8192
+        make_engine("qwen3_moe", budget="auto", activation_checkpointing=False, cls=With).budget.tokens
+        == 8192
     )  # a mixture of experts
 
 
 def test_a_budget_of_a_model_that_is_not_trained_needs_no_kept_activations(make_engine):
-    With.free = 8 * 2**20
-    trained = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With).token_budget
+    Free.free = 8 * 2**20
+    trained = make_engine("qwen3", budget="auto", activation_checkpointing=False, cls=With).budget.tokens
     frozen = make_engine(
         "qwen3", budget="auto", activation_checkpointing=False, cls=With, trainable=False, role="ref"
-    ).token_budget
+    ).budget.tokens
     assert frozen > 2 * trained
 
 
@@ -260,13 +266,13 @@ def test_a_backend_without_activation_checkpointing_has_auto_tokens(make_engine)
     engine = make_engine("qwen3", budget="auto")
     without = {name: value for name, value in engine.options if name != "activation_checkpointing"}
     engine.options = SimpleNamespace(**without)
-    assert engine.token_budget == 8192
+    assert engine.budget.tokens == 8192
 
 
 def test_a_schedule_may_go_back_to_auto(make_engine):
     engine = make_engine("qwen3", budget=100)
     engine.set_token_budget("auto")
-    assert engine.token_budget == 8192
+    assert engine.budget.tokens == 8192
 
 
 def test_a_token_of_a_model_with_some_recomputed_layers_lies_between():
@@ -289,5 +295,5 @@ def calls_of(module):
 
 def estimate_of(engine):
     """Of an engine, with a settled amount of memory."""
-    act = activations(Decoder.of(engine.module), engine._settings)
+    act = activations(Decoder.of(engine.module), engine.budget.settings)
     return Estimate(Held.of(engine.module, True), act, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_core.errors import ConfigError
-from engine_plugin_torch import build as torch_build
+from engine_plugin_torch import engine as torch_engine
 from engine_plugin_torch import precision
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.options import TorchOptions
@@ -108,7 +108,7 @@ def test_an_engine_refuses_the_type_before_it_builds_anything(make_engine, with_
     with_bf16(False)
     built = []
     monkeypatch.setattr(TorchEngine, "_build_model_optimizer", lambda self, **_: built.append(self))
-    monkeypatch.setattr(torch_build, "find_device", lambda *_: CUDA)
+    monkeypatch.setattr(torch_engine, "find_device", lambda *_: CUDA)
     with pytest.raises(ConfigError, match=r"^actor\.torch\.param_dtype: 'bf16', but cuda has no bfloat16"):
         make_engine(param_dtype="bf16")
     assert not built

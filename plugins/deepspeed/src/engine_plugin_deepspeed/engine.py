@@ -8,7 +8,7 @@ pipelines, schedulers, own checkpoints (they are pickles), and AutoTP (see ``doc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,22 +19,22 @@ from engine_core.errors import ConfigError
 from engine_core.types import StepOutput
 from engine_plugin_deepspeed import library
 from engine_plugin_deepspeed.adapted import AdapterInParts
+from engine_plugin_deepspeed.budget import DeepSpeedBudget
+from engine_plugin_deepspeed.build import INSTEAD, DeepSpeedBuilder, shapes_shown
+from engine_plugin_deepspeed.checkpoint import DeepSpeedStore
 from engine_plugin_deepspeed.checks import check_machine, check_ranks
-from engine_plugin_deepspeed.keeping import Keeping
-from engine_plugin_deepspeed.loading import INSTEAD, model_in_parts, read_parts, shapes_shown
 from engine_plugin_deepspeed.options import DeepSpeedOptions
 from engine_plugin_deepspeed.partitions import Partitions, release
 from engine_plugin_deepspeed.settings import settings
-from engine_plugin_torch.folder_parts import check_folder, read_together
+from engine_plugin_torch.data_parallel import DataParallelEngine
+from engine_plugin_torch.folder_parts import check_folder
 from engine_plugin_torch.rank_group import RankGroup
 from engine_plugin_torch.skeleton import Skeleton
+from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
-    from engine_core.config import ModelConfig, RoleConfig
+    from engine_core.config import RoleConfig
     from engine_core.contracts.engines import WorkerContext
-    from engine_core.types import Batch
-    from engine_plugin_torch.memory import Held
-    from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
     from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
@@ -53,7 +53,7 @@ class Root(nn.Module):
         return compute()
 
 
-class DeepSpeedEngine(Keeping):
+class DeepSpeedEngine(DataParallelEngine):
     """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
 
     Attributes:
@@ -64,7 +64,15 @@ class DeepSpeedEngine(Keeping):
     """
 
     options: DeepSpeedOptions
+    partitions: Partitions
+    adapter: AdapterInParts | None
+    zero: Any
+    builder: DeepSpeedBuilder
+    store: DeepSpeedStore
     options_class = DeepSpeedOptions
+    builder_class = DeepSpeedBuilder
+    budget_class = DeepSpeedBudget
+    store_class = DeepSpeedStore
 
     # -- building -----------------------------------------------------------
 
@@ -77,7 +85,6 @@ class DeepSpeedEngine(Keeping):
 
     def _prepare(self) -> None:
         self.root, self.zero, self.skeleton = None, None, None
-        self._blank: nn.Module | None = None
         if self.options.loading == "sharded":
             path = self.config.path or self.model_config.path
             check_folder(
@@ -85,31 +92,15 @@ class DeepSpeedEngine(Keeping):
             )
         self.ranks = RankGroup(self.context.rank, self.context.world_size, self.device)
         self._members: list[list[str]] = []
-        self._shelves: dict[str, OffloadedBuffers] = {}
         library.join(library.load(self.device, self._table))
-
-    @property
-    def _load_device(self) -> torch.device:
-        return torch.device("cpu")
 
     @property
     def _under_zero(self) -> bool:
         """Whether DeepSpeed has anything to do: a frozen role is spread at stage 3 alone."""
         return self.trainable or self.options.stage == 3
 
-    def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read by every rank, or by each its part."""
-        if self.options.loading != "sharded" or live is not None:
-            return super()._load(model, live)
-        role = self.context.role
-        module, self._blank = blank = model_in_parts(model, role, self._zero_config, self._kept_dtype)
-        read_together(
-            lambda: read_parts(*blank, model, role, f"{self._table}.loading"), model.path, role, self.ranks
-        )
-        return module
-
     def _adopt(self, built: Any) -> None:
-        if self.options.loading == "sharded" and self._blank is None:
+        if self.options.loading == "sharded" and self.builder.blank is None:
             raise ConfigError(
                 f"{self._table}.loading = 'sharded': a plugin builds this model, or it was given from Python, so every rank "
                 "has the whole of it. Leave loading out."
@@ -126,21 +117,10 @@ class DeepSpeedEngine(Keeping):
         norm = self.config.optim.max_grad_norm if self.trainable else 0.0
         return settings(self.options, self.precision.compute, self.device, norm)
 
-    def _place(self, module: nn.Module) -> nn.Module:
-        """On the CPU still where DeepSpeed moves it, in parts already where it is."""
-        if self._blank is not None:
-            return module
-        if not self._under_zero:
-            return super()._place(module)
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(self._param_dtype)
-        return module
-
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         if self.adapter is not None:
             self.adapter.base_identity()  # while the model below it is whole
-        self.skeleton = Skeleton(module if self._blank is None else self._blank, self.device)
+        self.skeleton = Skeleton(module if self.builder.blank is None else self.builder.blank, self.device)
         return super()._shard(module, units)
 
     def _finish(self, module: nn.Module) -> None:
@@ -190,34 +170,47 @@ class DeepSpeedEngine(Keeping):
         group = dist.group.WORLD
         return {} if group is None or self.ranks.size == 1 else {"dp": group}
 
-    def _held(self, module: nn.Module) -> Held:
-        from engine_plugin_deepspeed.sizing import held_by_rank
-
-        return held_by_rank(module, self.options, self.precision, self.ranks.size, self.trainable)
-
     # -- forward and backward -----------------------------------------------
-
-    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
-        """There is no second try: what a failed one has summed lies in DeepSpeed's buffers, and would be counted twice."""
-        if self.zero is None:
-            return super()._halve_budget(batch, error)
-        log.error(
-            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. What "
-            "DeepSpeed has summed so far cannot be taken back.",
-            self.ranks.rank,
-            self.token_budget,
-            self.context.role,
-        )
-        return False
 
     def _backward(self, value: Tensor) -> None:
         """The loss is a sum over ranks, and DeepSpeed takes the mean of their gradients."""
         self.zero.backward(value * self.ranks.size, scale_wrt_gas=False)
 
+    # -- weights ------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of whole weights that are gathered at one time."""
+        return self.options.weights_bucket_mb * 2**20
+
+    @property
+    def _spread(self) -> bool:
+        return super()._spread and self.partitions.spread
+
+    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
+        """In the type that computes; of an adapter alone float32, as a step changes it."""
+        if adapter:
+            return iter(self._adapted().tensors().items())
+        own = self._whole_weights() if self.adapter is None else self.adapter.merged()
+        return published_weights(self._plain, own)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.partitions.weights(self._limit)
+
+    def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        self.store.need("weights")
+        stream = to_own_names(self._plain, stream)
+        if self.adapter is None:
+            take_weights(self.module, stream, mix, self.partitions.places())
+        else:
+            self.adapter.take(stream, mix)
+            self.adapter.base_identity()  # now, where all ranks are here
+
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
-        self._need(*PARTS)
+        self.store.need(*PARTS)
         self._trained()
         if self.options.stage == 0:
             self.zero.set_gradient_accumulation_boundary(True)

@@ -2,15 +2,15 @@
 
 What differs from ``TorchEngine``: ranks run the same number of micro-batches (those that have fewer run
 some that add nothing, since every rank takes part in every gather), gradients are summed over ranks after
-the last one, and loss, metrics, norm and the decision to skip a step are those of all ranks. What is kept
-and given away is in ``keeping``.
+the last one, and loss, metrics, norm and the decision to skip a step are those of all ranks. Its
+checkpoints are in ``checkpoint``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,48 +19,47 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine_core.contracts.weight_names import own_weights
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
+from engine_plugin_fsdp.budget import FSDPBudget
+from engine_plugin_fsdp.build import FSDPBuilder, allocate, broadcast
+from engine_plugin_fsdp.checkpoint import FSDPStore
 from engine_plugin_fsdp.consistency import Probe, check_same
-from engine_plugin_fsdp.dtypes import cast_buffers, check_types
+from engine_plugin_fsdp.dtypes import check_types
+from engine_plugin_fsdp.export import gathered
 from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
-from engine_plugin_fsdp.host_memory import HostMemory
-from engine_plugin_fsdp.keeping import Keeping
-from engine_plugin_fsdp.loading import allocate, broadcast
 from engine_plugin_fsdp.local_step import step_on_parts
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
 from engine_plugin_fsdp.reading import INSTEAD, read_slices
-from engine_plugin_fsdp.recompute import offload_activations, recompute, share_recomputed
+from engine_plugin_fsdp.recompute import offload_activations, recompute
 from engine_plugin_fsdp.sequence import check_heads, share_sequences
 from engine_plugin_fsdp.sharding import Root, check, gathered_dtype, shard, sharded_modules, units_of
-from engine_plugin_fsdp.sizing import held_by_rank
 from engine_plugin_fsdp.slices import SliceForward, SliceValueForward
 from engine_plugin_fsdp.start import check_distributed, tell, tell_of_no_units
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
 from engine_plugin_fsdp.whole import Whole, excluded
-from engine_plugin_torch.empty_models import blank_model
+from engine_plugin_torch.data_parallel import DataParallelEngine
 from engine_plugin_torch.feed_forward import chunk_feed_forwards, feed_forwards
 from engine_plugin_torch.folder_parts import check_folder, read_together
 from engine_plugin_torch.loss_scale import LossScale
-from engine_plugin_torch.model_loading import cast_parameters
 from engine_plugin_torch.precision import NAMED
 from engine_plugin_torch.sharded import copies, here
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.units import compile_units
 from engine_plugin_torch.value_models import VALUE_ROLES
+from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
-    from engine_core.config import ModelConfig, RoleConfig
+    from engine_core.config import RoleConfig
     from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, StepOutput
-    from engine_plugin_torch.memory import Held
     from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
 
 
-class FSDPEngine(Keeping):
+class FSDPEngine(DataParallelEngine):
     """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
 
     Attributes:
@@ -71,7 +70,13 @@ class FSDPEngine(Keeping):
     """
 
     options: FSDPOptions
+    ranks: Ranks
+    builder: FSDPBuilder
+    store: FSDPStore
     options_class = FSDPOptions
+    builder_class = FSDPBuilder
+    budget_class = FSDPBudget
+    store_class = FSDPStore
     emulates_fp8 = False
 
     # -- building -----------------------------------------------------------
@@ -100,11 +105,10 @@ class FSDPEngine(Keeping):
             )
         self._check_model()
         self.ranks = Ranks(self.options, self.context, self.device)
-        self._host_memory = HostMemory()
         self._probe: Probe | None = None
         self.root: nn.Module | None = None
         self.skeleton: Skeleton | None = None
-        self._first_reads = self._each_reads = self._found_units = False
+        self._found_units = False
         self._parameters: list[nn.Parameter] = []
         self._whole: Whole | None = None
         fp16 = self.precision.compute == torch.float16 and self.trainable
@@ -136,42 +140,13 @@ class FSDPEngine(Keeping):
         """FSDP casts gathered weights, so there is no autocast beside it."""
         return self.precision.param
 
-    @property
-    def _load_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def _load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read by the first rank alone, or by each its part; one that is given from Python, or built or sharded by a plugin, is on every rank."""
-        own = live is not None or self.context.plugins.overrides("engine_shard_model")
-        spread = not own and self.ranks.size > 1 and self.options.loading != "every_rank"
-        self._each_reads = spread and self.options.loading == "sharded"
-        self._first_reads = spread and not self._each_reads
-        if not spread:
-            return super()._load(model, live)
-        module, error = None, None
-        try:
-            if self.ranks.rank == 0 and self._first_reads:
-                module = super()._load(model, live)
-            else:
-                module = blank_model(model, self.context.role, self._param_dtype)
-        except Exception as problem:
-            error = problem
-        self.ranks.share(error, f"Building the model of '{model.path}'", DataError)
-        assert module is not None
-        return module
-
     def _adopt(self, built: Any) -> None:
-        if self.options.loading == "sharded" and self.ranks.size > 1 and not self._each_reads:
+        if self.options.loading == "sharded" and self.ranks.size > 1 and not self.builder.each_reads:
             raise ConfigError(
                 f"{self._table}.loading = 'sharded': a plugin builds or shards this model, or it was given from Python, so "
                 "every rank has the whole of it. Leave loading out."
             )
         super()._adopt(built)
-
-    def _place(self, module: nn.Module) -> nn.Module:
-        # On the CPU still: unit by unit goes to the device when it is sharded.
-        module = cast_parameters(module, self._param_dtype)
-        return cast_buffers(module, self.options.mixed_precision.buffer_dtype)
 
     def _units(self, module: nn.Module) -> list[str]:
         self._found_units = True
@@ -183,12 +158,15 @@ class FSDPEngine(Keeping):
         if not units and self.ranks.size > 1 and options.sharding != "none":
             tell_of_no_units(module, self.context.role, refused=not self._found_units)
         check_same(
-            module, self.ranks, values=not (self._first_reads or self._each_reads), role=self.context.role
+            module,
+            self.ranks,
+            values=not (self.builder.first_reads or self.builder.each_reads),
+            role=self.context.role,
         )
         kept = excluded(module, options.exclude, self.context.role)
         self.skeleton = Skeleton(module, self.device)
         role, tp = self.context.role, options.tp
-        if not self._each_reads and (options.fp8 is None or options.probe is True):
+        if not self.builder.each_reads and (options.fp8 is None or options.probe is True):
             self._probe = Probe(module.eval(), self.ranks, options, role)
         plan = None if tp == 1 else plan_of(module, tp, role)
         if plan is not None:
@@ -199,7 +177,7 @@ class FSDPEngine(Keeping):
             share_sequences(module, self.ranks.sequence, role, tp)
         chunk = options.sequence_chunk_tokens
         mode = options.compile_mode if self._compiles else None
-        full = own_weights(module) if self._first_reads and self.ranks.rank == 0 else {}
+        full = own_weights(module) if self.builder.first_reads and self.ranks.rank == 0 else {}
         if kept:
             self._whole = Whole(module, kept, self.ranks.mesh, self.device, gathered_dtype(self.precision))
             # what is computed again in the backward pass is so outside of the unit that it lies in
@@ -210,30 +188,18 @@ class FSDPEngine(Keeping):
         if self._whole is not None:
             self._whole.compute_locally(module, units)
         if self.trainable:
-            recompute(module, units, options.activation_checkpointing, lambda: bool(self._recomputing))
+            recompute(module, units, options.activation_checkpointing, lambda: bool(self.budget.recomputing))
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
         self.root = shard(module, units, options, self.precision, self.ranks, plan, self._whole)
-        if self._first_reads or self._each_reads:
+        if self.builder.first_reads or self.builder.each_reads:
             allocate(self.root, torch.device("cpu") if options.cpu_offload == "params" else self.device)
-        if self._first_reads:
+        if self.builder.first_reads:
             broadcast(module, full, self.device)
-        elif self._each_reads:
+        elif self.builder.each_reads:
             self._read_slices(module)
         tell(module, units, options, self.ranks, role, 0 if plan is None else len(plan.layers))
         return module
-
-    def _held(self, module: nn.Module) -> Held:
-        whole = super()._held(module)
-        return held_by_rank(whole, module, self.options, self.precision, self.ranks.size, self.context.role)
-
-    @property
-    def _recomputed_share(self) -> float:
-        return share_recomputed(self.options.activation_checkpointing, self._recomputing)
-
-    @property
-    def _token_sharers(self) -> int:
-        return self.options.sp
 
     def _read_slices(self, module: nn.Module) -> None:
         path, role = self.config.path or self.model_config.path, self.context.role
@@ -301,16 +267,45 @@ class FSDPEngine(Keeping):
         for part in self._sharded:
             part.reshard()
 
+    # -- weights ------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of whole weights that are gathered at one time."""
+        return self.options.weights_bucket_mb * 2**20
+
+    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
+        if adapter:
+            return gathered(self._adapted().tensors().items(), self._limit)
+        return published_weights(self._plain, gathered(self._own(), self._limit))
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return gathered(own_weights(self.module).items(), self._limit)
+
+    def _own(self) -> Iterable[tuple[str, Tensor]]:
+        """Sharded weights of the model, an adapter merged into it."""
+        return own_weights(self.module).items() if self.adapter is None else self.adapter.merged()
+
+    def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        self.store.need("weights")
+        stream = to_own_names(self._plain, stream)
+        if self.adapter is None:
+            take_weights(self.module, stream, mix)
+        else:
+            self.adapter.take(stream, mix)
+            self.adapter.base_identity()  # now, where all ranks are here
+
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
         if self.options.cpu_offload != "none":
-            self._move_optimizer(self._step_device)
+            self.store.move_optimizer(self.store.step_device)
         if self._whole is not None:
             self._whole.sum_gradients(NAMED[self.options.mixed_precision.reduce_dtype])
         step = super().optimizer_step()
         if self.options.cpu_offload == "optimizer":
-            self._move_optimizer(torch.device("cpu"))
+            self.store.move_optimizer(torch.device("cpu"))
         if self.loss_scale is not None:
             self.loss_scale.stepped(step.skipped)
         return step

@@ -4,7 +4,7 @@ parallelism.
 What differs from ``TorchEngine``: the model is built, run and stepped by megatron-core. Every rank of a copy of the model is
 given the same sequences and makes the same plan of micro-batches, as many on all ranks; they run through the pipeline's
 schedule, the last stage computes outputs and the loss, and outputs come back to all stages. What is kept and given away is
-in ``keeping``.
+in ``checkpoint``.
 
 megatron-core is imported where it is used: a run on another backend, and ``engine plugins``, need not wait for it.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +24,12 @@ from engine_core.errors import ConfigError, DataError, PluginError
 from engine_core.metrics import merge
 from engine_core.model_config import load_hf_config
 from engine_core.types import StepOutput, TrainOutput
-from engine_plugin_megatron.keeping import Keeping
+from engine_plugin_megatron.checkpoint import MegatronStore
 from engine_plugin_megatron.layout import layout_of
 from engine_plugin_megatron.options import MegatronOptions
 from engine_plugin_torch import state
 from engine_plugin_torch.checkpoint import PARTS
-from engine_plugin_torch.collectives import measure
-from engine_plugin_torch.data_parallel import filler
+from engine_plugin_torch.data_parallel import DataParallelEngine, SharedBudget, filler
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.optimizers import build_schedule
 from engine_plugin_torch.precision import NAMED, Precision, find_device, has_bf16
@@ -39,13 +38,15 @@ from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from transformers import PretrainedConfig
 
     from engine_core.config import RoleConfig
     from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, LossCall
     from engine_plugin_megatron.heads import Head
+    from engine_plugin_megatron.optimizer import Steps
     from engine_plugin_megatron.pipeline import Micro
-    from engine_plugin_torch.memory import Estimate
+    from engine_plugin_megatron.ranks import Ranks
 
 log = logging.getLogger("engine")
 
@@ -53,23 +54,44 @@ UNREAD = ("engine_build_model", "engine_build_optimizer", "engine_shard_model", 
 """Step hooks that have no meaning for models that are not transformers' own."""
 
 
-class MegatronEngine(Keeping):
+class MegatronBudget(SharedBudget):
+    """The memory budget of layers that there is no estimate of: ``auto`` is 8192 tokens."""
+
+    engine: MegatronEngine
+
+    def estimate(self) -> None:
+        return None
+
+    @property
+    def recomputed_share(self) -> float:
+        return float(self.engine.options.recompute == "full")
+
+
+class MegatronEngine(DataParallelEngine):
     """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
 
     Attributes:
+        chunks: this rank's parts of the model (``GPTModel``).
+        steps: the optimizer; None of a role that is not trained.
+        shapes: of all the model's weights, by the names of a Hugging Face folder.
         models: the chunks as they are called: wrapped where they are trained.
         pipeline: runs micro-batches through them.
         forward: the head of the last stage.
     """
 
     options: MegatronOptions
+    ranks: Ranks
+    chunks: list[Any]
+    steps: Steps | None
+    hf_config: PretrainedConfig
+    shapes: dict[str, tuple[int, ...]]
+    store: MegatronStore
     options_class = MegatronOptions
+    budget_class = MegatronBudget
+    store_class = MegatronStore
     forward: Head  # type: ignore[assignment]
 
     # -- building -----------------------------------------------------------
-
-    def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        return measure(self.communicators(), self.device, sizes, repeats)
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
@@ -133,7 +155,7 @@ class MegatronEngine(Keeping):
             calculate_per_token_loss=True,  # known when buffers of gradients are made: they are summed, not averaged
             **_recomputation(self.options.recompute),
         )
-        self.chunks, self.steps, self._shelves = [], None, {}
+        self.chunks, self.steps = [], None
         self.models: list[Any] = []
         self.ranks = Ranks(mesh, self.context, self.device)
 
@@ -182,7 +204,7 @@ class MegatronEngine(Keeping):
         model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
         error: Exception | None = None
         try:
-            self._fill(first_weights(model, role, self._live(), self.shapes))
+            self.store.fill(first_weights(model, role, self._live(), self.shapes))
         except Exception as problem:
             error = problem
         self.ranks.share(error, f"Reading '{model.path}'", DataError)
@@ -256,10 +278,6 @@ class MegatronEngine(Keeping):
     def _compiles(self) -> bool:
         return False
 
-    def _estimate(self, module: nn.Module) -> Estimate | None:
-        """Return None: there is no estimate of these layers; ``auto`` is 8192 tokens."""
-        return None
-
     def communicators(self) -> dict[str, dist.ProcessGroup]:
         return self.ranks.communicators()
 
@@ -282,7 +300,7 @@ class MegatronEngine(Keeping):
         return {name: self.ranks.from_last_stage(value) for name, value in found.items()}
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
-        self._need("weights", "gradients")
+        self.store.need("weights", "gradients")
         self._check_outputs((*loss.outputs, *loss.watched))
         return self._accumulate(batch, loss)
 
@@ -323,10 +341,38 @@ class MegatronEngine(Keeping):
     def _tells(self) -> bool:
         return self.ranks.counts
 
+    # -- weights ------------------------------------------------------------
+
+    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
+        from engine_plugin_megatron.models import weights
+
+        if adapter:
+            self._adapted()
+        self._settle()
+        return weights.stream(self.chunks, self.hf_config)
+
+    def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        from engine_plugin_megatron.models import weights
+        from engine_plugin_megatron.reading import FromStream
+
+        self.store.need("weights")
+        self._settle()
+        read = FromStream(stream, self.shapes, weights.wanted(self.chunks, self.hf_config))
+        weights.load(self.chunks, self.hf_config, read, mix)
+        read.finish()
+        if self.steps is not None:
+            self.steps.follow_weights()
+
+    def _settle(self) -> None:
+        """Weights that are gathered while the next forward pass begins are there."""
+        if self.steps is not None:
+            self.steps.settle()
+
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
-        self._need(*PARTS)
+        self.store.need(*PARTS)
         optimizer, lr = self._trained(), self.lr
         assert self.steps is not None
         norm = self.steps.norm()
@@ -343,6 +389,14 @@ class MegatronEngine(Keeping):
             self.steps.loss_scale.stepped(skipped)
         self.num_skipped_steps += skipped
         return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
+
+    def close(self) -> None:
+        super().close()
+        if self.steps is not None:
+            self.steps.release()
+        self.steps, self.chunks, self.models = None, [], []
+        self.__dict__.pop("pipeline", None)
+        self.ranks.close()
 
 
 def _recomputation(how: str) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,18 +17,32 @@ from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError, did_you_mean
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.build import TorchBuild
 from engine_plugin_torch.shards import Shards, optimizer_tensors
 from engine_plugin_torch.weights import places, weight_at
+
+if TYPE_CHECKING:
+    from engine_plugin_torch.engine import TorchEngine
 
 PARTS = ("weights", "gradients", "optimizer")
 
 
-class TorchState(TorchBuild):
-    """The part of ``TorchEngine`` that keeps and moves what it holds."""
+class StateStore:
+    """The part of an engine that keeps and moves what it holds. A backend replaces what a checkpoint is of, and where it lies.
+
+    Attributes:
+        engine: that this is part of, held weakly: an engine that nobody else holds is gone at once.
+        asleep: what is not on the device now, of ``PARTS``.
+    """
+
+    engine: TorchEngine
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = weakref.proxy(engine)
+        self.asleep: set[str] = set()
+        self._random: dict[str, str] | None = None  # random state at the last ``mark``
 
     def mark(self) -> None:
-        self._random = state.random_state(self.device)
+        self._random = state.random_state(self.engine.device)
 
     def save(self, folder: Path) -> Future[None]:
         """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON.
@@ -48,48 +63,52 @@ class TorchState(TorchBuild):
         scalars = state_files.load_json(folder / state_files.STATE)
         self._check_base(folder, scalars.get("base"))
         self._take_weights(Shards(folder, "weights"))
-        random = state.saved_random(folder, scalars, self.context.rank, self.device)
+        random = state.saved_random(folder, scalars, self.engine.context.rank, self.engine.device)
         self._take_state(folder, {**scalars, "random": random})
 
     def _take_weights(self, shards: Shards) -> None:
-        shards.fill(self._saved_weights(), type(self.module).__name__)
+        shards.fill(self._saved_weights(), type(self.engine.module).__name__)
 
     def _take_optimizer(self, shards: Shards, saved: Mapping[str, Any]) -> None:
         """The optimizer's tensors, and what else a checkpoint holds of it."""
-        tensors = optimizer_tensors(shards, dict(self.module.named_parameters()))
-        state.load_optimizer_state(self._trained(), self.module, tensors, saved)
+        tensors = optimizer_tensors(shards, dict(self.engine.module.named_parameters()))
+        state.load_optimizer_state(self.engine._trained(), self.engine.module, tensors, saved)
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """What a checkpoint holds: tensors (not copies) by the file's name and their own, and plain values."""
         tensors, scalars = {"weights": self._saved_weights()}, self._scalars()
         scalars["random"] = self._random_now()
-        if self.optimizer is not None:
-            tensors["optimizer"], scalars["optimizer"] = state.optimizer_state(self.optimizer, self.module)
+        if self.engine.optimizer is not None:
+            tensors["optimizer"], scalars["optimizer"] = state.optimizer_state(
+                self.engine.optimizer, self.engine.module
+            )
         return tensors, scalars
 
     def _scalars(self) -> dict[str, Any]:
         """Plain values that are the same on all ranks, without the optimizer's."""
         scalars: dict[str, Any] = {
             "format": state_files.FORMAT,
-            "num_skipped_steps": self.num_skipped_steps,
-            "auto_tokens": self._auto_tokens,
-            "base": None if self.adapter is None else self.adapter.base_identity(),
+            "num_skipped_steps": self.engine.num_skipped_steps,
+            "auto_tokens": self.engine.budget.auto_tokens,
+            "base": None if self.engine.adapter is None else self.engine.adapter.base_identity(),
         }
-        if self.lr_scheduler is not None:
-            scalars["lr_scheduler"] = self.lr_scheduler.state_dict()
+        if self.engine.lr_scheduler is not None:
+            scalars["lr_scheduler"] = self.engine.lr_scheduler.state_dict()
         return scalars
 
     def _random_now(self) -> dict[str, str]:
         """Of the last ``mark``, where there was one."""
-        return self._random or state.random_state(self.device)
+        return self._random or state.random_state(self.engine.device)
 
     def _saved_weights(self) -> dict[str, Tensor]:
         """The weights that are saved: of a model with an adapter only that."""
-        return own_weights(self.module) if self.adapter is None else self.adapter.tensors()
+        return (
+            own_weights(self.engine.module) if self.engine.adapter is None else self.engine.adapter.tensors()
+        )
 
     def _take_state(self, folder: Path, scalars: dict[str, Any]) -> None:
         """Everything of a checkpoint but the weights."""
-        if self.optimizer is not None:
+        if self.engine.optimizer is not None:
             self._check_schedule(folder, scalars)
             shards = Shards(folder, "optimizer")
             with state_files.reading(folder / state_files.STATE):
@@ -99,111 +118,115 @@ class TorchState(TorchBuild):
     def _take_scalars(self, folder: Path, scalars: Mapping[str, Any]) -> None:
         """The inverse of ``_scalars``, and the random state."""
         with state_files.reading(folder / state_files.STATE):
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+            if self.engine.lr_scheduler is not None:
+                self.engine.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
                 saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before
-                for group, was in zip(self._trained().param_groups, saved, strict=True):
+                for group, was in zip(self.engine._trained().param_groups, saved, strict=True):
                     group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
-                self.set_lr(self.config.optim.lr)  # the run file's peak, at this step of its schedule
-            self.num_skipped_steps = int(scalars["num_skipped_steps"])
-            self._auto_tokens = scalars.get("auto_tokens")
-            state.set_random_state(scalars["random"], self.device)
+                self.engine.set_lr(
+                    self.engine.config.optim.lr
+                )  # the run file's peak, at this step of its schedule
+            self.engine.num_skipped_steps = int(scalars["num_skipped_steps"])
+            self.engine.budget.auto_tokens = scalars.get("auto_tokens")
+            state.set_random_state(scalars["random"], self.engine.device)
         self._random = None
 
     def _check_schedule(self, folder: Path, scalars: Mapping[str, Any]) -> None:
         """A trained role goes on from a trained one, with a schedule where that had one."""
         if "optimizer" not in scalars:
             raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
-        had, has = "lr_scheduler" in scalars, self.lr_scheduler is not None
+        had, has = "lr_scheduler" in scalars, self.engine.lr_scheduler is not None
         if had != has:
             words = {True: "a learning-rate schedule", False: "no learning-rate schedule"}
             raise DataError(
-                f"{folder} was written with {words[had]}, and the optimizer of the role '{self.context.role}' now has "
+                f"{folder} was written with {words[had]}, and the optimizer of the role '{self.engine.context.role}' now has "
                 f"{words[has]}. Bring the plugin back that built it (engine_build_optimizer), or start a new run from "
                 "`engine export`."
             )
 
     def _check_base(self, folder: Path, saved: str | None) -> None:
         """An adapter fits the base that it was trained on, a whole model none."""
-        mine = None if self.adapter is None else self.adapter.base_identity()
+        mine = None if self.engine.adapter is None else self.engine.adapter.base_identity()
         if saved == mine:
             return
-        role = self.context.role
+        role = self.engine.context.role
         if mine is None or saved is None:
             holds, table = ("an adapter", "has no") if mine is None else ("a whole model", "has an")
             raise DataError(f"{folder} holds {holds}, but this run {table} [{role}.lora].")
         raise DataError(
-            f"{folder} holds an adapter of another base model than '{self.config.path or self.model_config.path}' "
+            f"{folder} holds an adapter of another base model than '{self.engine.config.path or self.engine.model_config.path}' "
             f"(identity {saved[:8]}, here {mine[:8]}). Bring the base back that the run was started with."
         )
 
     def export(self, folder: Path, adapter: bool = False) -> None:
         """``save_pretrained`` where the module has it, else ``model.safetensors`` and the config it was built from."""
         if adapter:
-            self._adapted().export(folder)
+            self.engine._adapted().export(folder)
             return
         merged = {}
-        if self.adapter is not None:
-            merged["state_dict"] = dict(self.adapter.merged())
-        elif self.quantize:
-            merged["state_dict"] = {name: weight_at(place) for name, place in places(self.module).items()}
-        if hasattr(self.module, "save_pretrained"):
+        if self.engine.adapter is not None:
+            merged["state_dict"] = dict(self.engine.adapter.merged())
+        elif self.engine.quantize:
+            merged["state_dict"] = {
+                name: weight_at(place) for name, place in places(self.engine.module).items()
+            }
+        if hasattr(self.engine.module, "save_pretrained"):
             with contextlib.redirect_stdout(
                 sys.stderr
             ):  # it imports accelerate and DeepSpeed, which prints then
-                self.module.save_pretrained(folder, **merged)  # type: ignore[operator]
+                self.engine.module.save_pretrained(folder, **merged)  # type: ignore[operator]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        weights = merged.get("state_dict") or own_weights(self.module)
+        weights = merged.get("state_dict") or own_weights(self.engine.module)
         state_files.save_tensors(folder / "model.safetensors", weights)
-        if hasattr(getattr(self.module, "config", None), "save_pretrained"):
-            self.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        if hasattr(getattr(self.engine.module, "config", None), "save_pretrained"):
+            self.engine.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
         else:
-            state.copy_config(self.config.path or self.model_config.path, self.model_config.override, folder)
+            state.copy_config(
+                self.engine.config.path or self.engine.model_config.path,
+                self.engine.model_config.override,
+                folder,
+            )
 
     # -- device memory ------------------------------------------------------
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Weights and optimizer state go to the CPU; gradients are dropped (step before)."""
         check_parts(keep)
-        parts = set(PARTS) - set(keep) - self._asleep
+        parts = set(PARTS) - set(keep) - self.asleep
         if "gradients" in parts:
-            self.module.zero_grad(set_to_none=True)
+            self.engine.module.zero_grad(set_to_none=True)
         self._move(parts, torch.device("cpu"))
-        self._asleep |= parts
-        if self.device.type != "cpu":
+        self.asleep |= parts
+        if self.engine.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def wake(self, only: Sequence[str] | None = None) -> None:
         check_parts(only or ())
-        parts = self._asleep & set(PARTS if only is None else only)
-        self._move(parts, self.device)
-        self._asleep -= parts
+        parts = self.asleep & set(PARTS if only is None else only)
+        self._move(parts, self.engine.device)
+        self.asleep -= parts
 
     def close(self) -> None:
-        self.optimizer = self.lr_scheduler = None
-        for name in ("module", "forward"):
-            self.__dict__.pop(name, None)
-        if self.spread is not None:
-            self.spread.close()
+        """Wait for what is not written yet."""
 
     def _move(self, parts: set[str], device: torch.device) -> None:
-        if "weights" in parts and self.spread is not None:
-            self.spread.move(self.module, away=device.type == "cpu")
+        if "weights" in parts and self.engine.spread is not None:
+            self.engine.spread.move(self.engine.module, away=device.type == "cpu")
         elif "weights" in parts:
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
+            for tensor in (*self.engine.module.parameters(), *self.engine.module.buffers()):
                 tensor.data = tensor.data.to(device)
-        if "optimizer" in parts and self.optimizer is not None:
-            for values in self.optimizer.state.values():
+        if "optimizer" in parts and self.engine.optimizer is not None:
+            for values in self.engine.optimizer.state.values():
                 for value in values.values():
                     if isinstance(value, Tensor):
                         value.data = value.data.to(device)
 
-    def _need(self, *parts: str) -> None:
-        missing = [part for part in parts if part in self._asleep]
+    def need(self, *parts: str) -> None:
+        missing = [part for part in parts if part in self.asleep]
         if missing:
             raise RuntimeError(
-                f"The engine of role '{self.context.role}' is asleep ({', '.join(missing)}): wake it first."
+                f"The engine of role '{self.engine.context.role}' is asleep ({', '.join(missing)}): wake it first."
             )
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches on several ranks of which each has its own: as many on all of them, and one loss.
+"""The train engine of several ranks, of which each has micro-batches of its own: as many on all of them, and one loss.
 
 What engines share that spread a model over data-parallel ranks. A rank that has fewer micro-batches than another runs
 some that add nothing, since every rank takes part in every message; loss and metrics are those of all ranks.
@@ -6,6 +6,8 @@ some that add nothing, since every rank takes part in every message; loss and me
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine_core.metrics import is_largest
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
+from engine_plugin_torch.budget import MemoryBudget
+from engine_plugin_torch.data_parallel_state import ShardedStore
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.transfer import on_host, predicted, send_batch
@@ -25,19 +29,51 @@ from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import Layout
+    from engine_plugin_torch.checkpoint import StateStore
     from engine_plugin_torch.rank_group import RankGroup
+    from engine_plugin_torch.skeleton import Skeleton
 
 log = logging.getLogger("engine")
 
 
-class DataParallel(TorchEngine):
-    """The part of an engine of several ranks that is about batches.
+class SharedBudget(MemoryBudget):
+    """The memory budget of an engine of several ranks: that of the rank that has least."""
+
+    engine: DataParallelEngine
+
+    def agreed(self, number: int) -> int:
+        return -self.engine.ranks.most(-number)
+
+    def halve(self, batch: Batch, error: Exception) -> bool:
+        """A second try is for a rank that is alone.
+
+        Of several, those that have memory wait in a gather for the one that has none, and it cannot tell them: what
+        it would send would be taken for its part of that gather.
+        """
+        if self.engine.ranks.size == 1:
+            return super().halve(batch, error)
+        log.error(
+            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. Several "
+            "ranks cannot try again with less, since the others wait inside of a gather.",
+            self.engine.ranks.rank,
+            self.tokens,
+            self.engine.context.role,
+        )
+        return False
+
+
+class DataParallelEngine(TorchEngine):
+    """See ``TrainEngine``; weights are streamed whole and nobody holds all of them. How one is made whole is the backend's own.
 
     Attributes:
+        skeleton: the model without weights; None where there is no such copy.
         ranks: of this role.
         root: called with a function it runs that inside of its forward pass, where the model's weights are.
     """
 
+    budget_class: type[MemoryBudget] = SharedBudget
+    store_class: type[StateStore] = ShardedStore
+    skeleton: Skeleton | None = None
     ranks: RankGroup
     root: Callable[..., Any] | None
 
@@ -59,30 +95,10 @@ class DataParallel(TorchEngine):
             torch.accelerator.set_device_index(device.index)
         return torch.device(device.type, torch.accelerator.current_device_index())
 
-    def _agreed(self, number: int) -> int:
-        return -self.ranks.most(-number)
-
-    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
-        """A second try is for a rank that is alone.
-
-        Of several, those that have memory wait in a gather for the one that has none, and it cannot tell them: what
-        it would send would be taken for its part of that gather.
-        """
-        if self.ranks.size == 1:
-            return super()._halve_budget(batch, error)
-        log.error(
-            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. Several "
-            "ranks cannot try again with less, since the others wait inside of a gather.",
-            self.ranks.rank,
-            self.token_budget,
-            self.context.role,
-        )
-        return False
-
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """As many as the rank that needs most; those beyond this rank's own are two tokens that nothing is learned from."""
         together = None if batch.keep_together is None else batch.keep_together.tolist()
-        lengths, budget = batch.lengths.tolist(), self.token_budget
+        lengths, budget = batch.lengths.tolist(), self.budget.tokens
         plan = plan_micro_batches(lengths, budget, together)
         plan = plan_micro_batches(lengths, budget, together, count=self.ranks.most(len(plan)))
         for number, indices in enumerate(plan):
@@ -136,6 +152,67 @@ class DataParallel(TorchEngine):
             most = torch.tensor([held.get(name, low) for name in largest], dtype=torch.float64)
             metrics |= dict(zip(largest, self.ranks.largest(most).tolist(), strict=True))
         return TrainOutput(total[0], metrics, output.num_micro_batches)
+
+    # -- weights ------------------------------------------------------------
+
+    @property
+    def _plain(self) -> nn.Module:
+        """The module by which names are told: with whole shapes, where there is such a copy."""
+        return self.module if self.skeleton is None else self.skeleton.module
+
+    @abc.abstractmethod
+    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under the names of ``save_pretrained``, on every rank: of the model, or the adapter's own. Collective."""
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that compute, whole, under the module's own names, on every rank. Collective.
+
+        Raises:
+            NotImplementedError: an engine that has no skeleton need not have this.
+        """
+        raise NotImplementedError
+
+    def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See ``TrainEngine``; for the leader alone the other ranks take part and get nothing."""
+        self.store.need("weights")
+        gets = to == "all" or self.ranks.rank == 0
+        for name, tensor in self._published(adapter):
+            if gets:
+                yield name, tensor
+
+    # -- a module to sample from --------------------------------------------
+
+    @property
+    def lends_whole(self) -> bool:
+        """Not a module that there is no copy of to fill: its forward pass is collective."""
+        return self.skeleton is not None or self.ranks.size == 1
+
+    @property
+    def _spread(self) -> bool:
+        """Whether weights lie in parts, so that the module cannot be sampled from by each rank alone."""
+        return self.skeleton is not None
+
+    @contextlib.contextmanager
+    def generation_module(self) -> Iterator[nn.Module]:
+        """The whole model on every rank, in the type of the forward pass; its memory is free again after it.
+
+        It gathers nothing while it is used, so that ranks may sample different numbers of tokens. Where weights are
+        whole on every rank anyway, it is the module itself.
+        """
+        self.store.need("weights")
+        if self.skeleton is None or not self._spread:
+            with super().generation_module() as module:
+                yield module
+            return
+        kept, computed = self.precision.param, self.precision.compute
+
+        def cast() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._whole_weights():
+                changes = kept != computed and tensor.is_floating_point()
+                yield name, tensor.to(self.device, computed if changes else tensor.dtype)
+
+        with self.skeleton.filled(cast()) as module, torch.no_grad():
+            yield module
 
 
 def _in_float32(outputs: dict[str, Tensor]) -> dict[str, Tensor]:

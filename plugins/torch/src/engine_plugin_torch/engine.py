@@ -13,33 +13,301 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from engine_core.errors import did_you_mean
+from engine_core.contracts.engines import TrainEngine
+from engine_core.contracts.weight_names import base_weights
+from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.metrics import merge
+from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.packing import plan_micro_batches
 from engine_core.types import StepOutput, TrainOutput
-from engine_plugin_torch.checkpoint import PARTS, TorchState
+from engine_plugin_torch.budget import MemoryBudget
+from engine_plugin_torch.build import ModelBuilder
+from engine_plugin_torch.checkpoint import PARTS, StateStore
 from engine_plugin_torch.collectives import measure
+from engine_plugin_torch.device_map import SpreadModel, check_device_map
+from engine_plugin_torch.feed_forward import chunk_feed_forwards
+from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.log_probs import zero_outputs
+from engine_plugin_torch.lora import attach
+from engine_plugin_torch.norms import use_fused_rmsnorm_backward
+from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
+from engine_plugin_torch.options import TorchOptions
+from engine_plugin_torch.packed_forward import PackedForward
+from engine_plugin_torch.precision import Precision, choose, find_device
+from engine_plugin_torch.quantize_model import Change, check_quantized
 from engine_plugin_torch.transfer import Fetched, numbers, on_host, send_batch
-from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
+from engine_plugin_torch.units import checkpoint_units, compile_units, decoder_layers, units_problem
+from engine_plugin_torch.value_forward import ValueForward
+from engine_plugin_torch.value_models import VALUE_ROLES
+from engine_plugin_torch.weights import identity, published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
+    from engine_core.config import ModelConfig, RoleConfig
+    from engine_core.contracts.engines import WorkerContext
+    from engine_core.specs import Options
     from engine_core.types import Batch, LossCall
-
+    from engine_plugin_torch.adapter import Adapter
 
 log = logging.getLogger("engine")
-Result = TypeVar("Result")
 
 
-class TorchEngine(TorchState):
-    """See ``TrainEngine``; how it is built ``TorchBuild``, what it keeps ``TorchState``."""
+class TorchEngine(TrainEngine):
+    """See ``TrainEngine``.
+
+    Attributes:
+        builder: reads the model, and brings it where it is used.
+        budget: how many tokens fit into a micro-batch.
+        store: checkpoints, exports, and what sleeps.
+        module: the model, in eval mode.
+        adapter: of LoRA, in the module; None where the model itself is trained.
+        num_skipped_steps: optimizer steps skipped for non-finite gradients, in all.
+        change: what quantising did to the outputs; None where nothing is quantised.
+        spread: how the layers of a frozen model lie over devices; None where one device has them all.
+    """
+
+    options_class: type[Options] = TorchOptions
+    builder_class: type[ModelBuilder] = ModelBuilder
+    budget_class: type[MemoryBudget] = MemoryBudget
+    store_class: type[StateStore] = StateStore
+
+    @classmethod
+    def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        options, table = cls._options(config), f"{context.role}.{config.backend}"
+        device = find_device(options.device, context.device, table)
+        choose(options, device, table)
+        frozen = config.lora is not None or not trainable
+        check_quantized(getattr(options, "quantize", None), device, table, frozen)
+        check_device_map(options, context, table, trainable, config.lora is not None)
+
+    @classmethod
+    def _options(cls, config: RoleConfig) -> Any:
+        return cls.options_class() if config.options is None else config.options
+
+    def __init__(
+        self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
+    ) -> None:
+        super().__init__(config, model_config, context, trainable=trainable)
+        self.check(config, context, trainable=trainable)
+        self.options = self._options(config)
+        self.device = self._choose_device()
+        log.info("%s: %s on %s.", context.role, self.precision, self.device)
+        self.change: Change | None = None
+        self.spread = SpreadModel(self.options) if getattr(self.options, "device_map", None) else None
+        self.adapter: Adapter | None = None
+        self.num_skipped_steps = 0
+        self.builder = self.builder_class(self)
+        self.budget = self.budget_class(self)
+        self.store = self.store_class(self)
+        if context.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self._prepare()
+        built = self._build_model_optimizer(
+            model_path=config.path or model_config.path,
+            engine_config=self.options,
+            optim_config=config.optim if trainable else None,
+            override_model_config=model_config.override,
+            role=context.role,
+        )
+        self._adopt(built)
+        self.forward = self._make_forward()
+
+    def _prepare(self) -> None:
+        """What must be there, or be refused, before the model is built: process groups, a layout of ranks."""
+
+    def _build_model_optimizer(
+        self,
+        *,
+        model_path: str,
+        engine_config: Any,
+        optim_config: Any,
+        override_model_config: dict,
+        role: str = "actor",
+    ) -> Any:
+        model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
+        return self.builder.build(model, engine_config)
+
+    def _adopt(self, built: Any) -> None:
+        """Take what ``_build_model_optimizer`` gave: a module to finish, or everything."""
+        if isinstance(built, nn.Module):
+            self._finish(built)
+        elif isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module):
+            self.module, self.optimizer, self.lr_scheduler = built
+            self._refuse_changes()
+        else:
+            raise PluginError(
+                f"{type(self).__name__}._build_model_optimizer returned {type(built).__name__}; "
+                "expected a module, or (module, optimizer, lr_scheduler)."
+            )
+        self.module.eval()
+        if not self.trainable:
+            self.module.requires_grad_(False)
+        elif self.optimizer is None:
+            raise PluginError(
+                f"{type(self).__name__}._build_model_optimizer returned no optimizer for a trained role."
+            )
+        else:
+            check_groups(self.module, self.optimizer, self.context.role)
+
+    def _refuse_changes(self) -> None:
+        """A model that comes with its optimizer stays as it is."""
+        role = self.context.role
+        if self.config.lora is not None and self.adapter is None:
+            raise ConfigError(
+                f"[{role}.lora]: the plugin that builds this model brings its own optimizer, so no "
+                "adapter can be put in. Take the table out."
+            )
+        if self.quantize and self.change is None:
+            raise ConfigError(
+                f"{self._table}.quantize: the plugin that builds this model brings its own optimizer, "
+                "so its layers cannot be replaced. Leave the key out."
+            )
+
+    def _finish(self, module: nn.Module) -> None:
+        """Make a bare module ready for this engine and give it an optimizer, by the step hooks."""
+        role, options = self.context.role, self.options
+        self.module = self._distribute(module)
+        if not self.trainable:
+            return
+        optim, total_steps = self.config.optim, self.context.total_steps
+        resolved = optim.model_copy(update={"decay_steps": optim.decay_steps or total_steps})
+        built = self._steps.engine_build_optimizer(
+            optimizer_problem, role=role, module=self.module, optim_config=resolved, options=options
+        )
+        self.optimizer, self.lr_scheduler = built or build_optimizer(self.module, optim, total_steps, role)
+
+    def _distribute(self, module: nn.Module) -> nn.Module:
+        """Place, adapt, wrap and shard a bare module: all but its optimizer.
+
+        For a ``_build_model_optimizer`` with an optimizer of its own, which is made over what this returns:
+        the same parameters here, parts of them in an engine that shards.
+        """
+        role, options = self.context.role, self.options
+        head = (HEAD,) if role in VALUE_ROLES else ()
+        base = identity(base_weights(module)) if self.quantize and self.config.lora else None
+        module = self._place(module)
+        if self.config.lora is not None:
+            path = self.config.path or self.model_config.path
+            self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head, base)
+        units = self._steps.engine_wrap_policy(
+            lambda named: units_problem(named, module), role=role, module=module, options=options
+        )
+        if units is None:
+            units = self._units(module)
+        sharded = self._steps.engine_shard_model(role=role, module=module, units=units, options=options)
+        return self._shard(module, units) if sharded is None else sharded
+
+    def _units(self, module: nn.Module) -> list[str]:
+        """Units where no plugin names any."""
+        return decoder_layers(module)
+
+    def _place(self, module: nn.Module) -> nn.Module:
+        """A built module in the type and on the device that it is used in."""
+        return self.builder.place(module)
+
+    def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
+        """No sharding; compiled units and activation checkpointing where the options ask for them."""
+        chunk = self.options.sequence_chunk_tokens
+        mode = self.options.compile_mode if self._compiles else None
+        chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
+        if self._compiles:
+            compile_units(module, units, self.options.compile_mode)
+        elif self.device.type == "cpu":
+            use_quicker_products(module)
+            use_fused_rmsnorm_backward(module)
+        if self.trainable and self.options.activation_checkpointing:
+            checkpoint_units(module, units, lambda: bool(self.budget.recomputed_share))
+        return module
+
+    @property
+    def _steps(self) -> Any:
+        """Step hooks of this role."""
+        return self.context.plugins.step(self.context.role, ("train_engines", self.config.backend))
+
+    @property
+    def _table(self) -> str:
+        """Where the options stand, for messages."""
+        return f"{self.context.role}.{self.config.backend}"
+
+    @property
+    def quantize(self) -> str | None:
+        """How the weights that are not trained are kept in few bits; None where they are whole."""
+        return getattr(self.options, "quantize", None)
+
+    def _choose_device(self) -> torch.device:
+        return find_device(self.options.device, self.context.device, self._table)
+
+    @functools.cached_property
+    def precision(self) -> Precision:
+        """Types of the weights and of the forward pass."""
+        frozen = self.config.lora is not None or self.context.frozen
+        return choose(self.options, self.device, self._table, frozen)
+
+    @property
+    def _param_dtype(self) -> torch.dtype:
+        return self.precision.param
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return self.precision.compute
+
+    def _make_forward(self) -> PackedForward:
+        """What computes outputs: of a value head, or of a distribution over tokens."""
+        if self.context.role in VALUE_ROLES:
+            return ValueForward(self.module, self.device, self._compute_dtype)
+        return PackedForward(
+            self.module,
+            self.device,
+            self._compute_dtype,
+            chunk=self.options.log_prob_chunk_tokens,
+            compile=self._compiles,
+            recompute=self.options.log_prob_recompute,
+            mode=self.options.compile_mode,
+            share=self.options.share_prefixes,
+        )
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether forward passes are compiled."""
+        chosen = self.options.compile
+        if chosen == "auto":
+            return self.device.type != "cpu" and not self.quantize and self.spread is None
+        return bool(chosen)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate that the next step uses: the largest, where groups have rates of their own."""
+        return max(float(group["lr"]) for group in self._trained().param_groups)
+
+    def set_lr(self, lr: float) -> None:
+        set_peak_lr(self._trained(), self.lr_scheduler, lr)
+
+    def _trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def _trained(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"The engine of role '{self.context.role}' is not trained: it has no optimizer."
+            )
+        return self.optimizer
+
+    def _adapted(self) -> Adapter:
+        if self.adapter is None:
+            raise ConfigError(
+                f"The role '{self.context.role}' has no adapter: its run file has no [{self.context.role}.lora]."
+            )
+        return self.adapter
 
     # -- forward and backward -----------------------------------------------
 
@@ -47,9 +315,9 @@ class TorchEngine(TorchState):
         return measure(self.communicators(), self.device, sizes, repeats)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
-        self._need("weights")
+        self.store.need("weights")
         self._check_outputs(outputs)
-        return self._in_memory(batch, functools.partial(self._infer, batch, outputs, adapter))
+        return self.budget.retry(batch, functools.partial(self._infer, batch, outputs, adapter))
 
     def _infer(self, batch: Batch, outputs: Sequence[str], adapter: bool) -> dict[str, Tensor]:
         """One pass over the micro-batches of a batch."""
@@ -75,48 +343,12 @@ class TorchEngine(TorchState):
         return found
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
-        self._need("weights", "gradients")
+        self.store.need("weights", "gradients")
         self._check_outputs((*loss.outputs, *loss.watched))
         if self._grads():  # a second try would add to what an earlier call left
             return self._accumulate(batch, loss)
         once = functools.partial(self._accumulate, batch, loss)
-        return self._in_memory(batch, once, functools.partial(self.module.zero_grad, set_to_none=True))
-
-    def _in_memory(
-        self, batch: Batch, run: Callable[[], Result], undo: Callable[[], None] | None = None
-    ) -> Result:
-        """``run()``; where the device has no memory for it once more, with half the token budget.
-
-        Args:
-            undo: takes back what a failed try has left.
-        """
-        while True:
-            try:
-                return run()
-            except torch.OutOfMemoryError as error:
-                if not self._halve_budget(batch, error):
-                    raise
-            if undo is not None:
-                undo()
-            if self.device.type != "cpu":
-                torch.accelerator.empty_cache()
-
-    def _halve_budget(self, batch: Batch, error: Exception) -> bool:
-        """Half the token budget from here on, where one process is alone and a micro-batch can be smaller."""
-        budget = min(self.token_budget, batch.num_tokens)
-        if self.layout.dp_size > 1 or budget <= int(batch.lengths.max()):
-            return False
-        self.set_token_budget(budget // 2)
-        log.warning(
-            "Out of memory with %d tokens in a micro-batch; going on with %d. "
-            "Set %s.max_tokens_per_rank = %d to begin there. (%s)",
-            budget,
-            budget // 2,
-            self.context.role,
-            budget // 2,
-            str(error).partition("\n")[0][:120],
-        )
-        return True
+        return self.budget.retry(batch, once, functools.partial(self.module.zero_grad, set_to_none=True))
 
     def _accumulate(self, batch: Batch, loss: LossCall) -> TrainOutput:
         """One pass over the micro-batches of a mini-batch."""
@@ -144,7 +376,7 @@ class TorchEngine(TorchState):
         add nothing to results, gradients and metrics.
         """
         together = None if batch.keep_together is None else batch.keep_together.tolist()
-        for indices in plan_micro_batches(batch.lengths.tolist(), self.token_budget, together):
+        for indices in plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together):
             yield indices, send_batch(batch.select(indices), self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -178,7 +410,7 @@ class TorchEngine(TorchState):
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
-        self._need(*PARTS)
+        self.store.need(*PARTS)
         optimizer, lr = self._trained(), self.lr
         norm_tensor = self._grad_norm()
         norm = float(norm_tensor)
@@ -225,7 +457,7 @@ class TorchEngine(TorchState):
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
-        self._need("weights")
+        self.store.need("weights")
         training = self.module.training
         self.module.eval()
         try:
@@ -233,3 +465,31 @@ class TorchEngine(TorchState):
                 yield self.module
         finally:
             self.module.train(training)
+
+    # -- state --------------------------------------------------------------
+
+    def mark(self) -> None:
+        self.store.mark()
+
+    def save(self, folder: Path) -> Future[None]:
+        return self.store.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.store.load(folder)
+
+    def export(self, folder: Path, adapter: bool = False) -> None:
+        self.store.export(folder, adapter)
+
+    def sleep(self, keep: Sequence[str] = ()) -> None:
+        self.store.sleep(keep)
+
+    def wake(self, only: Sequence[str] | None = None) -> None:
+        self.store.wake(only)
+
+    def close(self) -> None:
+        self.store.close()
+        self.optimizer = self.lr_scheduler = None
+        for name in ("module", "forward"):
+            self.__dict__.pop(name, None)
+        if self.spread is not None:
+            self.spread.close()

@@ -6,6 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from engine_plugin_fsdp.ranks import mesh_shape
+from engine_plugin_fsdp.recompute import share_recomputed
+from engine_plugin_torch.data_parallel import SharedBudget
 from engine_plugin_torch.memory import Held
 from engine_plugin_torch.precision import NAMED
 from engine_plugin_torch.units import decoder_layers
@@ -13,10 +15,31 @@ from engine_plugin_torch.units import decoder_layers
 if TYPE_CHECKING:
     from torch import nn
 
+    from engine_plugin_fsdp.engine import FSDPEngine
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_torch.precision import Precision
 
 GATHERED_UNITS = 2  # the one that computes, and the next
+
+
+class FSDPBudget(SharedBudget):
+    """The memory budget of a rank that holds a part of the model."""
+
+    engine: FSDPEngine
+
+    def held(self) -> Held:
+        engine, whole = self.engine, super().held()
+        return held_by_rank(
+            whole, engine.module, engine.options, engine.precision, engine.ranks.size, engine.context.role
+        )
+
+    @property
+    def recomputed_share(self) -> float:
+        return share_recomputed(self.engine.options.activation_checkpointing, self.recomputing)
+
+    @property
+    def token_sharers(self) -> int:
+        return self.engine.options.sp
 
 
 def held_by_rank(

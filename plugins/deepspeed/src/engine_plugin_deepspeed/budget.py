@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from engine_plugin_deepspeed.partitions import shape_of
+from engine_plugin_torch.data_parallel import SharedBudget
 from engine_plugin_torch.memory import Held
 from engine_plugin_torch.units import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from engine_core.types import Batch
+    from engine_plugin_deepspeed.engine import DeepSpeedEngine
     from engine_plugin_deepspeed.options import DeepSpeedOptions
     from engine_plugin_torch.precision import Precision
 
+log = logging.getLogger("engine")
+
 MASTER_BYTES = 12  # of one weight: float32 copy and two moments
 GATHERED_UNITS = 2  # the one that computes, and the next
+
+
+class DeepSpeedBudget(SharedBudget):
+    """The memory budget of a rank under ZeRO."""
+
+    engine: DeepSpeedEngine
+
+    def held(self) -> Held:
+        engine = self.engine
+        return held_by_rank(
+            engine.module, engine.options, engine.precision, engine.ranks.size, engine.trainable
+        )
+
+    def halve(self, batch: Batch, error: Exception) -> bool:
+        """There is no second try: what a failed one has summed lies in DeepSpeed's buffers, and would be counted twice."""
+        if self.engine.zero is None:
+            return super().halve(batch, error)
+        log.error(
+            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. What "
+            "DeepSpeed has summed so far cannot be taken back.",
+            self.engine.ranks.rank,
+            self.tokens,
+            self.engine.context.role,
+        )
+        return False
 
 
 def held_by_rank(

@@ -1,4 +1,4 @@
-"""What the engine keeps and gives away: weights to others, checkpoints, exports, device memory."""
+"""Checkpoints and device memory of the engine."""
 
 from __future__ import annotations
 
@@ -12,60 +12,23 @@ from torch import Tensor
 from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.data_parallel_state import DataParallelState
+from engine_plugin_torch.data_parallel_state import ShardedStore
 from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
-from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
-    from engine_plugin_deepspeed.adapted import AdapterInParts
-    from engine_plugin_deepspeed.options import DeepSpeedOptions
-    from engine_plugin_deepspeed.partitions import Partitions
+    from engine_plugin_deepspeed.engine import DeepSpeedEngine
     from engine_plugin_torch.part_saver import Parts
     from engine_plugin_torch.shards import Shards
 
 
-class Keeping(DataParallelState):
-    """The part of ``DeepSpeedEngine`` that is about what it holds."""
+class DeepSpeedStore(ShardedStore):
+    """``ShardedStore`` of whole tensors, each written by one rank."""
 
-    options: DeepSpeedOptions
-    partitions: Partitions
-    adapter: AdapterInParts | None
-    zero: Any
-    _members: list[list[str]]
-    _shelves: dict[str, OffloadedBuffers]
+    engine: DeepSpeedEngine
 
-    # -- weights ------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        """Bytes of whole weights that are gathered at one time."""
-        return self.options.weights_bucket_mb * 2**20
-
-    @property
-    def _spread(self) -> bool:
-        return super()._spread and self.partitions.spread
-
-    def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
-        """In the type that computes; of an adapter alone float32, as a step changes it."""
-        if adapter:
-            return iter(self._adapted().tensors().items())
-        own = self._whole_weights() if self.adapter is None else self.adapter.merged()
-        return published_weights(self._plain, own)
-
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.partitions.weights(self._limit)
-
-    def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
-        self._need("weights")
-        stream = to_own_names(self._plain, stream)
-        if self.adapter is None:
-            take_weights(self.module, stream, mix, self.partitions.places())
-        else:
-            self.adapter.take(stream, mix)
-            self.adapter.base_identity()  # now, where all ranks are here
-
-    # -- checkpoints --------------------------------------------------------
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__(engine)
+        self._shelves: dict[str, OffloadedBuffers] = {}
 
     def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
         """Whole tensors by name, each of them of one rank. Weights are those that a step changes: float32."""
@@ -73,38 +36,40 @@ class Keeping(DataParallelState):
 
     def _tensors(self) -> dict[str, Iterable[tuple[str, Tensor]]]:
         """What a checkpoint holds, by file; gathered as it is asked for. Of a model with an adapter only that."""
-        own = self.partitions.exact_weights(self._limit) if self.adapter is None else None
+        own = (
+            self.engine.partitions.exact_weights(self.engine._limit) if self.engine.adapter is None else None
+        )
         found: dict[str, Iterable[tuple[str, Tensor]]] = {
-            "weights": self._adapted().tensors().items() if own is None else own
+            "weights": self.engine._adapted().tensors().items() if own is None else own
         }
-        if self.optimizer is None:
+        if self.engine.optimizer is None:
             return found
-        if self.partitions.zero is None:
-            found["optimizer"] = state.optimizer_state(self.optimizer, self.module)[0].items()
+        if self.engine.partitions.zero is None:
+            found["optimizer"] = state.optimizer_state(self.engine.optimizer, self.engine.module)[0].items()
         else:
             found["optimizer"] = self._moments()
         return found
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        for name, keys in self.partitions.state_names().items():
+        for name, keys in self.engine.partitions.state_names().items():
             for key in keys:
-                yield f"{name}/{key}", self.partitions.state(self.partitions.own[name], key)
+                yield f"{name}/{key}", self.engine.partitions.state(self.engine.partitions.own[name], key)
 
     def _own_share(self, stream: Iterable[tuple[str, Tensor]]) -> Parts:
         """Copies in host memory of the tensors that this rank writes: about as many bytes as any other."""
-        bytes_of, mine = [0] * self.ranks.size, {}
+        bytes_of, mine = [0] * self.engine.ranks.size, {}
         for name, tensor in stream:
-            writer = min(range(self.ranks.size), key=bytes_of.__getitem__)
+            writer = min(range(self.engine.ranks.size), key=bytes_of.__getitem__)
             bytes_of[writer] += tensor.numel() * tensor.element_size()
-            if writer == self.ranks.rank:
+            if writer == self.engine.ranks.rank:
                 mine[name] = tensor.to("cpu", copy=True).contiguous()
         return mine, {name: {"shape": list(t.shape), "at": [0] * t.ndim} for name, t in mine.items()}
 
     def _scalars(self) -> dict[str, Any]:
         """Plain values of a checkpoint, as the reference engine writes them."""
         found = super()._scalars()
-        if self.optimizer is not None:
-            groups = zip(self.optimizer.param_groups, self._members, strict=True)
+        if self.engine.optimizer is not None:
+            groups = zip(self.engine.optimizer.param_groups, self.engine._members, strict=True)
             found["optimizer"] = {
                 "groups": [state.named_group(group, names) for group, names in groups],
                 "values": self._plain_values(),
@@ -119,20 +84,20 @@ class Keeping(DataParallelState):
 
     def _plain_values(self) -> dict[str, Any]:
         """What the optimizer keeps of a weight that is no tensor."""
-        if self.partitions.zero is not None:
-            return self.partitions.plain_values()
-        assert self.optimizer is not None
-        values: dict[str, Any] = state.optimizer_state(self.optimizer, self.module)[1]["values"]
+        if self.engine.partitions.zero is not None:
+            return self.engine.partitions.plain_values()
+        assert self.engine.optimizer is not None
+        values: dict[str, Any] = state.optimizer_state(self.engine.optimizer, self.engine.module)[1]["values"]
         return values
 
     @property
     def _loss_scaler(self) -> Any:
         """DeepSpeed's, of fp16."""
-        scaler = getattr(self.partitions.zero, "loss_scaler", None)
+        scaler = getattr(self.engine.partitions.zero, "loss_scaler", None)
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def load(self, folder: Path) -> None:
-        """See ``TorchState``; a rank beyond those that saved keeps its random state."""
+        """See ``StateStore``; a rank beyond those that saved keeps its random state."""
         super().load(folder)
         saved, scaler = state_files.load_json(folder / state_files.STATE).get("loss_scale"), self._loss_scaler
         if scaler is not None and saved is not None:
@@ -141,44 +106,46 @@ class Keeping(DataParallelState):
                 scaler.last_overflow_iter = scaler.cur_iter - 1 - int(saved["good_steps"])
 
     def _take_weights(self, shards: Shards) -> None:
-        places = self.partitions.places() if self.adapter is None else self.adapter.places()
+        places = (
+            self.engine.partitions.places() if self.engine.adapter is None else self.engine.adapter.places()
+        )
         shapes = {name: list(place.shape) for name, place in places.items()}
-        shards.check(shapes, type(self.module).__name__)
+        shards.check(shapes, type(self.engine.module).__name__)
         for name, place in places.items():
             place.store(shards.whole(name))
 
     def _take_optimizer(self, shards: Shards, saved: Mapping[str, Any]) -> None:
-        if self.partitions.zero is None:
+        if self.engine.partitions.zero is None:
             super()._take_optimizer(shards, saved)
             return
         members = [group["params"] for group in saved["groups"]]
-        state.check_members(self._members, members)
+        state.check_members(self.engine._members, members)
         values: dict[str, _OnDemand] = {}
         for path in shards.shapes:
             name, _, key = path.rpartition("/")
             values.setdefault(name, _OnDemand(shards, name)).keys_.append(key)
-        if self.partitions.own.keys() < values.keys():
+        if self.engine.partitions.own.keys() < values.keys():
             raise DataError("The checkpoint's optimizer keeps state of weights that this model has not.")
-        self.partitions.set_state(values)
-        self.partitions.set_plain_values(saved["values"])
+        self.engine.partitions.set_state(values)
+        self.engine.partitions.set_plain_values(saved["values"])
 
     # -- device memory ------------------------------------------------------
 
     def _move(self, parts: set[str], device: torch.device) -> None:
         """DeepSpeed's own way to put its state away takes no optimizer of torch at stage 3, and all parts come back at once."""
-        if self.options.offload_param.device != "none":
+        if self.engine.options.offload_param.device != "none":
             return  # weights wait in host memory already
-        if self.partitions.zero is None:
+        if self.engine.partitions.zero is None:
             super()._move(parts, device)
             if "weights" in parts:
-                self.partitions.move(device)
+                self.engine.partitions.move(device)
             return
         for part in parts:
-            if part in self._asleep:
+            if part in self.asleep:
                 self._shelves.pop(part).back()
             else:
                 shelf = self._shelves[part] = OffloadedBuffers()
-                shelf.put(self.partitions.memory(part, self.device), keep=part != "gradients")
+                shelf.put(self.engine.partitions.memory(part, self.engine.device), keep=part != "gradients")
 
 
 class _OnDemand(Mapping[str, Tensor]):

@@ -17,13 +17,57 @@ from torch import Tensor, nn
 
 from engine_core.contracts.weight_names import own_parameters
 from engine_plugin_deepspeed.partitions import shape_of
+from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.empty_models import blank_model, fresh_model
-from engine_plugin_torch.folder_parts import FolderParts
+from engine_plugin_torch.folder_parts import FolderParts, read_together
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig
+    from engine_plugin_deepspeed.engine import DeepSpeedEngine
 
 INSTEAD = "Set loading = 'every_rank', with which each rank reads the whole."
+
+
+class DeepSpeedBuilder(ModelBuilder):
+    """``ModelBuilder`` of a model that DeepSpeed takes from the CPU, or that is built in parts.
+
+    Attributes:
+        blank: with whole shapes on ``meta``; None where the model is not built in parts.
+    """
+
+    engine: DeepSpeedEngine
+    blank: nn.Module | None = None
+
+    @property
+    def load_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
+        """Read by every rank, or by each its part."""
+        if self.engine.options.loading != "sharded" or live is not None:
+            return super().load(model, live)
+        role = self.engine.context.role
+        module, self.blank = blank = model_in_parts(
+            model, role, self.engine._zero_config, self.engine._kept_dtype
+        )
+        read_together(
+            lambda: read_parts(*blank, model, role, f"{self.engine._table}.loading"),
+            model.path,
+            role,
+            self.engine.ranks,
+        )
+        return module
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """On the CPU still where DeepSpeed moves it, in parts already where it is."""
+        if self.blank is not None:
+            return module
+        if not self.engine._under_zero:
+            return super().place(module)
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.engine._param_dtype)
+        return module
 
 
 def model_in_parts(

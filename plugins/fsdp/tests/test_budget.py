@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine_plugin_fsdp.engine import FSDPEngine
+from engine_plugin_fsdp.budget import FSDPBudget, held_by_rank
 from engine_plugin_fsdp.options import FSDPOptions
-from engine_plugin_fsdp.sizing import held_by_rank
 from engine_plugin_torch.memory import Held
 from engine_plugin_torch.precision import Precision
 
@@ -83,7 +82,9 @@ def test_whole_gradients_have_the_type_they_are_sent_in():
 
 def share_of(how, chosen=False):
     options = FSDPOptions(activation_checkpointing=how)
-    return FSDPEngine._recomputed_share.fget(SimpleNamespace(options=options, _recomputing=chosen))
+    return FSDPBudget.recomputed_share.fget(
+        SimpleNamespace(engine=SimpleNamespace(options=options), recomputing=chosen)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Reading a model folder once: the first rank reads it, the others get their parts tensor by tensor.
+
+The other ranks build the same module with parameters on ``meta``, so that no rank but the first ever holds
+the whole model. Where a plugin builds the module, every rank has it whole until it is sharded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine_core.contracts.weight_names import own_weights
+from engine_core.errors import DataError
+from engine_plugin_fsdp.dtypes import cast_buffers
+from engine_plugin_torch.build import ModelBuilder
+from engine_plugin_torch.empty_models import blank_model
+from engine_plugin_torch.model_loading import cast_parameters
+from engine_plugin_torch.sharded import write
+
+if TYPE_CHECKING:
+    from engine_core.config import ModelConfig
+    from engine_plugin_fsdp.engine import FSDPEngine
+
+
+class FSDPBuilder(ModelBuilder):
+    """``ModelBuilder`` of a model that is read on the CPU and sharded from there.
+
+    Attributes:
+        first_reads: the first rank alone reads the model.
+        each_reads: each rank reads its part.
+    """
+
+    engine: FSDPEngine
+    first_reads = each_reads = False
+
+    @property
+    def load_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
+        """Read by the first rank alone, or by each its part; one that is given from Python, or built or sharded by a plugin, is on every rank."""
+        own = live is not None or self.engine.context.plugins.overrides("engine_shard_model")
+        spread = not own and self.engine.ranks.size > 1 and self.engine.options.loading != "every_rank"
+        self.each_reads = spread and self.engine.options.loading == "sharded"
+        self.first_reads = spread and not self.each_reads
+        if not spread:
+            return super().load(model, live)
+        module, error = None, None
+        try:
+            if self.engine.ranks.rank == 0 and self.first_reads:
+                module = super().load(model, live)
+            else:
+                module = blank_model(model, self.engine.context.role, self.engine._param_dtype)
+        except Exception as problem:
+            error = problem
+        self.engine.ranks.share(error, f"Building the model of '{model.path}'", DataError)
+        assert module is not None
+        return module
+
+    def place(self, module: nn.Module) -> nn.Module:
+        # On the CPU still: unit by unit goes to the device when it is sharded.
+        module = cast_parameters(module, self.engine._param_dtype)
+        return cast_buffers(module, self.engine.options.mixed_precision.buffer_dtype)
+
+
+def allocate(root: nn.Module, device: torch.device) -> None:
+    """Give memory to a sharded module that was built on ``meta``; buffers stay as they are."""
+    if not any(p.device.type == "meta" for p in root.parameters()):
+        return
+    buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
+    root.to_empty(device=device)
+    for name, buffer in root.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def broadcast(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
+    """Fill a sharded module with the first rank's weights. Collective.
+
+    Args:
+        module: sharded, the same on all ranks.
+        full: of the first rank, its whole weights by name; it is emptied on the way. Of the others not read.
+        device: what collectives work on.
+    """
+    first = dist.get_rank() == 0
+    for name, tensor in own_weights(module).items():
+        if first:
+            whole = full.pop(name).to(device=device, dtype=tensor.dtype).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        dist.broadcast(whole, src=0)
+        write(tensor, whole)

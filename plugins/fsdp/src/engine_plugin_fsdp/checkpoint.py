@@ -1,0 +1,68 @@
+"""Checkpoints and device memory of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.runs import state_files
+from engine_plugin_fsdp.host_memory import HostMemory
+from engine_plugin_torch.data_parallel_state import ShardedStore
+
+if TYPE_CHECKING:
+    from engine_plugin_fsdp.engine import FSDPEngine
+    from engine_plugin_torch.part_saver import Parts
+
+
+class FSDPStore(ShardedStore):
+    """``ShardedStore`` with the optimizer's state in host memory where the options ask for it."""
+
+    engine: FSDPEngine
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        super().__init__(engine)
+        self._host_memory = HostMemory()
+
+    def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
+        parts, scalars = super()._copied()
+        if self.engine.loss_scale is not None:
+            scalars["loss_scale"] = vars(self.engine.loss_scale)
+        return parts, scalars
+
+    def load(self, folder: Path) -> None:
+        """See ``StateStore``; a rank beyond those that saved keeps its random state.
+
+        On another mesh than that which saved, ranks that are given the same data go on with their leader's.
+        """
+        super().load(folder)
+        scalars = state_files.load_json(folder / state_files.STATE)
+        if self.engine.loss_scale is not None and "loss_scale" in scalars:
+            vars(self.engine.loss_scale).update(scalars["loss_scale"])
+        if any(scalars.get(name) != value for name, value in self.engine.ranks.described.items()):
+            self.engine.ranks.share_random_state()
+        self.move_optimizer(self._optimizer_device)
+
+    # -- device memory ------------------------------------------------------
+
+    def _move(self, parts: set[str], device: torch.device) -> None:
+        stays = self.engine.options.cpu_offload == "params" or self.engine.device.type == "cpu"
+        if "weights" in parts and self.engine.root is not None and not stays:
+            self.engine.root.to(device)  # FSDP follows its parameters
+        if "optimizer" in parts:
+            self.move_optimizer(device if device.type == "cpu" else self._optimizer_device)
+
+    @property
+    def _optimizer_device(self) -> torch.device:
+        """Where the optimizer's state lies between steps."""
+        return self.engine.device if self.engine.options.cpu_offload == "none" else torch.device("cpu")
+
+    @property
+    def step_device(self) -> torch.device:
+        """Where it lies while a step is taken."""
+        return torch.device("cpu") if self.engine.options.cpu_offload == "params" else self.engine.device
+
+    def move_optimizer(self, device: torch.device) -> None:
+        if self.engine.optimizer is not None:
+            self._host_memory.move(self.engine.optimizer, device)
