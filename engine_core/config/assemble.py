@@ -124,7 +124,7 @@ def _load(raw: RawConfig) -> PluginSet:
             python, name = foreign
             try:
                 processes = plugins.require("parts", "sampler_process")
-                found = processes.foreign_plugin(python, name, modules, raw.folder, raw.allow_code)
+                found = processes.foreign_plugin(python, name, plugins)
                 plugins.adopt("rollout_engines", name, *found)
             except PluginError as error:
                 problems = [*problems, ("rollout_engines", name, str(error))]

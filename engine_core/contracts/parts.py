@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
     from engine_core.contracts.engines import RolloutEngine, WorkerContext
     from engine_core.contracts.runtime import Role, WorkerGroup
-    from engine_core.plugins.plugin_set import Plugin
+    from engine_core.plugins.plugin_set import Plugin, PluginSet
     from engine_core.rewards.models import ModelReward, OnFailure
     from engine_core.rewards.signatures import Outcome, Signature
     from engine_core.specs import RolloutBackend
@@ -239,13 +239,13 @@ class SamplerProcess(Protocol):
             source: streams the actor's weights to a process that is started again; None: the sampler keeps a copy.
         """
 
-    def foreign_plugin(self, python: str, name: str, *location: Any) -> tuple[RolloutBackend, Plugin]:
+    def foreign_plugin(self, python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:
         """Return a rollout engine as another environment offers it.
 
         Args:
             python: its interpreter.
             name: of the engine.
-            location: modules, root and allow_code, as for ``PluginSet.load``.
+            plugins: of the run, loaded in this environment.
 
         Raises:
             PluginError: it cannot be had there.

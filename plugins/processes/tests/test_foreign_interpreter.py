@@ -186,3 +186,15 @@ def test_a_plugin_of_the_run_that_the_sampler_does_without_may_be_absent_there(r
         "import sys\nif 'elsewhere' in sys.prefix:\n    raise ImportError('not there')\n"
     )
     assert load_config(run_file(more='plugins = ["mine.py"]\n')).rollout.options.length == 2
+
+
+def test_a_plugin_that_builds_the_samplers_model_must_be_there(run_file, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom engine_core import hookimpl\n"
+        "if 'elsewhere' in sys.prefix:\n    raise ImportError('not there')\n"
+        "@hookimpl\ndef engine_build_model(role):\n    pass\n"
+    )
+    with pytest.raises(
+        PluginError, match=r"rollout\.process\.python: .*Plugin file 'mine\.py' is broken.*not there"
+    ):
+        load_config(run_file(more='plugins = ["mine.py"]\n'))

@@ -34,6 +34,8 @@ ASK_SECONDS = 300.0  # imports of a plugin that loads its library
 ENGINE = "engine_plugin_processes.sampler_process.engine:SamplerEngine"
 PACKAGES = {"engine_core": "engine-core-rl", "engine_plugin_processes": "engine-plugin-processes"}
 """What the other environment imports before the rollout plugin, and the distributions of ``versions`` that bring it."""
+MODEL_HOOKS = ("engine_build_model", "engine_register_model")
+"""Hooks of the run's plugins that are called where the sampler is."""
 OUT_OF_REACH = frozenset({"share_module"})
 """Capabilities that need one process with the trainer."""
 OF_AN_INTERPRETER = ("PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
@@ -69,20 +71,25 @@ def load_backend(
 # -- here ---------------------------------------------------------------
 
 
-def foreign_plugin(
-    python: str, name: str, modules: Sequence[str], root: Path, allow_code: bool
-) -> tuple[RolloutBackend, Plugin]:
-    """A rollout engine as another environment offers it.
+def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:
+    """Return a rollout engine as another environment offers it.
 
     Args:
         python: its interpreter.
         name: of the engine.
-        modules, root, allow_code: as for ``PluginSet.load``.
+        plugins: of the run, loaded here.
 
     Raises:
-        PluginError: it cannot be had there; the message names the interpreter.
+        PluginError: the environment has no such engine, or lacks a plugin that builds or registers the sampler's model;
+            the message names the interpreter.
     """
-    question = {"name": name, "modules": list(modules), "root": str(root), "allow_code": allow_code}
+    question = {
+        "name": name,
+        "modules": list(plugins.modules),
+        "root": str(plugins.root),
+        "allow_code": plugins.allow_code,
+        "other": not any(hasattr(plugin.module, hook) for plugin in plugins.named for hook in MODEL_HOOKS),
+    }
     told = ask(python, json.dumps({**question, "table": None}))
     model = _option_model(python, json.dumps(question), json.dumps(told["fields"]))
     capabilities = frozenset(told["capabilities"]) - OUT_OF_REACH
@@ -226,7 +233,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = versions()
     root, allow_code = Path(question["root"]), question["allow_code"]
     try:
-        plugins = load_backend(question["name"], question["modules"], root, allow_code, other=True)
+        plugins = load_backend(question["name"], question["modules"], root, allow_code, question["other"])
     except EngineError as error:
         return told | {"refused": str(error)}
     spec, plugin = plugins.chosen["rollout_engines", question["name"]]

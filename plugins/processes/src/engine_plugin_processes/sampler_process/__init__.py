@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from engine_core.config import ModelConfig, RolloutConfig
     from engine_core.contracts.engines import RolloutEngine, WorkerContext
-    from engine_core.plugins.plugin_set import Plugin
+    from engine_core.plugins.plugin_set import Plugin, PluginSet
     from engine_core.specs import RolloutBackend
 
 
@@ -42,8 +42,8 @@ class SamplerProcesses:
         return make_sampler(config, model_config, context, source)
 
     @staticmethod
-    def foreign_plugin(python: str, name: str, *location: Any) -> tuple[RolloutBackend, Plugin]:
+    def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:
         """Return a rollout engine as the environment of another interpreter offers it; see ``foreign_interpreter``."""
         from engine_plugin_processes.foreign_interpreter import foreign_plugin
 
-        return foreign_plugin(python, name, *location)
+        return foreign_plugin(python, name, plugins)

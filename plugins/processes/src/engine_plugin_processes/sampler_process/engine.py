@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 STEP_SECONDS = 0.05  # that a step waits for a rollout: others may have more to ask
 PATIENCE_SECONDS = 1.0  # for an engine in the middle of a step to answer an abort; then it is interrupted
 HELLO_SECONDS = 120.0  # imports of the core and of this distribution
-MODEL_HOOKS = ("engine_build_model", "engine_register_model")
 """Step hooks that are asked in the sampler's process."""
 
 log = logging.getLogger("engine")
@@ -463,8 +462,11 @@ class SamplerEngine(RolloutEngine):
         plugins, backend = self.context.plugins, ("train_engines", self.context.actor)
         if self.context.role != "rollout":
             return []
-        asked = plugins.asked(*([backend] if backend in plugins.chosen else []))
-        return [plugin for plugin in asked if any(hasattr(plugin.module, hook) for hook in MODEL_HOOKS)]
+        asked, hooks = (
+            plugins.asked(*([backend] if backend in plugins.chosen else [])),
+            foreign_interpreter.MODEL_HOOKS,
+        )
+        return [plugin for plugin in asked if any(hasattr(plugin.module, hook) for hook in hooks)]
 
     def _compare(self, hello: Mapping[str, Any] | None) -> None:
         """Both sides must be of one version."""
