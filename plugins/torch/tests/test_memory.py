@@ -11,7 +11,6 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine_core.types import LossCall
 from engine_plugin_torch import attention, memory
-from engine_plugin_torch import engine as torch_engine
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.memory import (
@@ -72,8 +71,6 @@ class Kept:
 @pytest.fixture(autouse=True)
 def as_on_accelerators(monkeypatch):
     """What is estimated is an accelerator's memory: the operators are those of one, not the CPU's own ways."""
-    for name in ("use_fused_rmsnorm_backward", "use_quicker_products"):
-        monkeypatch.setattr(torch_engine, name, lambda module: 0)
     monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
 
 

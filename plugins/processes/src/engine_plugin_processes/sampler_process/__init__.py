@@ -6,7 +6,7 @@ holds the child's end of the line, ``child`` and ``serve`` are the child, ``buck
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
