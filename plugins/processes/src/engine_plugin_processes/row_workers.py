@@ -94,7 +94,7 @@ class WorkerPool:
     ) -> None:
         self._most_jobs, self._where = num_workers * ahead, where
         self.restarts = 0
-        self._folder = TemporaryFolder("engine-tokenizer-")
+        self._folder = TemporaryFolder("tokenizer-")
         tokenizer.save_pretrained(self._folder.path)
         self._setup = {**setup, "tokenizer": self._folder.path}
         self._workers = [Worker(rank, self._setup) for rank in range(num_workers)]

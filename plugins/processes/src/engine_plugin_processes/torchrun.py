@@ -56,7 +56,7 @@ class TorchrunRuntime(MultiProcessRuntime):
         if self._torchrun is not None:
             self._gathered = self._torchrun.gather(self.options.startup_timeout_minutes * 60)
             return self._gathered
-        self._folder = TemporaryFolder("engine-torchrun-")
+        self._folder = TemporaryFolder("torchrun-")
         return self._spawn([rank for pool in self.pools for rank in pool.ranks])
 
     @property

@@ -85,7 +85,7 @@ class SpreadModel:
 
     def __init__(self, options: DeviceMapOptions) -> None:
         self.options = options
-        self._folder = TemporaryFolder("engine-offload-", options.offload_folder or None)
+        self._folder = TemporaryFolder("offload-", options.offload_folder or None)
         self.folder = Path(self._folder.path)
         self.used = False
         self._away: dict[int, torch.device] = {}

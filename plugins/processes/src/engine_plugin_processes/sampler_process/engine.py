@@ -87,7 +87,7 @@ class SamplerEngine(RolloutEngine):
             again=self.settings.max_restarts > 0,
         )
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
-        self._folder = TemporaryFolder("engine-sampler-")
+        self._folder = TemporaryFolder("sampler-")
         self._open = True
         self.process: SamplerProcess | None = None
         try:
