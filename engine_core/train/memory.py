@@ -110,8 +110,10 @@ def out_of_memory_explained(run: TrainingRun) -> Iterator[None]:
         trained = [
             name for name, role in run.roles(training=True).items() if role.kind == "train" and role.trainable
         ]
+        now = {name: str(run.config_now.role(name).max_tokens_per_rank) for name in trained}
+        automatic = "auto; the log says what it came to"
         budgets = " or ".join(
-            f"{name}.max_tokens_per_rank (now {run.config_now.role(name).max_tokens_per_rank})"
+            f"{name}.max_tokens_per_rank (now {automatic if now[name] == 'auto' else now[name]})"
             for name in trained
         )
         longest = (

