@@ -258,23 +258,6 @@ def advance(
     return finished
 
 
-def one_by_one(advance: Callable[..., list[Rollout]]) -> Callable[..., list[Rollout]]:
-    """The ``advance`` of an engine that takes no ``rounds``, with them: as many calls, while anything is left."""
-
-    @functools.wraps(advance)
-    def advance_in_rounds(
-        engine: RolloutEngine, *arguments: Any, rounds: int = 1, **named: Any
-    ) -> list[Rollout]:
-        found = advance(engine, *arguments, **named)
-        for _ in range(rounds - 1):
-            if not engine.num_unfinished:
-                break
-            found = [*found, *advance(engine)]
-        return found
-
-    return advance_in_rounds
-
-
 def _round(engine: RolloutEngine) -> list[Rollout]:
     """One step of it: what has finished."""
     return [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -258,13 +257,6 @@ class RolloutEngine(abc.ABC):
         model_config: the ``[model]`` table.
         context: the worker's surroundings; ``context.live["tokenizer"]`` is the run's tokenizer.
     """
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        """An ``advance`` of its own that knows no ``rounds`` is asked for one round after another."""
-        super().__init_subclass__(**more)
-        own = cls.__dict__.get("advance")
-        if own is not None and "rounds" not in inspect.signature(own).parameters:
-            cls.advance = sampling.one_by_one(own)  # type: ignore[method-assign]
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         self.config, self.model_config, self.context = config, model_config, context

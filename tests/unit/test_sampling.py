@@ -130,21 +130,17 @@ def test_several_rounds_of_advance_give_what_as_many_calls_would_and_end_with_th
     assert engine.advance(rounds=3) == []
 
 
-class Plain(Echo):
-    """With a way of its own that is older than ``rounds``."""
-
-    def advance(self, requests=(), dropped=(), stopped=()):
-        self.calls = [*getattr(self, "calls", []), (len(requests), tuple(dropped))]
-        return super().advance(requests, dropped, stopped)
-
-
-def test_an_advance_that_knows_no_rounds_is_asked_for_one_after_another():
-    group = LocalGroup(engine := Plain())
+def test_a_call_is_of_more_rounds_after_many():
+    engine, counts = Echo(), []
+    group, advance = LocalGroup(engine), engine.advance
+    engine.advance = lambda *given, rounds=1, **named: (
+        counts.append(rounds) or advance(*given, rounds=rounds, **named)
+    )
     found = RoundArrivals(group, requests(40))
     came = [[r.request_id for r in next(found)] for _ in range(14)]
     assert [len(each) for each in came] == [2] * 8 + [4] * 4 + [6, 2]  # and nothing once nothing is left
     assert sorted(id for each in came for id in each) == sorted(r.id for r in requests(40))
-    assert engine.calls == [(40, ())] + [(0, ())] * 19
+    assert counts == [1] * 8 + [2] * 4 + [3, 3]
 
 
 def test_an_engine_that_stops_in_a_later_round_is_named():
