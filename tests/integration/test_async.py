@@ -1,7 +1,9 @@
 """Rollouts that run ahead: the synchronous run at staleness 0, bounded staleness above, nothing lost or repeated."""
 
 import json
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +118,29 @@ def refused(grpo, changes):
     with pytest.raises(ConfigError) as error:
         AsyncTrainer(load_config(overrides={**grpo, **AHEAD, **changes}), rewards=[digits])
     return str(error.value)
+
+
+@pytest.mark.parametrize("chosen", [None, "3"], ids=["unset", "set by the user"])
+def test_a_sampler_in_its_own_process_and_the_trainer_share_the_cores(grpo, monkeypatch, chosen):
+    if chosen is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        settings = {**grpo, "trainer": "async", "rollout.process": {}, "run.name": "cores"}
+        trainer = AsyncTrainer(load_config(overrides=settings), rewards=[digits])
+        trainer.setup(training=True)
+        sampler = trainer.runtime.engines["rollout"].process.popen.pid
+        given = Path(f"/proc/{sampler}/environ").read_bytes().split(b"\0")
+        assert f"OMP_NUM_THREADS={chosen or 2}".encode() in given
+        assert torch.get_num_threads() == (4 if chosen else 2)
+        trainer.close()
+        assert torch.get_num_threads() == 4
+        assert os.environ.get("OMP_NUM_THREADS") == chosen
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

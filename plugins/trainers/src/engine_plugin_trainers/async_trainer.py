@@ -32,6 +32,7 @@ from engine_core.errors import ConfigError
 from engine_core.tables import DISTRIBUTION
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.ahead_source import AheadSource
+from engine_plugin_trainers.cores import shared_cores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,6 +97,13 @@ class AsyncTrainer(Trainer):
                 "algorithm.correction.level = 'off': what is sampled ahead is learned from as if the present policy had "
                 "sampled it."
             )
+        process = self.config.rollout.process
+        if (
+            self.ahead
+            and process
+            and self.plugins.resolve("runtimes", self.config.runtime.backend).in_process
+        ):
+            self._cleanup.enter_context(shared_cores(1 + process.engines))
 
     def make_sampling(self) -> AheadSource:
         return AheadSource(self)
