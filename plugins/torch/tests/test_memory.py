@@ -11,6 +11,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine_core.types import LossCall
 from engine_plugin_torch import attention, memory
+from engine_plugin_torch import engine as torch_engine
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.memory import (
@@ -71,6 +72,7 @@ class Kept:
 @pytest.fixture(autouse=True)
 def as_on_accelerators(monkeypatch):
     """What is estimated is an accelerator's memory: the operators are those of one, not the CPU's own ways."""
+    monkeypatch.setattr(torch_engine, "use_quicker_products", lambda module: 0)
     monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
 
 

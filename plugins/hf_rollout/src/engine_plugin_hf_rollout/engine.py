@@ -29,6 +29,7 @@ from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
 from engine_plugin_hf_rollout.plugin import HFOptions
+from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
 from engine_plugin_torch.precision import DTYPES
 from engine_plugin_torch.weights import to_own_names
@@ -250,7 +251,9 @@ class HFRolloutEngine(RolloutEngine):
             built = adopt_live(self._given, self.model_config, self.context.role, device)
         else:
             built = load_model(self.model_config, device, dtype)
-        return built.to(device).eval()
+        built = built.to(device).eval()
+        use_quicker_products(built)
+        return built
 
     def _limits(self) -> tuple[int, int]:
         """Tokens that the model knows, and tokens that it can hold; of a module without a config the tokenizer's, and no limit."""
