@@ -102,18 +102,6 @@ def test_fp16_scales_the_loss(ranks, stage):
     ranks(2, "fp16_scales_and_recovers", {"stage": stage, "compute_dtype": "fp16"})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(IN_PARTS, id="3"),
-        slowly({**IN_PARTS, "loading": "sharded"}, id="3-sharded"),
-        slowly({"stage": 2}, id="2"),
-    ],
-)
-def test_rms_norms_of_weights_in_parts_have_the_backward_pass_of_the_core(ranks, options):
-    ranks(2, "norms_are_those_of_the_core", options)
-
-
 @pytest.mark.slow
 def test_memory_is_spread(ranks):
     ranks(2, "weights_are_spread", IN_PARTS)
