@@ -130,7 +130,7 @@ def test_several_rounds_of_advance_give_what_as_many_calls_would_and_end_with_th
     assert engine.advance(rounds=3) == []
 
 
-def test_a_call_is_of_more_rounds_after_many():
+def test_later_calls_ask_for_more_rounds():
     engine, counts = Echo(), []
     group, advance = LocalGroup(engine), engine.advance
     engine.advance = lambda *given, rounds=1, **named: (

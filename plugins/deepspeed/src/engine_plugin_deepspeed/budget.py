@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from engine_plugin_deepspeed.partitions import shape_of
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from engine_plugin_deepspeed.options import DeepSpeedOptions
     from engine_plugin_torch.precision import Precision
 
-log = logging.getLogger("engine")
 
 MASTER_BYTES = 12  # of one weight: float32 copy and two moments
 GATHERED_UNITS = 2  # the one that computes, and the next
@@ -39,14 +37,7 @@ class DeepSpeedBudget(SharedBudget):
         """There is no second try: what a failed one has summed lies in DeepSpeed's buffers, and would be counted twice."""
         if self.engine.zero is None:
             return super().halve(batch, error)
-        log.error(
-            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. What "
-            "DeepSpeed has summed so far cannot be taken back.",
-            self.engine.ranks.rank,
-            self.tokens,
-            self.engine.context.role,
-        )
-        return False
+        return self.refuse_retry("What DeepSpeed has summed so far cannot be taken back.")
 
 
 def held_by_rank(

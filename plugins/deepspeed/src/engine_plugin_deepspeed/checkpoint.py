@@ -12,8 +12,8 @@ from torch import Tensor
 from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.data_parallel_state import ShardedStore
 from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+from engine_plugin_torch.sharded_checkpoint import ShardedStore
 
 if TYPE_CHECKING:
     from engine_plugin_deepspeed.engine import DeepSpeedEngine

@@ -9,7 +9,7 @@ import torch
 
 from engine_core.runs import state_files
 from engine_plugin_fsdp.host_memory import HostMemory
-from engine_plugin_torch.data_parallel_state import ShardedStore
+from engine_plugin_torch.sharded_checkpoint import ShardedStore
 
 if TYPE_CHECKING:
     from engine_plugin_fsdp.engine import FSDPEngine

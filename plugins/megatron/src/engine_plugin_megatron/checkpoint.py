@@ -14,9 +14,9 @@ from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
 from engine_plugin_torch.checkpoint import PARTS, check_parts
-from engine_plugin_torch.data_parallel_state import ShardedStore
 from engine_plugin_torch.export import write_model
 from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+from engine_plugin_torch.sharded_checkpoint import ShardedStore
 from engine_plugin_torch.shards import Shards
 
 if TYPE_CHECKING:

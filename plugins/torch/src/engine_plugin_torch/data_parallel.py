@@ -21,9 +21,9 @@ from engine_core.metrics import is_largest
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
-from engine_plugin_torch.data_parallel_state import ShardedStore
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.log_probs import zero_outputs
+from engine_plugin_torch.sharded_checkpoint import ShardedStore
 from engine_plugin_torch.transfer import on_host, predicted, send_batch
 from engine_plugin_torch.value_models import VALUE_ROLES
 
@@ -52,12 +52,18 @@ class SharedBudget(MemoryBudget):
         """
         if self.engine.ranks.size == 1:
             return super().halve(batch, error)
+        return self.refuse_retry(
+            "Several ranks cannot try again with less, since the others wait inside of a gather."
+        )
+
+    def refuse_retry(self, reason: str) -> bool:
+        """Log that this rank has no memory, and why it does not try again; return False."""
         log.error(
-            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. Several "
-            "ranks cannot try again with less, since the others wait inside of a gather.",
+            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. %s",
             self.engine.ranks.rank,
             self.tokens,
             self.engine.context.role,
+            reason,
         )
         return False
 

@@ -98,11 +98,8 @@ class AsyncTrainer(Trainer):
                 "sampled it."
             )
         process = self.config.rollout.process
-        if (
-            self.ahead
-            and process
-            and self.plugins.resolve("runtimes", self.config.runtime.backend).in_process
-        ):
+        runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
+        if process and self.ahead and self.training and runtime.in_process:
             self._cleanup.enter_context(shared_cores(1 + process.engines))
 
     def make_sampling(self) -> AheadSource:

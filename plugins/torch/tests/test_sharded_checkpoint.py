@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from engine_core.contracts.engines import Layout
 from engine_core.contracts.weight_names import own_weights
 from engine_core.types import LossCall
-from engine_plugin_torch import data_parallel_state
+from engine_plugin_torch import sharded_checkpoint
 from engine_plugin_torch.data_parallel import DataParallelEngine
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.weights import published_weights
@@ -121,7 +121,7 @@ def test_a_failed_export_gathers_to_the_end_and_is_told_to_all(engine_on, tmp_pa
         next(stream)
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(data_parallel_state, "write_model", full)
+    monkeypatch.setattr(sharded_checkpoint, "write_model", full)
     with pytest.raises(OSError, match="No space left"):
         engine.export(tmp_path / "model")
     assert engine.gathered == list(own_weights(engine.module))
