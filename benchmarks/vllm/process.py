@@ -1,4 +1,4 @@
-"""Weights from the trainer's process to vLLM in a process of its own, on one GPU: through its memory (CUDA IPC) or the host's.
+"""Weights from the trainer's process to vLLM in a process of its own, on one GPU: through its memory (``ipc``) or a connection (``tcp``).
 
     python benchmarks/vllm/process.py --budget 200
     python benchmarks/vllm/process.py --shape tiny --prompts 2 --response 8   # a try on a CPU: host memory alone
@@ -71,7 +71,7 @@ def ended(engine: SamplerEngine) -> None:
 
 
 def measure(root: Path, arguments: argparse.Namespace, end: float) -> dict[str, Any]:
-    """Both ways of weights in turn, then the tokens."""
+    """Both transports in turn, then the tokens."""
     own, other = (
         write_model(arguments.shape, root / name, seed) for seed, name in enumerate(("own", "other"))
     )
@@ -88,11 +88,11 @@ def measure(root: Path, arguments: argparse.Namespace, end: float) -> dict[str, 
     found["start_s"] = time.monotonic() - begun
     try:
         before = greedy(engine, arguments)
-        ways = ["device"] * (engine._weights.device_memory is not None) + ["host"]
+        ways = ["ipc", "tcp"]
         found["ways"] = ways
         for way in ways:
-            if way == "host":
-                engine._weights.device_memory, engine._weights._half = None, 0
+            engine._weights.close()
+            engine._weights.transport = way
             times = []
             for number in range(UPDATES):
                 if time.monotonic() < end or number < 2:

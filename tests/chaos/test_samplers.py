@@ -39,11 +39,7 @@ PATIENCE = 150  # seconds: a process imports torch
 
 def samplers(run):
     """The sampler's process; its keeper has the same words."""
-    return [
-        process
-        for process in run.family()
-        if "engine_plugin_processes.sampler_process.child" in process.cmdline()
-    ]
+    return [process for process in run.family() if "engine_plugin_processes.worker" in process.cmdline()]
 
 
 def ended(process):
@@ -66,7 +62,9 @@ def test_a_run_goes_on_without_a_trace_when_its_sampler_dies_while_it_samples(
     hurt = engine.start("train", path, "--set", "run.name=s")
     ended(hurt)
     assert hurt.code == 0, hurt.err
-    assert "The sampler's process is lost: it was killed by SIGKILL" in hurt.err
+    assert "Lost worker rollout[0] on" in hurt.err
+    assert "it was killed by SIGKILL" in hurt.err
+    assert "It is started again (1 of 3, rollout.process.max_restarts)" in hurt.err
     lines = [
         json.loads(line) for line in (tmp_path / "runs" / "s" / "metrics.jsonl").read_text().splitlines()
     ]

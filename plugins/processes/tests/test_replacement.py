@@ -101,7 +101,7 @@ def test_one_that_cannot_be_replaced_is_told_and_the_others_go_on(caplog):
     crew = Crew(ConfigError("no room"))
     made = make(crew)
     assert made.lost(crew.workers[1], loss(1))
-    until(lambda: "cannot be replaced (no room)" in caplog.text)
+    until(lambda: "cannot be replaced: no room" in caplog.text)
     assert not made.join()
     assert made.present == [2]
     assert crew.workers[1].killed

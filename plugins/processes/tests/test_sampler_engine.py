@@ -21,7 +21,7 @@ from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_processes import buckets, foreign_interpreter
 from engine_plugin_processes.sampler_process import engine as engine_module
-from engine_plugin_processes.sampler_process import serve
+from engine_plugin_processes.sampler_process.build import versions
 from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
 HERE = Path(__file__).parent
@@ -90,7 +90,7 @@ def test_a_process_that_is_killed_is_started_again_and_every_request_is_answered
     assert engine.update_weights(weights(5), 5) == engine.update_weights(weights(5), 5)
     asked = requests(6, do="kill", flag=str(tmp_path / "flag"))
     counted = Counter()
-    original, engine._take = engine._take, lambda: [counted.update([r.request_id]) or r for r in original()]
+    original, engine.step = engine.step, lambda: [counted.update([r.request_id]) or r for r in original()]
     rollouts = engine.generate(asked)
     assert counted == Counter(r.id for r in asked)  # audit by id
     assert [r.request_id for r in rollouts] == [r.id for r in asked]
@@ -101,7 +101,10 @@ def test_a_process_that_is_killed_is_started_again_and_every_request_is_answered
     assert pids == [first] + [second] * 5  # what was finished is not sampled again
     assert "killed by SIGKILL" in caplog.text
     assert "it will kill" in caplog.text  # its last lines
-    assert "started again (1 of 3) and asked for 5 unfinished requests" in caplog.text
+    assert (
+        "It is started again (1 of 3, rollout.process.max_restarts), and its unfinished requests"
+        in caplog.text
+    )
 
 
 def test_a_loss_while_idle_and_one_in_an_update_end_in_the_new_weights(make, tmp_path, monkeypatch):
@@ -117,10 +120,22 @@ def test_a_loss_while_idle_and_one_in_an_update_end_in_the_new_weights(make, tmp
         os.kill(starts(tmp_path)[-1], signal.SIGKILL)
         gone(starts(tmp_path)[-1])
         yield from stream
+        read.append("all")  # ranks of an actor would wait for one that does not read on
+
+    read = []
 
     engine.update_weights(dies_half_way(), 2)
+    assert read == ["all"]
     of_version(engine.generate(requests(2)), 2)
     assert len(starts(tmp_path)) == 3
+    assert [name for name, _ in engine._weights._kept] == ["a", "b"]
+
+
+def test_no_copy_of_the_weights_is_kept_where_no_process_can_need_it(make):
+    engine = make(max_restarts=0)
+    engine.update_weights(weights(1), 1)
+    of_version(engine.generate(requests(1)), 1)
+    assert engine._weights._kept == []
 
 
 def test_a_stream_that_breaks_leaves_no_mixture_to_sample_from(make, tmp_path):
@@ -161,9 +176,9 @@ def test_a_stream_that_breaks_leaves_no_mixture_to_sample_from(make, tmp_path):
         (
             "sleep",
             {"command_timeout_minutes": 0.03},
-            r"at one piece of work for .* minutes .*; it is in happens \(",
+            r"no answer to 'advance' within 0.03 minutes \(rollout.process.command_timeout_minutes\); it is in happens \(",
         ),
-        ("freeze", {"heartbeat_timeout_seconds": 4}, "gave no sign of life for 4 s"),
+        ("freeze", {"heartbeat_timeout_seconds": 4}, "sent no heartbeat for 4 s: it is stopped"),
     ],
 )
 def test_a_process_that_hangs_is_found_and_after_the_last_restart_the_run_ends_with_its_cause(
@@ -186,9 +201,12 @@ def test_an_error_of_the_engine_is_that_error_and_the_engine_goes_on(make, tmp_p
     assert len(starts(tmp_path)) == 1
 
 
-def test_an_abort_in_the_middle_of_a_long_step_is_answered_soon_and_the_rest_is_sampled(make, tmp_path):
+@pytest.mark.parametrize("seconds", [600, 4])
+def test_an_abort_in_the_middle_of_a_step_waits_for_its_end_unless_nothing_else_is_wanted(
+    make, tmp_path, seconds
+):
     engine = make()
-    asked = requests(3, do="sleep", flag=str(tmp_path / "flag"), seconds=600)
+    asked = requests(3, do="sleep", flag=str(tmp_path / "flag"), seconds=seconds)
     engine.add(asked)
     done = []
     while len(done) < 1:
@@ -197,9 +215,15 @@ def test_an_abort_in_the_middle_of_a_long_step_is_answered_soon_and_the_rest_is_
     while not (tmp_path / "flag").exists():
         assert time.monotonic() < deadline
         done += engine.step()
+    if seconds == 600:
+        found = engine.abort(["r1", "r2", "no such request"])
+        assert [(r.request_id, r.finish_reason) for r in found] == [("r1", "abort"), ("r2", "abort")]
+        assert engine.num_unfinished == 0
+        assert [r.request_id for r in engine.generate(asked)] == ["r0", "r1", "r2"]
+        return
     found = engine.abort(["r2", "no such request"])
     assert [(r.request_id, r.finish_reason) for r in found] == [("r2", "abort")]
-    while engine.num_unfinished:  # the flag is there: the second request is answered now
+    while engine.num_unfinished:
         done += engine.step()
     assert sorted(r.request_id for r in done) == ["r0", "r1"]
     assert engine.abort(["r0"]) == []
@@ -226,13 +250,14 @@ def test_requests_that_a_signal_cut_off_while_they_were_added_can_be_asked_again
         pass
 
     engine = make()
-    ask = engine.process.ask
+    call = engine.group.call
 
-    def cut(*arguments, **fields):
-        ask(*arguments, **fields)
-        raise Stop
+    def cut(method, **fields):
+        call(method, **fields).result()
+        if "requests" in fields:
+            raise Stop
 
-    monkeypatch.setattr(engine.process, "ask", cut)
+    monkeypatch.setattr(engine.group, "call", cut)
     with pytest.raises(Stop):
         engine.add(requests(2))
     monkeypatch.undo()
@@ -263,18 +288,9 @@ def test_an_engine_that_does_not_start_is_one_message_and_leaves_no_process(
 
 @pytest.mark.parametrize("name", foreign_interpreter.PACKAGES.values())
 def test_another_version_is_refused_with_both(make, monkeypatch, name):
-    monkeypatch.setattr(engine_module, "versions", lambda: {**serve.versions(), name: "9.9.9"})
+    monkeypatch.setattr(engine_module, "versions", lambda: {**versions(), name: "9.9.9"})
     with pytest.raises(
         PluginError, match=rf"has {name} 0\.\d.*, and the trainer has 9\.9\.9\. .*pip install"
-    ):
-        make()
-
-
-def test_another_protocol_is_refused_with_both(make, monkeypatch):
-    monkeypatch.setattr(serve, "PROTOCOL", 9)
-    with pytest.raises(
-        PluginError,
-        match=r"has engine-plugin-processes .* \(protocol \d\), and the trainer has .* \(protocol 9\)",
     ):
         make()
 
@@ -299,8 +315,8 @@ def test_it_opens_no_port_and_its_memory_has_no_name(make, tmp_path):
     engine.update_weights(weights(1), 1)
     process = psutil.Process(starts(tmp_path)[0])
     assert process.net_connections(kind="inet") == []
-    assert engine.process.channel.socket.family.name == "AF_UNIX"
-    assert engine.process.channel.socket.getsockname() == ""
+    assert engine.pool.workers[0].channel.socket.family.name == "AF_UNIX"
+    assert engine.pool.workers[0].channel.socket.getsockname() == ""
     if sys.platform == "linux":
         files = [os.readlink(f"/proc/{process.pid}/fd/{n}") for n in os.listdir(f"/proc/{process.pid}/fd")]
         assert any("memfd:engine-weights (deleted)" in file for file in files)

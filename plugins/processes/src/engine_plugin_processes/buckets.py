@@ -1,19 +1,9 @@
-"""Weights from the owner of a sampler to its process: buckets in memory that both see, each with its checksum.
-
-The owner copies tensors into a bucket and tells where they lie; the process copies the bucket to memory of its own,
-checks the copy, answers, and hands the tensors to its engine. A bucket that came wrong, or not at all, is copied and
-sent again once, with those after it; then the update fails. At most two are on their way, so that one is filled
-while the other is taken.
-
-consumes: a stream of weights; waits for: answers, with two buckets on their way; unblocked by: answers, the loss of the
-process; produces: messages ``bucket``, ``end``, ``break``.
-"""
+"""A stream of weights cut into buckets: where each tensor lies in the bytes of a bucket, and the checksum of these bytes."""
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,16 +11,12 @@ import torch
 from torch import Tensor
 
 from engine_core.contracts.weight_sync import buckets
-from engine_core.errors import TrainingFailed
 from engine_plugin_processes.codec import DTYPES
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64  # of a tensor in its bucket, and of a bucket's size
-WINDOW = 2  # buckets on their way
 CHUNK_WORDS = 1 << 20
 MASK = (1 << 64) - 1
-
-Post = Callable[[Mapping[str, Any]], None]
 
 
 class Arena(Protocol):
@@ -41,9 +27,6 @@ class Arena(Protocol):
 
     def view(self, offset: int, size: int) -> Tensor:
         """[size] uint8, of the memory itself."""
-
-    def told(self) -> dict[str, Any]:
-        """What the other side must know to see the same."""
 
 
 @dataclass(slots=True)
@@ -148,138 +131,6 @@ def unpacked(data: Tensor, entries: Sequence[Sequence[Any]]) -> Iterator[tuple[s
         for length in shape:
             size *= length
         yield name, data[at : at + size].view(kind).view(shape)
-
-
-class Delivery:
-    """One update on its way to a process.
-
-    Args:
-        post: sends a message to it.
-        answer: waits for its next answer: ``{"bucket": number, "ok": bool}``, or the reply to the update, which
-            ends it (``value`` or ``error``).
-        number: of the command.
-        arena: where buckets lie.
-    """
-
-    def __init__(
-        self, post: Post, answer: Callable[[], Mapping[str, Any]], number: int, arena: Arena
-    ) -> None:
-        self.post, self.answer, self.number, self.arena = post, answer, number, arena
-        self.sent = 0
-        self.bytes = 0
-        self.reply: Mapping[str, Any] | None = None
-        self._waiting: deque[tuple[int, Bucket, Sequence[tuple[str, Tensor]] | None]] = deque()
-        self._round = 0  # grows when something is sent again: what was on its way before is not looked at
-        self._repeated: set[int] = set()
-        self._ended = False
-
-    def settle(self, left: int = 0) -> None:
-        """Until at most ``left`` buckets are without an answer, or the update is over."""
-        while len(self._waiting) > left and self.reply is None:
-            self._take(self.answer())
-
-    def put(self, bucket: Bucket, tensors: Sequence[tuple[str, Tensor]] | None) -> None:
-        """Send a bucket, filled from ``tensors`` where that was not done; None: it cannot be filled again."""
-        self.settle(WINDOW - 1)
-        if self.reply is not None:
-            return  # the engine has refused the update: the rest is not for it
-        if tensors is not None and not bucket.sum:
-            fill(self.arena, bucket, tensors)
-        self._waiting.append((self.sent, bucket, tensors))
-        self._send(self.sent, bucket)
-        self.sent += 1
-        self.bytes += bucket.size
-
-    def finish(self) -> Mapping[str, Any]:
-        """Say that this was all; the process's reply to the update."""
-        self._ended = True
-        self._end()
-        while self.reply is None:
-            self._take(self.answer())
-        return self.reply
-
-    def break_off(self, why: str) -> None:
-        """The stream has failed: so does the update there; its reply is waited for."""
-        if self.reply is None:
-            self.post({"kind": "break", "id": self.number, "why": why})
-            while self.reply is None:
-                self._take(self.answer())
-
-    def _take(self, answer: Mapping[str, Any]) -> None:
-        if "bucket" not in answer:
-            self.reply = answer
-        elif answer["ok"]:
-            self._waiting.popleft()
-        else:
-            self._again(answer["bucket"])
-
-    def _again(self, number: int) -> None:
-        if number in self._repeated:
-            why = f"bucket {number} of the update came damaged, twice"
-            self.break_off(why)
-            raise TrainingFailed(
-                f"Weights do not reach the sampler's process: {why}. It is refused; nothing is sampled "
-                "until a whole update came. Look at the machine's memory."
-            )
-        self._repeated.add(number)
-        self._round += 1
-        for waiting, bucket, tensors in list(self._waiting):
-            if tensors is not None:
-                fill(self.arena, bucket, tensors)
-            self._send(waiting, bucket)
-        if self._ended:
-            self._end()
-
-    def _send(self, number: int, bucket: Bucket) -> None:
-        self.post(
-            {
-                "kind": "bucket", "id": self.number, "round": self._round, "bucket": number, "sum": bucket.sum,
-                "offset": bucket.offset, "size": bucket.size, "entries": bucket.entries, "memory": self.arena.told(),
-            }
-        )  # fmt: skip
-
-    def _end(self) -> None:
-        self.post({"kind": "end", "id": self.number, "round": self._round, "count": self.sent})
-
-
-def received(
-    take: Callable[[], Mapping[str, Any]],
-    answer: Callable[[int, bool], None],
-    number: int,
-    seen: Callable[[Mapping[str, Any]], Arena],
-) -> Iterator[tuple[str, Tensor]]:
-    """The stream of the update ``number``, in the process: every tensor of every bucket, checked.
-
-    Args:
-        take: waits for the next message.
-        answer: tells a bucket's number and whether it came whole.
-        number: of the command; messages of another are left over from an update that failed.
-        seen: the arena that ``Arena.told`` tells of.
-
-    Raises:
-        TrainingFailed: the stream broke off.
-    """
-    expected = current = 0
-    while True:
-        message = take()
-        if message.get("id") != number:
-            continue
-        if message["kind"] == "break":
-            raise TrainingFailed(f"The stream of weights broke off: {message['why']}.")
-        if message["round"] < current:
-            continue
-        if message["kind"] == "end" and message["count"] == expected:
-            return
-        data = None
-        if message["kind"] == "bucket" and message["bucket"] == expected:
-            data = seen(message["memory"]).view(message["offset"], message["size"]).clone()
-        if data is None or checksum(data) != message["sum"]:
-            current += 1
-            answer(expected, False)
-            continue
-        answer(expected, True)
-        expected += 1
-        yield from unpacked(data, message["entries"])
 
 
 def _aligned(size: int) -> int:

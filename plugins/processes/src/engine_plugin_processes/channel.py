@@ -74,21 +74,36 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair()
 
 
-def listen(host: str) -> socket.socket:
-    """A socket that waits on a free port of ``host``."""
-    return socket.create_server((host, 0), backlog=1024)
+Address = tuple[str, int] | str
+"""Of a listener: host and port, or the path of a socket of this machine."""
 
 
-def connect(address: tuple[str, int], token: str, rank: int, seconds: float) -> Channel:
+def listen(place: str) -> socket.socket:
+    """Return a socket that listens on a free port of a host, or at a path."""
+    if not place.startswith("/"):
+        return socket.create_server((place, 0), backlog=1024)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(place)
+    listener.listen(1024)
+    return listener
+
+
+def connect(address: Address, token: str, rank: int, seconds: float) -> Channel:
     """Reach a listener whose ``callers`` are heard.
 
     Raises:
         Closed: it does not answer, or does not know the token.
     """
+    where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
     try:
-        connection = socket.create_connection(address, timeout=seconds)
+        if isinstance(address, str):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(seconds)
+            connection.connect(address)
+        else:
+            connection = socket.create_connection(address, timeout=seconds)
     except OSError as error:
-        raise Closed(f"{address[0]}:{address[1]}: {error}") from error
+        raise Closed(f"{where}: {error}") from error
     channel = Channel(connection)
     connection.settimeout(HANDSHAKE_SECONDS)
     mine = os.urandom(NONCE_BYTES)
@@ -96,7 +111,7 @@ def connect(address: tuple[str, int], token: str, rank: int, seconds: float) -> 
     theirs, proof = bytes(channel._read(NONCE_BYTES)), channel._read(PROOF_BYTES)
     if not hmac.compare_digest(bytes(proof), _proof(token, b"listener", rank, mine, theirs)):
         channel.close()
-        raise Closed(f"{address[0]}:{address[1]} does not know the run's token")
+        raise Closed(f"{where} does not know the run's token")
     connection.sendall(_proof(token, b"caller", rank, mine, theirs))
     _settle(connection)
     return channel
@@ -255,6 +270,8 @@ def _proof(token: str, side: bytes, rank: int, caller: bytes, listener: bytes) -
 
 def _settle(connection: socket.socket) -> None:
     connection.settimeout(None)
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():  # a host that is gone says nothing

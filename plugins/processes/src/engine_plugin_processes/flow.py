@@ -45,7 +45,7 @@ class Flow:
         self.group, self._tell, self._changed = group, tell, changed
         self.error: BaseException | None = None
         self._open: dict[int, tuple[int, Future[Any]]] = {}  # by slice: its newest command, and the answer
-        self._resting: set[int] = set()  # slices that have something to sample and no command
+        self._interrupted: set[int] = set()  # commands whose errors nobody wants to know
         self._closed = False
         self._lock = threading.RLock()
         stall = group.crew.stall_seconds
@@ -53,8 +53,8 @@ class Flow:
 
     @property
     def resting(self) -> bool:
-        """Whether a sampler has something to sample and was told something else since; ``go`` has it go on."""
-        return bool(self._resting)
+        """Return whether a sampler has requests and no command of the flow; ``go`` makes it continue."""
+        return bool(self._resting())
 
     def go(self, requests: Sequence[Request] = (), dropped: Iterable[str] = ()) -> None:
         """Have these sampled, forget those, and have all go on that rest."""
@@ -63,11 +63,8 @@ class Flow:
         dropped = set(dropped)
         forgotten = group.running.forget(dropped)
         shares = self._shares(requests, dropped)
-        with self._lock:
-            resting, self._resting = self._resting, set()
-        resting = {at for at in resting if group.running.under_way[at]}
         there = self._there()
-        asked = {at for at in {*shares, *forgotten, *resting} if at in there}
+        asked = {at for at in {*shares, *forgotten, *self._resting()} if at in there}
         same: dict[str, Any] | None = None  # what all are told that have nothing new
         texts: Texts = {}  # a group's requests go to several samplers
         for at in sorted(asked):
@@ -77,14 +74,26 @@ class Flow:
                 same = same or {"requests": [], "dropped": []}
                 self._send(at, same, texts)
 
-    def close(self) -> None:
-        """Nobody waits for anything of it any more."""
+    def interrupt(self) -> None:
+        """Abandon the commands in hand, also in the middle of a step: rollouts that finish in it may be lost."""
         with self._lock:
-            self._closed = True
+            self._interrupted |= {number for number, _ in self._open.values()}
             left = [reply for _, reply in self._open.values()]
         for reply in left:
             if isinstance(reply, Reply):
                 reply.give_up()
+
+    def close(self) -> None:
+        """Abandon the commands in hand, and ignore what still comes of them."""
+        self._closed = True
+        self.interrupt()
+
+    def _resting(self) -> set[int]:
+        """Slices that have something to sample and no command."""
+        with self._lock:
+            return {
+                at for at, count in enumerate(self.group.running.under_way) if count and at not in self._open
+            }
 
     def _shares(self, requests: Sequence[Request], dropped: set[str]) -> dict[int, list[Request]]:
         """What samplers are asked anew, those that are."""
@@ -124,12 +133,12 @@ class Flow:
         with self._lock:
             if self._closed:
                 return
-            newest = self._open[at][0] == number  # else it has been told more since
+            newest = self._open[at][0] == number  # else it was sent another command since
             if newest:
                 del self._open[at]
-                if self.group.running.under_way[at]:
-                    self._resting.add(at)
-        if error is not None and not self._goes_on_without(error):
+            interrupted = number in self._interrupted
+            self._interrupted.discard(number)
+        if error is not None and not interrupted and not self._goes_on_without(error):
             self._failed(error)
         elif error is not None or newest:
             self._changed()

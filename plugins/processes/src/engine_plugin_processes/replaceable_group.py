@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,13 @@ class ReplaceableGroup(RemoteWorkerGroup):
         return len(self.replacements.present)
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        present = self._present()
         if method in ONE_BY_ONE:
             self.before(self.role, method)
-            return self._one_by_one(method, plain)
-        self.slices = [self.every[at] for at in self._present()]
+            return self._one_by_one(method, plain, present)
+        if not present:
+            return self._all_lost()
+        self.slices = [self.every[at] for at in present]
         return super().call(method, batch, split, **plain)
 
     def flow(self, tell: Told, changed: Callable[[], None]) -> Flow:
@@ -73,9 +76,25 @@ class ReplaceableGroup(RemoteWorkerGroup):
             dropped: ids that nobody waits for.
         """
         self.take_lost()
+        present = self._present()
         again, self._again = [each for each in self._again if each.id not in dropped], []
+        if not present:
+            self._again = [*requests, *again]
+            return [[] for _ in self.every]
         self.replacements.reissue(len(again))
-        return self.running.share([*requests, *again], self._present(), whole_groups=True)
+        return self.running.share([*requests, *again], present, whole_groups=True)
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Drop requests that no sampler needs to be told of."""
+        self.take_lost()
+        self.running.forget(ids)
+        self._again = [request for request in self._again if request.id not in ids]
+
+    def _all_lost(self) -> Future[Any]:
+        """The answer of nobody, where all are being replaced."""
+        reply: Future[Any] = Future()
+        reply.set_exception(self.crew.absent[self.every[0].leader])
+        return reply
 
     def _present(self) -> list[int]:
         """Numbers of the slices that are there."""
@@ -84,9 +103,12 @@ class ReplaceableGroup(RemoteWorkerGroup):
 
     # -- requests that come and go ------------------------------------------
 
-    def _one_by_one(self, method: str, plain: Mapping[str, Any]) -> Future[Any]:
+    def _one_by_one(self, method: str, plain: Mapping[str, Any], present: Sequence[int]) -> Future[Any]:
         """A command to each slice that is there; what a lost one had is asked of the others in the next call."""
-        present = self._present()
+        if not present:
+            self._again += plain.get("requests", ())
+            self.forget({*plain.get("dropped", ())})
+            return self._all_lost()
         self.take_lost()
         dropped, stopped = set(plain.get("dropped", ())), set(plain.get("stopped", ()))
         self.running.forget(dropped)
@@ -98,7 +120,7 @@ class ReplaceableGroup(RemoteWorkerGroup):
         if method in ("add", "advance"):
             self._again = []
             self.replacements.reissue(len(again))
-            shares = self.running.share([*plain.get("requests", ()), *again], present)
+            shares = self.running.share([*plain.get("requests", ()), *again], present, whole_groups=True)
             arguments = [{**plain, "requests": shares[at]} for at in present]
         futures = [self._to(at, method, given, None) for at, given in zip(present, arguments, strict=True)]
         early = [request.unsampled() for request in ended]
@@ -173,8 +195,7 @@ class SurvivingFlow(Flow):
         return self.group.every[at].leader
 
     def _goes_on_without(self, error: BaseException) -> bool:
-        present = self.group.replacements.present
-        return isinstance(error, WorkerLost) and bool(present) and error.rank not in present
+        return self.group.replacements.goes_on_without(error)
 
 
 class Surviving(Portions):
@@ -241,10 +262,7 @@ class Surviving(Portions):
 
     def _survives(self, error: BaseException | None) -> bool:
         """Whether it is the loss of a slice, and there are others."""
-        if not isinstance(error, WorkerLost) or self._error is not None:
-            return False
-        present = self._replacements.present
-        return bool(present) and error.rank not in present
+        return self._error is None and self._replacements.goes_on_without(error)
 
 
 class _Together:

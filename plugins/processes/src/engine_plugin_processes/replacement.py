@@ -1,8 +1,8 @@
 """Samplers that are lost and replaced one by one.
 
-A new process starts in the background and takes part from the next update of weights on, which brings it the current ones.
-Only where the sampler has a pool of its own; each of its processes is then a world of its own for ``torch.distributed``,
-since a world cannot lose a rank and go on.
+A new process starts in the background. In a pool of a runtime it takes part from the next update of weights on, which brings it the
+current ones; each process is a world of its own for ``torch.distributed``, since a world cannot lose a rank and continue.
+The owner of ``[rollout.process]`` gives it the current weights as soon as it has started, and may lose the last process too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Replacements:
         budget: processes that may be replaced in the run's session.
         key: of the budget, for messages.
         begin: see ``Begin``.
-        start_seconds: for a new process to build its engine.
+        start_limit: seconds for a new process to build its engine, and the key that sets them.
+        last_too: the last process may be lost as well: the owner waits for the new one.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Replacements:
         budget: int,
         key: str,
         begin: Begin,
-        start_seconds: float,
+        start_limit: tuple[float, str],
+        last_too: bool = False,
     ) -> None:
         self.crew, self.ranks, self.budget, self.key = crew, tuple(ranks), budget, key
-        self.begin, self.start_seconds = begin, start_seconds
+        self.begin, self.start_limit, self.last_too = begin, start_limit, last_too
+        self.failure: Exception | None = None  # why a process could not be replaced
         self.away: set[int] = set()  # lost, and not replaced yet
         self.counts = dict.fromkeys(("sampling/lost", "sampling/joined", "sampling/reissued"), 0)
         self.losses = dict.fromkeys(self.ranks, 0)  # of each rank, so far
@@ -72,7 +75,7 @@ class Replacements:
         """Replace a lost worker; returns whether the run goes on without it meanwhile."""
         rank = worker.rank
         with self._lock:
-            others = [other for other in self.present if other != rank]
+            others = self.last_too or [other for other in self.present if other != rank]
             if rank not in self.ranks or not others or self._used >= self.budget or self._closing:
                 return False
             self.away.add(rank)
@@ -85,14 +88,19 @@ class Replacements:
             )
             self._threads.append(thread)
         log.warning(
-            "%s The others go on with what it had not finished; it is replaced (%d of %d, %s).",
-            loss, self._used, self.budget, self.key,
+            "It is started again (%d of %d, %s), and its unfinished requests are sent again: %s",
+            self._used, self.budget, self.key, loss,
         )  # fmt: skip
         thread.start()
         return True
 
-    def join(self) -> bool:
-        """Take in the ranks that were replaced; returns whether there are any. Called when nobody samples.
+    def goes_on_without(self, error: BaseException | None) -> bool:
+        """Return whether an error is the loss of a process that is replaced."""
+        present = self.present
+        return isinstance(error, WorkerLost) and bool(present or self.last_too) and error.rank not in present
+
+    def join(self) -> list[int]:
+        """Take in the ranks that were replaced and return them. Called when no command is in flight.
 
         Their weights are not the current ones yet.
         """
@@ -102,7 +110,7 @@ class Replacements:
             self.counts["sampling/joined"] += len(joined)
         for rank in joined:
             log.info("Worker rollout[%d] takes part again, from this update of weights on.", rank)
-        return bool(joined)
+        return joined
 
     def reissue(self, count: int) -> None:
         """Count requests of a lost process that were given to others."""
@@ -137,14 +145,15 @@ class Replacements:
             self.crew.admit(worker)
             command = self.crew.next_number()
             self.crew.send(
-                {rank: {**order, "id": command}}, ("worker", "start"), command, deadline=self.start_seconds
+                {rank: {**order, "id": command}}, ("worker", "start"), command, deadline=self.start_limit
             ).result()
         except Exception as error:
             if worker is not None:
                 self.crew.dismiss(worker, "it could not be started")
                 worker.kill()
             if not (self._closing or isinstance(error, WorkerLost)):  # of a loss ``lost`` was told
-                log.exception("Worker rollout[%d] cannot be replaced (%s); the others go on.", rank, error)
+                self.failure = error
+                log.exception("Worker rollout[%d] cannot be replaced: %s", rank, error)
             return
         with self._lock:
             if self.crew.workers[rank] is worker and rank not in self.crew.absent:

@@ -209,7 +209,7 @@ class MultiProcessRuntime(Runtime):
             number,
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
-            deadline=self.options.startup_timeout_minutes * 60,
+            deadline=self._start_limit,
         )
         ready = self._wait_for_start(reply)
         self._read_devices(ready)
@@ -229,6 +229,12 @@ class MultiProcessRuntime(Runtime):
             groups |= made
         self._trade("start")  # a reward's model sleeps until it is asked
         return groups
+
+    @property
+    def _start_limit(self) -> tuple[float, str]:
+        """Seconds for the start of a worker, and the key that sets them."""
+        minutes, name = self.options.startup_timeout_minutes, self.config.runtime.backend
+        return minutes * 60, f"runtime.{name}.startup_timeout_minutes"
 
     def _wait_for_start(self, reply: Future[Any]) -> Any:
         """Return the answers of the workers; until they have come, log every ``REPORT_SECONDS`` what each rank does."""
@@ -330,7 +336,7 @@ class MultiProcessRuntime(Runtime):
             self.options.max_replacements,
             f"runtime.{self.config.runtime.backend}.max_replacements",
             begin,
-            self.options.startup_timeout_minutes * 60,
+            self._start_limit,
         )
 
     def _ranks(self, pool: Pool) -> list[int]:

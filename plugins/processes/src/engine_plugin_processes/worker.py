@@ -1,7 +1,7 @@
-"""A worker of the torchrun runtime: ``python -m engine_plugin_processes.worker FD``, one rank of a pool.
+"""A worker process: ``python -m engine_plugin_processes.worker FD``, one rank of a pool, or the sampler of ``[rollout.process]``.
 
 Commands come over the socket FD and are carried out one after another, each answered under its number; see
-``crew`` for the other side. A thread reads ahead: what must not wait for the command in hand (an interrupt, the
+``worker_pool`` for the other side. A thread reads ahead: what must not wait for the command in hand (an interrupt, the
 question where this rank is) is answered by it, and when the controller ends, so does this process, at once.
 
 consumes: commands; waits for: the next one, while its mailbox is empty, and within one for whatever the engine waits for;
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import inspect
 import logging
 import os
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engine_core.errors import TrainingFailed
 from engine_core.types import decode_ended
 from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.child import print_stacks_on_request
 from engine_plugin_processes.json_channel import Outbox
 from engine_plugin_processes.peer_watch import end_with
 from engine_plugin_processes.remote_errors import pack
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
     from engine_core.contracts.weight_transport import WeightTransport
     from engine_core.types import Rollout
-    from engine_plugin_processes.shared_module import SharingHost
 
 CONTROLLER_GONE = 70
-IGNORED = (signal.SIGINT, signal.SIGTERM)  # the controller is told, and tells us
+HEARTBEAT_SECONDS = 1.0
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the controller receives them, and sends commands
 
 
 class Interrupted(BaseException):
@@ -60,7 +60,7 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self.channel, self.outbox = channel, Outbox(channel)
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.host: SharingHost
+        self.host: Any  # ``SharingHost``, or ``SamplerHost`` of ``[rollout.process]``
         self.order: dict[str, Any] = {}
         self.links: dict[int, WeightTransport] = {}  # endpoints of this process, by number of the link
         self.current: int | None = None  # the command in hand
@@ -126,6 +126,23 @@ class Worker:
         described = dataclasses.asdict(ProcessDevice.of(device))
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
+    def _do_versions(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return what the owner of a sampler compares before it starts the engine here."""
+        from engine_plugin_processes.sampler_process.build import versions
+
+        return versions()
+
+    def _do_sampler(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Build the one engine of ``[rollout.process]``; return what the owner must know of it."""
+        from engine_plugin_processes.sampler_process.build import build_host
+
+        self.order = message
+        self._forward_logs(message["log_level"])
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+        self.host = build_host(message)
+        engine = self.host.engines["rollout"]
+        return {"label": engine.label, "capacity": engine.capacity}
+
     def _do_call(self, message: dict[str, Any]) -> Any:
         """A method of an engine's contract."""
         from engine_core.contracts.engines import RolloutEngine, TrainEngine
@@ -158,8 +175,9 @@ class Worker:
 
     def _with_texts(self, role: str, value: Any) -> Any:
         """The result of a command; responses that have ended come with their text."""
-        if role == "rollout":  # others may have tokens of their own
-            decode_ended(value, self.host.live.get("tokenizer"))
+        tokenizer = self.host.live.get("tokenizer")
+        if role == "rollout" and tokenizer is not None:  # other roles may have tokens of their own
+            decode_ended(value, tokenizer)
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
@@ -270,6 +288,12 @@ class Worker:
             sys.stderr.flush()
             end_at_once(1)
 
+    def _send_heartbeats(self) -> None:
+        """Tell the owner that the interpreter runs."""
+        while True:
+            self.outbox.put({"heartbeat": True})
+            time.sleep(HEARTBEAT_SECONDS)
+
     def _watch_over_controller(self) -> None:
         """The end of the controller's host, which says nothing, is the end of this process too."""
         end_with(self.channel.socket, lambda: end_at_once(CONTROLLER_GONE))
@@ -353,9 +377,11 @@ def main() -> None:
     """Serve the socket whose number is the argument."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()
+    print_stacks_on_request()
     os.dup2(2, 1)  # what engines print goes where their messages go
     Worker(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
+    sys.stderr.flush()
+    os._exit(0)  # the engines are closed: the end of an interpreter would only take time
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Command:
         ranks: of the run.
         leaders: whose results count, in this order.
         merge: makes one result of theirs.
-        deadline: seconds that a rank may take once it is at it.
+        deadline: seconds that a rank may take once it is at it, and the key that sets them.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Command:
         ranks: Sequence[int],
         leaders: Sequence[int],
         merge: Merge,
-        deadline: float,
+        deadline: tuple[float, str],
     ) -> None:
         self.number, self.what, self.ranks, self.leaders, self.merge = number, what, ranks, leaders, merge
-        self.deadline = deadline
+        self.deadline, self.deadline_key = deadline
         self.reply: Reply
         self.on_part: Callable[[Any], None] = lambda part: None
         self.values: dict[int, Any] = {}
@@ -201,7 +201,7 @@ class WorkerPool:
         leaders: Sequence[int] | None = None,
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
-        deadline: float | None = None,
+        deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
     ) -> Future[Any]:
         """Put a command into the mailboxes of some ranks.
@@ -213,11 +213,12 @@ class WorkerPool:
             leaders: whose results count; default: the first rank's.
             merge: makes one result of theirs.
             interruptible: may be left at any point: no rank waits for another in it.
-            deadline: seconds; default: `command_timeout_minutes`.
+            deadline: seconds, and the key that sets them; default: `command_timeout_minutes`.
             on_part: is given, in a thread, each part of a result that a rank tells before it answers.
         """
         ranks = list(messages)
-        command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or self.stall_seconds)
+        limit = deadline or (self.stall_seconds, self.stall_key)
+        command = Command(number, what, ranks, leaders or ranks[:1], merge, limit)
         command.on_part = on_part
         command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
         if self._closing.is_set():
@@ -338,7 +339,9 @@ class WorkerPool:
             self._lose(worker, worker.how_it_ended(cause))
 
     def _take(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
-        if "log" in message:
+        if "heartbeat" in message:
+            worker.heartbeat = time.monotonic()
+        elif "log" in message:
             self._log(worker, message)
         elif "stacks" in message:
             self.stacks[worker.rank] = message["stacks"]
@@ -378,12 +381,9 @@ class WorkerPool:
         logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
         worker.newest = text
         with self._lock:
-            said_by = self._warned.setdefault(text, worker.rank) if level >= logging.WARNING else 0
-        if worker.rank == 0:
-            logger.log(level, "%s", text)
-        else:
-            extra = None if said_by == worker.rank else FILE_ONLY
-            logger.log(level, "rank %d: %s", worker.rank, text, extra=extra)
+            said_by = self._warned.setdefault(text, worker.rank) if level >= logging.WARNING else -1
+        extra = None if worker.shown or said_by == worker.rank else FILE_ONLY
+        logger.log(level, "%s%s", worker.prefix, text, extra=extra)
 
     def _interrupt(self, command: Command) -> None:
         """Nobody waits for it any more."""
@@ -435,8 +435,8 @@ class WorkerPool:
             now = time.monotonic()
             for worker in self._all():
                 worker.notice_death()
-                if cause := worker.host_is_gone():
-                    self._lose(worker, f"{cause}.")
+                if worker.rank not in self.absent and (cause := worker.silence()):
+                    self._lose(worker, worker.how_it_ended(cause) if worker.heartbeat else f"{cause}.")
                     worker.channel.close()  # whoever waits to send more is told
             with self._lock:
                 failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
@@ -470,10 +470,16 @@ class WorkerPool:
         while len(self.stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
         blamed, cause, stacks = told(
-            command.what[1], command.deadline, command.waiting, command.ranks, self.stacks, self.stall_key
+            command.what[1],
+            command.deadline,
+            command.waiting,
+            command.ranks,
+            self.stacks,
+            command.deadline_key,
         )
         log.error("Where every rank is:\n%s", stacks)
-        self._lose(self.workers[blamed], cause, command.what[0])
+        worker = self.workers[blamed]
+        self._lose(worker, worker.how_it_ended(cause), command.what[0])
 
 
 def _ask_where(worker: WorkerHandle) -> None:

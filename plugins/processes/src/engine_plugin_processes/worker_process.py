@@ -1,4 +1,4 @@
-"""One worker as the controller holds it: its channel, its mailbox, and its process where that is a child of ours."""
+"""A worker as its owner holds it: the channel, the mailbox, and the process where the owner has started it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,51 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from typing import cast
 
 from engine_core.runs.logs import FILE_ONLY
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import SOCKET, ChildProcess
 from engine_plugin_processes.peer_watch import PeerWatch
 
+MODULE = "engine_plugin_processes.worker"
+AWAY_SECONDS = (
+    2.0  # between two looks at the heartbeat: this process was stopped, and knows nothing of that time
+)
+
 log = logging.getLogger("engine")
 
 
 class WorkerHandle:
-    """See the module.
+    """A worker process as seen by its ``WorkerPool``.
 
     Args:
-        rank: of the run.
-        channel: to it.
-        process: where it is a child of ours; another's belongs to the launcher that started it.
+        rank: within the pool.
+        channel: to the worker.
+        process: the child process; None if an external launcher has started the worker.
         host: where it runs.
+        name: in front of what it prints and logs; empty: "rank N", and what rank 0 logs stands without a name.
+        heartbeat_timeout_seconds: without a heartbeat for so long the worker counts as lost; 0: it sends none.
     """
 
-    def __init__(self, rank: int, channel: Channel, process: ChildProcess | None, host: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        channel: Channel,
+        process: ChildProcess | None,
+        host: str,
+        name: str = "",
+        heartbeat_timeout_seconds: float = 0.0,
+    ) -> None:
         self.rank, self.channel, self.process, self.host = rank, channel, process, host
+        self.name = name or f"rank {rank}"
+        self.shown = bool(name) or rank == 0  # on the screen, not in the file alone
+        self.prefix = f"{self.name}: " if name or rank else ""
         self.roles: tuple[str, ...] = ("worker",)
         self.newest = "nothing yet"  # that it printed or logged
+        self.heartbeat_timeout_seconds = heartbeat_timeout_seconds
+        self.heartbeat: float | None = None  # time of the last one
+        self._looked = time.monotonic()
         if process is not None:
             process.on_line = self._show
         self._mailbox: list[int] = []  # commands that it has not answered, in their order
@@ -40,14 +62,33 @@ class WorkerHandle:
         self._silence = PeerWatch(channel.socket)
 
     @classmethod
-    def start(cls, rank: int, env: Mapping[str, str]) -> WorkerHandle:
-        """Start a child of this process."""
-        process = ChildProcess(
-            [sys.executable, "-m", "engine_plugin_processes.worker", SOCKET],
-            Channel,
-            env={**os.environ, **env},
-        )
-        return cls(rank, process.channel, process, socket.gethostname())
+    def start(
+        cls,
+        rank: int,
+        env: Mapping[str, str | None],
+        python: str = sys.executable,
+        *,
+        keeper: bool = False,
+        name: str = "",
+        heartbeat_timeout_seconds: float = 0.0,
+    ) -> WorkerHandle:
+        """Start a worker as a child of this process.
+
+        Args:
+            rank: within the pool.
+            env: variables that differ from those of this process; None removes one.
+            python: its interpreter.
+            keeper: see ``ChildProcess``.
+            name: see the class.
+            heartbeat_timeout_seconds: see the class.
+
+        Raises:
+            OSError: the interpreter does not start.
+        """
+        variables = {key: value for key, value in {**os.environ, **env}.items() if value is not None}
+        process = ChildProcess([python, "-P", "-m", MODULE, SOCKET], Channel, env=variables, keeper=keeper)
+        channel = cast("Channel", process.channel)
+        return cls(rank, channel, process, socket.gethostname(), name, heartbeat_timeout_seconds)
 
     # -- its mailbox --------------------------------------------------------
 
@@ -77,8 +118,19 @@ class WorkerHandle:
         if time.monotonic() - self._died_at > 1.0:
             self.channel.close()
 
-    def host_is_gone(self) -> str:
-        """Why its host counts as gone, without a word; "": it does not."""
+    def silence(self) -> str:
+        """Return why the worker counts as lost although its connection is open; "" if it does not."""
+        now = time.monotonic()
+        if now - self._looked > AWAY_SECONDS and self.heartbeat is not None:
+            self.heartbeat = now
+        self._looked = now
+        seconds = self.heartbeat_timeout_seconds
+        if seconds and self.heartbeat is not None and now - self.heartbeat > seconds:
+            if self.process is not None:
+                self.process.dump_stacks()
+            return (
+                f"it sent no heartbeat for {seconds:g} s: it is stopped, or its engine holds the interpreter"
+            )
         return self._silence.told
 
     def how_it_ended(self, cause: str = "") -> str:
@@ -104,4 +156,4 @@ class WorkerHandle:
     def _show(self, line: str) -> None:
         """Log what it prints: of the first rank to the screen too."""
         self.newest = line
-        log.info("rank %d printed: %s", self.rank, line, extra=None if self.rank == 0 else FILE_ONLY)
+        log.info("%s printed: %s", self.name, line, extra=None if self.shown else FILE_ONLY)

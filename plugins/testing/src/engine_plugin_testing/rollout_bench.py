@@ -15,7 +15,7 @@ from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.config.roles import ProcessConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.types import Prompt, Request, Rollout, Sampling
-from engine_plugin_processes.sampler_process.group import make_sampler
+from engine_plugin_processes.sampler_process.engine import SamplerEngine
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.reference import EOS, load_reference, logits_of, tokenizer
 from engine_plugin_testing.rollout_cuts import cuts
@@ -63,7 +63,7 @@ class RolloutBench(EngineBench):
         made: RolloutEngine
         if self.settings["process"] is not None:
             config.process = ProcessConfig.model_validate(self.settings["process"])
-            made = make_sampler(config, model, context)
+            made = SamplerEngine(config, model, context)
         else:
             made = plugins.resolve(self.kind, self.name)(config, model, context)
         self.stack.callback(made.close)

@@ -1,7 +1,7 @@
 """A rollout engine in a process of its own, with the environment of another Python if wanted (``[rollout.process]``).
 
-``engine.SamplerEngine`` stands where the engine would stand, in the process of the worker that owns it; ``process``
-holds the child's end of the line, ``child`` and ``serve`` are the child, ``buckets`` brings weights across.
+``engine.SamplerEngine`` stands where the engine would stand, in the process of the worker that owns it, and ``weights`` sends its
+processes the weights; ``build`` runs in these processes, which are workers as those of a runtime (``worker``).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class SamplerProcesses:
             context: of the worker that owns it.
             source: streams the actor's weights to a process that is started again; None: the sampler keeps a copy.
         """
-        from engine_plugin_processes.sampler_process.group import make_sampler
+        from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
-        return make_sampler(config, model_config, context, source)
+        return SamplerEngine(config, model_config, context, source)
 
     @staticmethod
     def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:

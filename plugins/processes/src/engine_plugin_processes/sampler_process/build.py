@@ -1,45 +1,76 @@
-"""Building the engine in its own process: the plugin from this environment, its table checked here."""
+"""The sampler of ``[rollout.process]`` in its worker process: the plugin from this environment, its table checked here."""
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine_core.config import ModelConfig, RolloutConfig
-from engine_core.contracts.engines import WorkerContext
+from engine_core.contracts.engines import RolloutEngine, WorkerContext
 from engine_core.data import load_tokenizer, tokenizer_hash
 from engine_core.errors import ConfigError
-from engine_plugin_processes.foreign_interpreter import load_backend
+from engine_core.local.engine_host import RankPlacement
+from engine_plugin_processes import foreign_interpreter
 
 if TYPE_CHECKING:
-    import torch
-
-    from engine_core.contracts.engines import RolloutEngine
+    from engine_core.plugins.plugin_set import PluginSet
 
 
-def build_engine(order: Mapping[str, Any], device: torch.device) -> RolloutEngine:
-    """The engine that the owner asks for.
+@dataclass
+class SamplerHost:
+    """The engine of a sampler's process, with what a ``Worker`` needs besides."""
+
+    config: Any  # with the table ``rollout``
+    plugins: PluginSet
+    live: Mapping[str, Any]
+    place: RankPlacement
+    engines: dict[str, RolloutEngine]
+
+    def close(self) -> None:
+        """Close the engine."""
+        for engine in self.engines.values():
+            engine.close()
+
+
+def versions() -> dict[str, Any]:
+    """Return what the owner and the process compare."""
+    python = platform.python_version()
+    return {**foreign_interpreter.versions(), "python": python, "torch": torch.__version__}
+
+
+def build_host(order: Mapping[str, Any]) -> SamplerHost:
+    """Build the engine that the owner orders.
 
     Args:
-        order: its message ``start``.
-        device: of this process.
+        order: the command ``sampler`` of ``SamplerEngine``.
 
     Raises:
-        EngineError: the plugin cannot be had here, or the engine refuses.
+        EngineError: the plugin does not load here, or the engine refuses.
     """
+    if order["path"] is not None:
+        sys.path[:] = order["path"]
+    device = torch.device(order["context"]["device"])
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     root = Path(order["root"])
     config = RolloutConfig.model_validate(order["rollout"])
     if order["steps_are_short"]:
         config.expect_updates()
     where = (order["modules"], root, order["allow_code"], order["other"])
-    plugins = load_backend(config.backend, *where, order["actor"])
+    plugins = foreign_interpreter.load_backend(config.backend, *where, order["actor"])
     table = plugins.spec("rollout_engines", config.backend).config
     given = {"folder": root, "allow_code": order["allow_code"]}
     config.options = table.model_validate_json(json.dumps(order["options"]), strict=True, context=given)
     model = ModelConfig.model_validate(order["model"])
+    live = {"tokenizer": tokenizer_here(order["tokenizer"], model)} if order["tokenizer"] else {}
     context = WorkerContext(
         plugins=plugins,
         role=order["context"]["role"],
@@ -48,17 +79,18 @@ def build_engine(order: Mapping[str, Any], device: torch.device) -> RolloutEngin
         total_steps=order["context"]["total_steps"],
         deterministic=order["context"]["deterministic"],
         actor=order["actor"],
-        live={"tokenizer": tokenizer_here(order["tokenizer"], model)} if order["tokenizer"] else {},
+        live=live,
     )
-    import torch
-
     torch.manual_seed(context.seed)
     engine: RolloutEngine = plugins.resolve("rollout_engines", config.backend)(config, model, context)
-    return engine
+    # texts are decoded here for responses of the run's model alone: others may have tokens of their own
+    known = live if context.role == "rollout" else {}
+    place = RankPlacement(device)
+    return SamplerHost(SimpleNamespace(rollout=config), plugins, known, place, {"rollout": engine})
 
 
 def tokenizer_here(told: Sequence[str], model: ModelConfig) -> Any:
-    """The run's tokenizer, from the folder that the owner wrote.
+    """Load the run's tokenizer from the folder that the owner wrote.
 
     Args:
         told: the folder, and the tokenizer's hash.

@@ -1,7 +1,4 @@
-"""Memory that a sampler's owner and its process both see: a file without a name, or two buffers of one GPU.
-
-Nothing has a name that another process could open, and nothing is left when both have ended.
-"""
+"""Memory that several processes see: a file without a name, or a buffer of a GPU. Nothing is left when all have ended."""
 
 from __future__ import annotations
 
@@ -9,14 +6,11 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from engine_plugin_processes.buckets import Arena
 
 log = logging.getLogger("engine")
 
@@ -25,7 +19,7 @@ class HostMemory:
     """A file in memory, by its descriptor; grows, and keeps what lies in it.
 
     Args:
-        descriptor: of ``new_file`` here, or as inherited.
+        descriptor: of ``new_file`` here, or opened from ``told_to`` of another process.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -51,64 +45,62 @@ class HostMemory:
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes[offset : offset + size]
 
-    def told(self) -> dict[str, Any]:
-        return {}
+    def told_to(self, receiver: int) -> dict[str, Any]:
+        """Return how a process of the same user finds it: by this process's descriptor."""
+        return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
 
     def close(self) -> None:
         os.close(self.descriptor)
 
 
 class DeviceMemory:
-    """One buffer on a CUDA device, whose handle the other process opens (CUDA IPC).
+    """A buffer on a CUDA device of this process, with a handle for each receiver (CUDA IPC).
 
     Args:
         device: of the buffer.
-        handle: as ``told`` by the side that made it; None: this is that side.
+        receivers: how many processes will open it.
     """
 
-    def __init__(self, device: torch.device, handle: list[Any] | None = None) -> None:
-        self.device = device
-        self._handle: list[Any] = handle or []
+    def __init__(self, device: torch.device, receivers: int = 1) -> None:
+        self.device, self.receivers = device, receivers
+        self._handles: list[list[Any]] = []
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        if handle is not None:
-            opened = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle[1:])
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(opened)
 
     def reserve(self, size: int) -> None:
         if size > len(self._bytes):
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._handle = list(self._bytes.untyped_storage()._share_cuda_())
+            storage = self._bytes.untyped_storage()
+            self._handles = [list(storage._share_cuda_()) for _ in range(self.receivers)]
 
     def view(self, offset: int, size: int) -> Tensor:
         return self._bytes[offset : offset + size]
 
-    def told(self) -> dict[str, Any]:
-        return {"handle": self._handle}
+    def told_to(self, receiver: int) -> dict[str, Any]:
+        """Return how a receiver finds it."""
+        return {"handle": self._handles[receiver]}
 
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
 
 
-class Seen:
-    """The process's side: the arena that a message tells of. A device buffer is opened once.
+class OpenedMemory:
+    """The buffer of a ``DeviceMemory`` in a receiver.
 
     Args:
-        host: of the inherited descriptor.
-        device: of the engine.
+        device: the buffer's, by its number in this process.
+        handle: as ``DeviceMemory.told_to`` returned it.
     """
 
-    def __init__(self, host: HostMemory, device: torch.device) -> None:
-        self.host, self.device = host, device
-        self._opened: DeviceMemory | None = None
-        self._handle: list[Any] = []
+    def __init__(self, device: torch.device, handle: Sequence[Any]) -> None:
+        self._device = device
+        opened = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle[1:])
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(opened)
 
-    def __call__(self, told: Mapping[str, Any]) -> Arena:
-        if "handle" not in told:
-            return self.host
-        if self._opened is None or told["handle"] != self._handle:
-            self._handle = told["handle"]
-            self._opened = DeviceMemory(self.device, self._handle)
-        return self._opened
+    def view(self, offset: int, size: int) -> Tensor:
+        return self._bytes[offset : offset + size]
+
+    def close(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
 def shares_device(device: torch.device) -> bool:

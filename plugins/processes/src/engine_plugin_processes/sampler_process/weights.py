@@ -1,100 +1,103 @@
-"""The weights of a sampler's processes, on their owner's side: sent with each update, and again to a new process."""
+"""The weights of a sampler's processes, on the side of their owner: sent at each update, and again to a new process."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import DataError
-from engine_plugin_processes.buckets import Arena, Bucket, Delivery, fill, grouped, planned
-from engine_plugin_processes.remote_errors import unpack
-from engine_plugin_processes.sampler_process.memory import DeviceMemory, HostMemory
-from engine_plugin_processes.sampler_process.process import Lost, SamplerProcess
+from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
+from engine_core.errors import DataError, TrainingFailed
+from engine_plugin_processes.channel import new_token
+from engine_plugin_processes.transports.table import TRANSPORTS
+from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-Stream = Iterable[tuple[str, "Tensor"]]
-Filling = Iterator[tuple[Bucket, "list[tuple[str, Tensor]] | None"]]
+    from engine_core.contracts.engines import WorkerContext
+    from engine_plugin_processes.worker_process import WorkerHandle
 
-log = logging.getLogger("engine")
+Stream = Iterable[tuple[str, "Tensor"]]
+
+REASON_SECONDS = 10.0  # for a receiver to say why an update has failed
 
 
 class Weights:
-    """See the module.
+    """The current weights, and the link over which the processes receive them.
 
     Args:
-        host: memory that the process sees.
-        device: of a GPU whose memory the process can open; None: weights go through host memory.
-        source: streams the present weights anew. Without it every bucket keeps a place of its own in host memory,
-            where they go through the device's beside.
-        again: a new process may have to be given the present weights; False: nothing is kept for one.
+        pool: of the sampler's processes.
+        context: of the owner.
+        folder: private to the owner and its processes.
+        source: streams the current weights again, for a process that is started again; None: a copy of each update is
+            kept in host memory.
+        again: a process may be started again; False: nothing is kept.
     """
 
     def __init__(
         self,
-        host: HostMemory,
-        device: torch.device | None,
+        pool: WorkerPool,
+        context: WorkerContext,
+        folder: str,
         source: Callable[[], Stream] | None,
-        again: bool = True,
+        again: bool,
     ) -> None:
-        self.host, self.source = host, source
+        self.pool, self.context, self.folder, self.source = pool, context, folder, source
+        self.token = new_token()
+        self.transport = "ipc" if Path("/proc/self/fd").is_dir() else "tcp"
         self._keeps = source is None and again
-        self.device_memory = DeviceMemory(device) if device is not None else None
-        self.version: int | None = None  # of the last whole update; None: the weights of the model folder
-        self._broken = ""  # why no whole update can be given
-        self._kept: list[Bucket] = []  # in host memory, of the last update
-        self._half = 0  # bytes of each of the two places that are used in turn
+        self._kept: list[tuple[str, Tensor]] = []  # of the last complete update
+        self._version: int | None = None  # of the last complete update; None: the weights of the model folder
+        self._broken = ""  # why the processes have no complete weights
+        # receivers, and the owner's endpoint
+        self._link: tuple[list[WorkerHandle], WeightTransport] | None = None
+        self._links = self._updates = 0  # so far
 
-    def update(self, processes: Sequence[SamplerProcess], stream: Stream, version: int) -> list[str | Lost]:
-        """Bring processes to new weights.
+    def update(self, ranks: Sequence[int], stream: Stream, version: int) -> str:
+        """Send an update, which becomes the current weights.
 
         Args:
-            processes: that see the memory; several only where there is no ``source``.
-            stream: of the weights; each is copied once, whatever the number of processes.
+            ranks: the receivers.
+            stream: of the weights. It is run to its end, also if a receiver is lost.
             version: of these weights.
 
         Returns:
-            For each the engine's checksum, or that it is gone: ``push`` to a new one gives it these weights.
+            The checksum of the first receiver's engine.
 
         Raises:
-            Exception: the stream's own, or an engine's refusal: nothing is sampled until a whole update.
+            TrainingFailed: a receiver was lost (then ``again`` sends the update to the others), or does not receive it.
+            Exception: the stream's own, or an engine's refusal: nothing is sampled until a complete update.
         """
         self._broken = f"an update to version {version} did not come to its end"
-        kept: list[Bucket] = []
-        arena: Arena = self.device_memory or self.host
-        in_turn = self.device_memory is not None or not self._keeps
-        buckets = self._beside(stream, kept) if in_turn else self._filling(stream, kept)
-        found = self._deliver(processes, buckets, version, arena, in_turn)
-        if self._keeps:
-            for _ in buckets:  # the rest, where all are gone
+        kept: list[tuple[str, Tensor]] = []
+        copied = self._copied(stream, kept)
+        try:
+            found = self._send(ranks, copied, version)
+        except Exception as error:
+            for _ in copied:  # collective for the actor's ranks
                 pass
-        self.version, self._broken, self._kept = version, "", kept
+            if isinstance(error, TrainingFailed):
+                self._kept, self._version = kept, version
+            raise
+        self._kept, self._version, self._broken = kept, version, ""
         return found
 
-    def push(self, process: SamplerProcess) -> str:
-        """Give a new process the weights of the last whole update.
-
-        Raises:
-            Lost: it is gone, too.
-        """
-        if self.version is None or self._broken:
+    def again(self, ranks: Sequence[int]) -> str:
+        """Send the last complete update to other receivers; ``update`` describes result and errors."""
+        if self._version is None:
             return ""
-        if self.source is not None:
-            arena: Arena = self.device_memory or self.host
-            (found,) = self._deliver([process], self._beside(self.source(), []), self.version, arena, True)
-        else:
-            buckets: Filling = ((bucket, None) for bucket in self._kept)
-            (found,) = self._deliver([process], buckets, self.version, self.host, False)
-        if isinstance(found, Lost):
-            raise found
+        found = self._send(ranks, self._kept if self.source is None else self.source(), self._version)
+        self._broken = ""
         return found
 
-    def check_whole(self) -> None:
+    @property
+    def known(self) -> bool:
+        """Whether there is a complete update, or none was begun."""
+        return not self._broken
+
+    def check_complete(self) -> None:
         """Refuse to sample from a mixture.
 
         Raises:
@@ -104,95 +107,77 @@ class Weights:
             raise DataError(f"The sampler holds weights of two versions ({self._broken}). Update them again.")
 
     def close(self) -> None:
-        if self.device_memory is not None:
-            self.device_memory.close()
+        """Close the owner's endpoint."""
+        if self._link is not None:
+            self._link[1].close()
+            self._link = None
 
-    def _deliver(
-        self,
-        processes: Sequence[SamplerProcess],
-        buckets: Filling,
-        version: int,
-        arena: Arena,
-        in_turn: bool,
-    ) -> list[str | Lost]:
-        """A bucket to all, then the next: they take it at one time.
-
-        Args:
-            processes: that take.
-            buckets: what they take.
-            version: of these weights.
-            arena: where buckets lie.
-            in_turn: each is filled into one of two places of the arena; else it lies in its own already.
-        """
-        under_way = {at: self._begin(process, version, arena) for at, process in enumerate(processes)}
-        found: list[Any] = [None] * len(processes)
-
-        def of_each(do: Callable[[Delivery], Any]) -> None:
-            for at, delivery in list(under_way.items()):
-                try:
-                    found[at] = do(delivery)
-                except Lost as lost:
-                    found[at] = lost
-                    del under_way[at]
-
-        try:
-            for bucket, tensors in buckets:
-                if in_turn:
-                    of_each(functools.partial(self._place, bucket=bucket))
-                of_each(functools.partial(Delivery.put, bucket=bucket, tensors=tensors))
-                if not under_way:
-                    break
-            of_each(Delivery.finish)
-        except BaseException as error:
-            for delivery in under_way.values():
-                with contextlib.suppress(Lost):  # the stream's own failure is the one to tell
-                    delivery.break_off(f"{type(error).__name__}: {error}")
-            raise
-        for at in under_way:
-            if found[at].get("error"):
-                raise unpack(found[at]["error"], 0)
-            found[at] = found[at]["value"]
-        return found
-
-    def _begin(self, process: SamplerProcess, version: int, arena: Arena) -> Delivery:
-        number = process.next_number()
-        process.send({"kind": "update", "id": number, "version": version})
-        return Delivery(process.send, lambda: process.answer_to(number), number, arena)
-
-    def _filling(self, stream: Stream, kept: list[Bucket]) -> Filling:
-        """The stream's buckets, filled, one behind another in host memory."""
-        for tensors in grouped(stream):
-            yield self._kept_bucket(planned(tensors, 0), tensors, kept), tensors
-
-    def _beside(self, stream: Stream, kept: list[Bucket]) -> Filling:
-        """The stream's buckets, which who asks for them fills; where they are kept, a copy of each in host memory.
-
-        It is made while the process takes the bucket.
-        """
-        for tensors in grouped(stream):
-            bucket = planned(tensors, 0)
-            yield bucket, tensors
+    def _copied(self, stream: Stream, kept: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The stream; a copy of each tensor is added to ``kept`` where copies are kept."""
+        for name, tensor in stream:
             if self._keeps:
-                self._kept_bucket(bucket, tensors, kept)
+                kept.append((name, tensor.detach().to("cpu", copy=True)))
+            yield name, tensor
 
-    def _kept_bucket(self, bucket: Bucket, tensors: list[tuple[str, Tensor]], kept: list[Bucket]) -> Bucket:
-        """A copy of it behind those that are kept, from the device's memory where it was filled there."""
-        offset = kept[-1].offset + kept[-1].size if kept else 0
-        made = Bucket(offset, bucket.size, bucket.entries, bucket.sum)
-        kept.append(made)
-        self.host.reserve(offset + made.size)
-        if made.sum and self.device_memory is not None:
-            data = self.device_memory.view(bucket.offset, bucket.size)
-            self.host.view(offset, made.size).copy_(data)
-        else:
-            fill(self.host, made, tensors)
-        return made
+    def _send(self, ranks: Sequence[int], stream: Stream, version: int) -> str:
+        number, transport = self._connected(ranks)
+        self._updates += 1
+        fields = {"link": number, "update": self._updates, "version": version, "mix": None, "role": "rollout"}
+        command = self.pool.next_number()
+        message = message_to(command, "receive", **fields)
+        taken = self.pool.send(
+            dict.fromkeys(ranks, message), ("rollout", "update_weights"), command, leaders=ranks
+        )
+        try:
+            transport.send(stream, WeightUpdate(self._updates, version))
+            checksum: str = taken.result()
+        except BaseException as error:
+            self.close()
+            reason = taken.exception(REASON_SECONDS)
+            if isinstance(error, TrainingFailed) and reason is not None:
+                raise reason from error
+            raise
+        return checksum
 
-    def _place(self, delivery: Delivery, bucket: Bucket) -> None:
-        """One of two places in turn: the one before the last is free once it is answered."""
-        arena = delivery.arena
-        if bucket.size > self._half:
-            delivery.settle()
-            self._half = bucket.size
-            arena.reserve(2 * self._half)
-        bucket.offset = self._half * (delivery.sent % 2)
+    def _connected(self, ranks: Sequence[int]) -> tuple[int, WeightTransport]:
+        """Return the number of the link to these receivers, and the owner's endpoint; open and join a new one if needed."""
+        workers = [self.pool.workers[rank] for rank in ranks]  # one that was replaced is another object
+        if self._link is not None and self._link[0] == workers:
+            return self._links, self._link[1]
+        self.close()
+        replaced = [self._links] if self._links else []
+        self._links += 1
+        self._updates = 0
+        host = socket.gethostname()
+        names = (
+            f"actor[{self.context.rank}] on {host}",
+            *(f"{worker.name} on {host}" for worker in workers),
+        )
+        common: dict[str, Any] = {
+            "transport": self.transport, "host": "127.0.0.1", "rendezvous": {}, "shared_folder": self.folder,
+            "link_id": str(self._links),
+        }  # fmt: skip
+        endpoint = TransportEndpoint(
+            names=names, index=0, device=self.context.device, token=self.token, **common
+        )
+        spec = TRANSPORTS[self.transport]
+        transport: WeightTransport = spec.resolve()(spec.config(), endpoint)
+        try:
+            own = transport.open()
+            shared = {**common, "link": self._links, "names": list(names), "instead_of": replaced}
+            peers = [own, *self._tell(ranks, "link", [shared | {"index": at} for at in range(1, len(names))])]
+            self._tell(ranks, "join", [{"link": self._links, "peers": peers}] * len(ranks))
+            transport.join(peers)
+        except BaseException:
+            transport.close()
+            raise
+        self._link = workers, transport
+        return self._links, transport
+
+    def _tell(self, ranks: Sequence[int], kind: str, fields: Sequence[dict[str, object]]) -> list[object]:
+        number = self.pool.next_number()
+        messages = {rank: message_to(number, kind, **own) for rank, own in zip(ranks, fields, strict=True)}
+        answers: list[object] = self.pool.send(
+            messages, ("rollout", kind), number, leaders=ranks, merge=lambda results: list(results)
+        ).result()
+        return answers

@@ -45,9 +45,6 @@ class PrivateBuffer:
     def view(self, offset: int, size: int) -> Tensor:
         return self._bytes[offset : offset + size]
 
-    def told(self) -> dict[str, Any]:
-        return {}
-
 
 def flat_buckets(
     stream: Iterable[tuple[str, Tensor]], device: torch.device, buffers: tuple[Arena, Arena] | None = None

@@ -1,4 +1,5 @@
-"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each receiver.
+"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each receiver,
+a socket in the run's private folder.
 
 For processes of one machine, also where they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
 fills one again when every receiver has said that it has its copy. On GPUs the buffers are on the sender's, and a receiver copies
@@ -9,6 +10,7 @@ Between GPUs this is experimental: it has not run on one.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,12 @@ import torch
 from engine_core.errors import ConfigError
 from engine_plugin_processes.channel import Closed
 from engine_plugin_processes.codec import encode
-from engine_plugin_processes.sampler_process.memory import DeviceMemory, HostMemory, shares_device
+from engine_plugin_processes.sampler_process.memory import (
+    DeviceMemory,
+    HostMemory,
+    OpenedMemory,
+    shares_device,
+)
 from engine_plugin_processes.transports.bucketing import flat_buckets, weight_bytes
 from engine_plugin_processes.transports.devices import gpu_uuid, visible_gpus
 from engine_plugin_processes.transports.tcp import TCP
@@ -31,40 +38,7 @@ if TYPE_CHECKING:
     from engine_plugin_processes.channel import Channel
 
 
-class Shown(HostMemory):
-    """A file in memory that processes of the same user open by this process's descriptor."""
-
-    def __init__(self) -> None:
-        super().__init__(self.new_file())
-
-    def told_to(self, receiver: int) -> dict[str, Any]:
-        """How one receiver finds it."""
-        return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
-
-
-class ShownDevice(DeviceMemory):
-    """A buffer of a GPU, with a handle for each receiver.
-
-    Args:
-        device: of the buffer.
-        receivers: how many will open it.
-    """
-
-    def __init__(self, device: torch.device, receivers: int) -> None:
-        super().__init__(device)
-        self.receivers = receivers
-        self._handles: list[list[Any]] = []
-
-    def reserve(self, size: int) -> None:
-        if size > len(self._bytes):
-            self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._handles = [
-                list(self._bytes.untyped_storage()._share_cuda_()) for _ in range(self.receivers)
-            ]
-
-    def told_to(self, receiver: int) -> dict[str, Any]:
-        """How one receiver finds it."""
-        return {"handle": self._handles[receiver]}
+MAX_SOCKET_PATH = 100  # bytes of the path of a socket that every system takes
 
 
 class IPC(TCP):
@@ -130,6 +104,12 @@ class IPC(TCP):
                 channel.close()
         return sent
 
+    def _place(self) -> str:
+        folder = self.endpoint.shared_folder
+        path = f"{folder}/{self.endpoint.link_id}-{self.endpoint.index}"
+        usable = folder and hasattr(socket, "AF_UNIX") and len(os.fsencode(path)) < MAX_SOCKET_PATH
+        return path if usable else self.endpoint.host
+
     def close(self) -> None:
         super().close()
         opened = [memory for _, memory in self._opened.values()]
@@ -138,7 +118,11 @@ class IPC(TCP):
         self.buffers, self._opened = None, {}
 
     def _buffer(self) -> Any:
-        return ShownDevice(self.source, len(self.addresses)) if self.on_device else Shown()
+        return (
+            DeviceMemory(self.source, len(self.addresses))
+            if self.on_device
+            else HostMemory(HostMemory.new_file())
+        )
 
     def _all_have(self, channels: Sequence[Channel], update: WeightUpdate) -> None:
         for index, channel in enumerate(channels, 1):
@@ -169,7 +153,7 @@ class IPC(TCP):
             if memory is not None:
                 memory.close()
             if self.on_device:
-                memory = DeviceMemory(self.source, told["handle"])
+                memory = OpenedMemory(self.source, told["handle"])
             else:
                 memory = HostMemory(os.open(told["path"], os.O_RDWR))
             self._opened[number] = told, memory

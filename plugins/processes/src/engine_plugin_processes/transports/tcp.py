@@ -17,7 +17,7 @@ import torch
 
 from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_plugin_processes.buckets import unpacked
-from engine_plugin_processes.channel import Channel, Closed, callers, connect, listen
+from engine_plugin_processes.channel import Address, Channel, Closed, callers, connect, listen
 from engine_plugin_processes.codec import DecodeError, encode
 from engine_plugin_processes.transports.bucketing import flat_buckets, verify, weight_bytes
 
@@ -31,17 +31,24 @@ class TCP(WeightTransport):
     """The transport ``tcp``: a connection to each receiver."""
 
     listener: socket.socket | None = None
-    addresses: Sequence[tuple[str, int]] = ()
+    addresses: Sequence[Address] = ()
 
     def open(self) -> Any:
         """Return the address at which this endpoint listens; the sender does not listen."""
         if self.endpoint.index == 0:
             return None
-        self.listener = listen(self.endpoint.host)
-        return list(self.listener.getsockname()[:2])
+        self.listener = listen(self._place())
+        name = self.listener.getsockname()
+        return name if isinstance(name, str) else list(name[:2])
 
     def join(self, peers: Sequence[Any]) -> None:
-        self.addresses = [(str(host), int(port)) for host, port in peers[1:]]
+        self.addresses = [
+            each if isinstance(each, str) else (str(each[0]), int(each[1])) for each in peers[1:]
+        ]
+
+    def _place(self) -> str:
+        """Where this endpoint listens; see ``listen``."""
+        return self.endpoint.host
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         channels: list[Channel] = []
@@ -99,7 +106,7 @@ class TCP(WeightTransport):
     def _took(self, channel: Channel, number: int, update: WeightUpdate) -> None:
         """Called with the number of each bucket that was verified. Sends nothing here: each receiver has its own copy of the bytes."""
 
-    def _connected(self, address: tuple[str, int], index: int, update: WeightUpdate) -> Channel:
+    def _connected(self, address: Address, index: int, update: WeightUpdate) -> Channel:
         try:
             channel = connect(address, self.endpoint.token, 0, self.options.timeout_seconds)
         except (OSError, TimeoutError) as error:

@@ -1,0 +1,68 @@
+"""Weights in buckets: what is taken out is what was put in, and a checksum sees damage."""
+
+import random
+import struct
+
+import pytest
+import torch
+
+from engine_plugin_processes import buckets
+from engine_plugin_processes.buckets import checksum, grouped, planned, unpacked
+from engine_plugin_processes.transports.bucketing import flat_buckets
+
+WEIGHTS = {
+    "a": torch.randn(3, 5),
+    "b": torch.randn(7).bfloat16(),
+    "c": torch.tensor(2.5),
+    "d": torch.tensor([True, False, True]),
+    "e": torch.randn(40, 40),  # larger than a bucket
+    "f": torch.empty(0, 4),
+    "g": torch.randn(6, 6).t(),  # not contiguous
+}
+
+
+def slow_checksum(data):
+    words = struct.unpack(f"<{len(data) // 8}Q", data)
+    plain = sum(words) % 2**64
+    weighed = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
+    return f"{plain:016x}{weighed:016x}"
+
+
+@pytest.mark.parametrize("words", [0, 1, 50, 333, 350])
+@pytest.mark.parametrize("way", ["_by_chunks", "_at_once"])  # of a CPU, of a GPU
+def test_the_checksum_is_that_of_whole_numbers_also_over_several_chunks(monkeypatch, way, words):
+    monkeypatch.setattr(buckets, "CHUNK_WORDS", 50)
+    monkeypatch.setattr(buckets, "_by_chunks", getattr(buckets, way))
+    buckets._factors.cache_clear()
+    data = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
+    assert checksum(data) == slow_checksum(data.numpy().tobytes())
+    buckets._factors.cache_clear()
+
+
+def test_a_flipped_bit_and_two_words_that_changed_places_are_seen():
+    data = torch.randint(0, 256, (8 * 100,), dtype=torch.uint8)
+    hurt = [data.clone() for _ in range(50)]
+    for copy, bit in zip(hurt, random.sample(range(8 * len(data)), 50), strict=True):
+        copy[bit // 8] ^= 1 << bit % 8
+    words = data.view(torch.int64).clone()
+    words[[3, 90]] = words[[90, 3]]
+    assert checksum(data) not in [checksum(copy) for copy in (*hurt, words.view(torch.uint8))]
+
+
+def test_every_tensor_is_in_its_bucket_as_it_was(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 200)
+    found, count = {}, 0
+    for flat in flat_buckets(WEIGHTS.items(), torch.device("cpu")):
+        assert flat.bucket.sum == slow_checksum(flat.data.numpy().tobytes())
+        found |= {name: tensor.clone() for name, tensor in unpacked(flat.data, flat.bucket.entries)}
+        count += 1
+    assert count == len(list(grouped(WEIGHTS.items()))) > 3
+    assert list(found) == list(WEIGHTS)
+    for name, tensor in WEIGHTS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_type_that_does_not_cross_is_named():
+    with pytest.raises(TypeError, match=r"Weight 'z' is of complex64"):
+        planned([("z", torch.zeros(2, dtype=torch.complex64))], 0)
