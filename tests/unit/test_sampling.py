@@ -5,10 +5,8 @@ import torch
 
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import PluginError
-from engine_core.local.runtime import LocalGroup
-from engine_core.sampling import flow
 from engine_core.types import Prompt, Request, Rollout, Sampling
-from engine_plugin_trainers.early_stop import RoundArrivals
+from engine_plugin_processes.engine_flow import flow
 
 
 class Echo(RolloutEngine):
@@ -128,19 +126,6 @@ def test_several_rounds_of_advance_give_what_as_many_calls_would_and_end_with_th
     assert [r.request_id for r in engine.advance(rounds=5)] == ["r2", "r1", "r0"]
     assert len(steps) == 2  # none once nothing is left
     assert engine.advance(rounds=3) == []
-
-
-def test_later_calls_ask_for_more_rounds():
-    engine, counts = Echo(), []
-    group, advance = LocalGroup(engine), engine.advance
-    engine.advance = lambda *given, rounds=1, **named: (
-        counts.append(rounds) or advance(*given, rounds=rounds, **named)
-    )
-    found = RoundArrivals(group, requests(40))
-    came = [[r.request_id for r in next(found)] for _ in range(14)]
-    assert [len(each) for each in came] == [2] * 8 + [4] * 4 + [6, 2]  # and nothing once nothing is left
-    assert sorted(id for each in came for id in each) == sorted(r.id for r in requests(40))
-    assert counts == [1] * 8 + [2] * 4 + [3, 3]
 
 
 def test_an_engine_that_stops_in_a_later_round_is_named():

@@ -1,7 +1,6 @@
-"""Where rollouts of a step that ends early come from: rounds of all samplers, or each by itself."""
+"""Steps that end early: what counts, what is stopped, what is asked for in one call."""
 
 import dataclasses
-import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -10,18 +9,10 @@ import torch
 
 from engine_core.contracts.parts import CARRIED
 from engine_core.contracts.runtime import WorkerGroup
-from engine_core.errors import WorkerLost
 from engine_core.runs.rollout_files import write_rollouts
 from engine_core.train.clock import Clock
 from engine_core.types import Prompt, Request, Rollout, Sampling
-from engine_plugin_trainers.early_stop import (
-    FlowArrivals,
-    Group,
-    RoundArrivals,
-    Stragglers,
-    _arrivals,
-    _settle,
-)
+from engine_plugin_trainers.early_stop import Group, Stragglers, _settle
 
 
 def request(number):
@@ -60,76 +51,6 @@ class Samplers(WorkerGroup):
 
 def ids(rollouts):
     return [each.request_id for each in rollouts]
-
-
-def test_where_the_same_seed_is_to_give_the_same_samplers_are_asked_in_rounds():
-    group = Samplers(repeatable=True)
-    arrivals = _arrivals(group, [request(1), request(2)], Clock())
-    assert isinstance(arrivals, RoundArrivals)
-    assert [ids(next(arrivals)), ids(next(arrivals))] == [["r1"], ["r2"]]
-    assert group.rounds == [["r1", "r2"], []]  # asked once
-    assert group.made is None
-
-
-def test_where_responses_are_long_a_call_is_of_several_rounds():
-    group, asked = Samplers(repeatable=True), []
-    arrivals = _arrivals(group, [request(1)], Clock())
-    answer = group.call
-
-    def call(method, **plain):
-        asked.append(plain.pop("rounds", 1))
-        return answer(method, **plain)
-
-    group.call = call
-    for _ in range(16):
-        next(arrivals)
-    assert asked == [1] * 8 + [2] * 4 + [3] * 3 + [4]  # 8, 16, 25, 29 rounds
-
-
-def test_samplers_that_wait_for_each_other_are_asked_in_rounds():
-    assert isinstance(_arrivals(Samplers(flows=False), [], Clock()), RoundArrivals)
-
-
-def test_samplers_that_go_on_by_themselves_are_told_once_and_again_when_they_rest():
-    group = Samplers()
-    arrivals = _arrivals(group, [request(1), request(2)], Clock())
-    assert isinstance(arrivals, FlowArrivals)
-    threading.Timer(0.05, lambda: group.made.tell([request(1).unsampled()])).start()
-    assert ids(next(arrivals)) == ["r1"]
-    group.made.resting = True
-    group.made.changed()
-    assert next(arrivals) == []  # it was told to go on before it was waited for
-    group.made.tell([request(2).unsampled()])
-    assert [ids(part) for part in arrivals.rest()] == [["r2"]]
-    assert group.made.gone == [["r1", "r2"], []]
-    arrivals.close()
-    assert group.made.closed
-
-
-def test_one_that_is_lost_while_it_is_told_is_made_up_for_before_anybody_waits():
-    """Nothing of it is open that could tell the loss."""
-    group = Samplers()
-    arrivals = _arrivals(group, [request(1)], Clock())
-    go = group.made.go
-
-    def lost(requests=(), dropped=()):
-        go(requests, dropped)
-        group.made.resting = bool(requests)
-        if not requests:
-            group.made.tell([request(1).unsampled()])
-
-    group.made.go = lost
-    assert ids(next(arrivals)) == ["r1"]
-    assert group.made.gone == [["r1"], []]
-
-
-def test_a_sampler_that_fails_ends_the_wait():
-    group = Samplers()
-    arrivals = _arrivals(group, [request(1)], Clock())
-    group.made.error = WorkerLost("rollout", 1, "here", "gone")
-    group.made.changed()
-    with pytest.raises(WorkerLost, match="gone"):
-        next(arrivals)
 
 
 def test_of_a_response_that_two_samplers_tell_the_first_one_counts():
@@ -171,7 +92,7 @@ def test_a_response_that_one_sampler_tells_and_another_gives_back_finished_is_co
 
     def with_one_told(tell, changed):
         made = flow(tell, changed)
-        tell([finished(1)])
+        made.go = lambda requests, dropped: tell([finished(1)])
         return made
 
     group.flow = with_one_told

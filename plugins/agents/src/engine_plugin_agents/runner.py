@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.data.chat import ChatFormat
 from engine_core.errors import TrainingFailed
+from engine_core.sampler_session import SamplerSession
 from engine_plugin_agents.checks import check_columns, check_reward_names, load_environment
 from engine_plugin_agents.episode import Episode
 from engine_plugin_agents.event_loop import Finished, LoopThread, News, Session
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LINGER_SECONDS = 0.005
-"""With an idle sampler: requests of fast tools that come so soon after others are sampled with them."""
+"""With an idle sampler: requests of fast tools that come so soon after others are sampled with them. Between two looks at the episodes."""
 ALIVE_SECONDS = 1.0  # between looks at a loop that says nothing
 TRACES_LOGGED = 20
 COUNTS = (
@@ -121,15 +122,16 @@ class EnvironmentRunner:
             for request in requests
         ]
         self._loop.post(session.begin, episodes)
-        running: set[str] = set()  # requests that the sampler has
+        sampler = SamplerSession(group, rounds=group.repeatable)
         try:
-            finished = self._serve(group, session, requests, running, seen)
-        except BaseException:  # Stop included: whoever goes on after it finds nothing of ours queued
+            finished = self._serve(sampler, session, requests, seen)
+            sampler.abandon()  # turns of episodes that ended before they were answered
+        except BaseException:  # a stop included: the sampler is left without requests of this step
             self._loop.post(session.cancel)
-            group.call("advance", dropped=sorted(running)).result()
+            sampler.abandon()
             raise
-        if running:  # of episodes that were left before they were answered
-            group.call("advance", dropped=sorted(running)).result()
+        finally:
+            sampler.close()
         self._counts += session.counts
         return [finished[number].rollout for number in range(len(requests))]
 
@@ -163,19 +165,18 @@ class EnvironmentRunner:
 
     def _serve(
         self,
-        group: WorkerGroup,
+        sampler: SamplerSession,
         session: Session,
         requests: Sequence[Request],
-        running: set[str],
         seen: Callable[[Sequence[Rollout]], None],
     ) -> dict[int, Finished]:
         """Sample what episodes ask for until all are over."""
         assert self._loop is not None
         finished: dict[int, Finished] = {}
         while len(finished) < len(requests):
-            news = session.news(0.0 if running else ALIVE_SECONDS)
+            news = session.news(ALIVE_SECONDS if sampler.idle else 0.0)
             self._settle(news, requests, finished, seen)
-            while news.requests and not running:
+            while news.requests and sampler.idle:
                 if session.started - len(finished) <= len(news.requests):
                     break  # nobody else is about to ask
                 more = session.news(LINGER_SECONDS)
@@ -185,12 +186,10 @@ class EnvironmentRunner:
                 if not more.requests and not more.finished:
                     break
             dropped = set(news.dropped)
-            fresh = [request for request in news.requests if request.id not in dropped]
-            running |= {request.id for request in fresh}
-            if running:
-                done = group.call("advance", requests=fresh, dropped=sorted(dropped)).result()
-                running -= {rollout.request_id for rollout in done} | dropped
-                self._loop.post(session.answer, done)
+            sampler.submit([request for request in news.requests if request.id not in dropped], news.dropped)
+            if not sampler.idle:
+                if done := sampler.results(LINGER_SECONDS):
+                    self._loop.post(session.answer, done)
             elif self._loop.silent_seconds() > self.config.timeout_seconds:
                 raise TrainingFailed(
                     f"{self.label} has blocked the event loop for {self.config.timeout_seconds:g} s "

@@ -1,7 +1,7 @@
 """Samplers that go on by themselves: each is told what is new and tells what has finished, and none waits for another.
 
 A command of a flow goes to one sampler. It samples until another command comes, until nothing is left, or for
-``MOST_SECONDS``, and tells the rollouts of a group when it has none of them left, or leaves the flow (``engine_core.sampling.GroupBuffer``).
+``MOST_SECONDS``, and tells the rollouts of a group when it has none of them left, or leaves the flow (``engine_flow.GroupBuffer``).
 The requests of a group go to one sampler, which reads their prompt once, unless there are fewer groups than samplers. So
 the messages of a run are as many as its groups, and some more where responses take longer than a command, and whoever
 wants to change something (new weights, a stop) sends a command: the sampler leaves the flow for it between two steps of
@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin_processes.worker_pool import Reply, request_to
+from engine_plugin_processes.worker_pool import Reply, message_to
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
@@ -112,7 +112,7 @@ class Flow:
 
     def _send(self, at: int, plain: dict[str, Any], texts: Texts) -> None:
         group, number = self.group, self.group.crew.next_number()
-        message = request_to(number, "flow", texts, role=group.role, seconds=self._seconds, **plain)
+        message = message_to(number, "flow", texts, role=group.role, seconds=self._seconds, **plain)
         rank = self._leader(at)
         with self._lock:  # an answer that comes at once waits until it is known
             reply = group.crew.send(

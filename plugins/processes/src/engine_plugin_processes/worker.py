@@ -182,7 +182,7 @@ class Worker:
 
     def _do_flow(self, message: dict[str, Any]) -> None:
         """Sample until another command comes, nothing is left or the time is up; what finished is told at once."""
-        from engine_core.sampling import flow
+        from engine_plugin_processes.engine_flow import flow
 
         engine = cast("RolloutEngine", self.host.engines[message["role"]])
         end = time.monotonic() + message["seconds"]

@@ -12,7 +12,7 @@ from engine_core.contracts.runtime import WorkerGroup
 from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.portions import Portions, portions_of
 from engine_plugin_processes.split import Merge, Running, in_order, merge_plain, split_batch, split_requests
-from engine_plugin_processes.worker_pool import Reply, WorkerPool, request_to
+from engine_plugin_processes.worker_pool import Reply, WorkerPool, message_to
 
 if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
@@ -85,7 +85,7 @@ class RemoteWorkerGroup(WorkerGroup):
         for at, rows, given in zip(slices, batches, arguments, strict=True):
             same = id(rows), id(given)
             if same not in encoded:
-                encoded[same] = request_to(
+                encoded[same] = message_to(
                     number, "call", texts, role=self.role, method=method, batch=rows, plain=given
                 )
             messages |= dict.fromkeys(at.ranks, encoded[same])
@@ -160,7 +160,7 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def _message(self, number: int, requests: Sequence[Request], parts: bool, texts: Texts) -> Encoded:
         plain = {"requests": list(requests)}
-        return request_to(
+        return message_to(
             number, "call", texts, role=self.role, method="generate", batch=None, plain=plain, parts=parts
         )
 

@@ -491,11 +491,6 @@ def _encoded(message: Any) -> Encoded:
     return message if isinstance(message, Encoded) else encode(message)
 
 
-def message_to(number: int, kind: str, **fields: Any) -> Encoded:
-    """A command, ready to be sent to any number of ranks."""
-    return encode({"kind": kind, "id": number, **fields})
-
-
-def request_to(number: int, kind: str, texts: Texts, **fields: Any) -> Encoded:
-    """As ``message_to``; ``texts``: of prompts that other commands have, too."""
+def message_to(number: int, kind: str, texts: Texts | None = None, **fields: Any) -> Encoded:
+    """Return a command, ready to be sent to any number of ranks; ``texts``: of prompts that other commands have, too."""
     return encode({"kind": kind, "id": number, **fields}, texts=texts)

@@ -12,21 +12,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine_core.contracts.parts import CARRIED
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
+from engine_core.sampler_session import SamplerSession
 from engine_core.types import Prompt, Request, Rollout
 from engine_plugin_trainers.policy_versions import version_runs
 
 if TYPE_CHECKING:
-    from engine_core.contracts.runtime import WorkerGroup
-    from engine_core.train.clock import Clock
     from engine_core.train.rollouts import RolloutSource
 
 COUNTS = (
@@ -43,96 +42,6 @@ MOST_AT_ONCE = 4  # rounds of a call
 log = logging.getLogger("engine")
 
 RequestOf = Callable[[Prompt, str], Request]
-
-
-class RoundArrivals:
-    """Rollouts in rounds of all samplers: which are finished by a round does not depend on how quick each sampler is.
-
-    A call is of one round at first, and of more after many, at most ``MOST_AT_ONCE``: what is still under way then is
-    long, and what a call samples after the last group that is waited for is little of it.
-
-    Args:
-        group: of the sampler.
-        requests: that it is asked.
-    """
-
-    def __init__(self, group: WorkerGroup, requests: Sequence[Request]) -> None:
-        self._group, self._requests = group, requests
-        self._rounds = 0  # so far
-
-    def __next__(self) -> list[Rollout]:
-        requests, self._requests = self._requests, []
-        count = min(1 + self._rounds // ROUNDS_FOR_MORE, MOST_AT_ONCE)
-        more: dict[str, Any] = {"rounds": count} if count > 1 else {}
-        found: list[Rollout] = self._group.call("advance", requests=requests, **more).result()
-        self._rounds += count
-        return found
-
-    def rest(self) -> list[list[Rollout]]:
-        """What has finished besides, once all were stopped: nothing, a round tells all."""
-        return []
-
-    def close(self) -> None:
-        """Nothing is left of it."""
-
-
-class FlowArrivals:
-    """Rollouts as they finish, of samplers that go on by themselves and wait for no other.
-
-    consumes: requests, when it is made; waits for: ``next`` for a rollout, or for a sampler that rests or has failed;
-    unblocked by: the threads that read answers; produces: rollouts, once each.
-
-    Args:
-        group: of the sampler; it has a ``flow``.
-        requests: that it is asked.
-        clock: what ``next`` waits by.
-    """
-
-    def __init__(self, group: WorkerGroup, requests: Sequence[Request], clock: Clock) -> None:
-        self._arrived: deque[list[Rollout]] = deque()
-        self._changed = clock.condition()
-        self._requests = requests
-        self.flow = group.flow(self._put, partial(self._put, []))
-
-    def __next__(self) -> list[Rollout]:
-        assert self.flow is not None
-        requests, self._requests = self._requests, []
-        if requests:
-            self.flow.go(requests)
-        while self.flow.resting and self.flow.error is None:  # also of one that was lost while it was told
-            self.flow.go()
-        with self._changed:
-            self._changed.wait_for(lambda: self._arrived)
-            found = self._arrived.popleft()
-        if self.flow.error is not None:
-            raise self.flow.error
-        return found
-
-    def rest(self) -> list[list[Rollout]]:
-        """What has finished besides, once all were stopped: samplers tell it before they answer the stop."""
-        with self._changed:
-            found = list(self._arrived)
-            self._arrived.clear()
-        return found
-
-    def close(self) -> None:
-        """Nobody waits for anything of it any more."""
-        if self.flow is not None:
-            self.flow.close()
-
-    def _put(self, rollouts: list[Rollout]) -> None:
-        """These have finished; none: there is something to look at. In a thread that reads answers."""
-        with self._changed:
-            self._arrived.append(rollouts)
-            self._changed.notify()
-
-
-def _arrivals(group: WorkerGroup, requests: Sequence[Request], clock: Clock) -> RoundArrivals | FlowArrivals:
-    """In rounds where a run is to take the same course again, and where samplers wait for each other."""
-    if group.repeatable:
-        return RoundArrivals(group, requests)
-    flowing = FlowArrivals(group, requests, clock)
-    return flowing if flowing.flow is not None else RoundArrivals(group, requests)
 
 
 @dataclass
@@ -286,18 +195,22 @@ class Stragglers:
         complete = sum(group.complete for group in groups)
         if not running or complete >= self._wanted:  # what was never asked for needs no stop
             return {}
-        asked = [request for group in groups for request in group.left]
-        arrivals = _arrivals(sampler, asked, self.source.run.clock)
+        # in rounds where a run is to take the same course again
+        session = SamplerSession(sampler, self.source.run.clock, rounds=sampler.repeatable)
+        session.submit([request for group in groups for request in group.left])
+        rounds = 0  # so far
         try:
             while running and complete < self._wanted:
-                complete += _settle(next(arrivals), running)
-            found = sampler.call("advance", stopped=sorted(running)).result() if running else []
-            _settle([r for part in arrivals.rest() for r in part], running)
-        except BaseException:  # a signal included: whoever goes on after it finds nothing of ours queued
-            sampler.call("advance", dropped=sorted(running)).result()
+                # after many rounds what is in flight is long: little is sampled in vain by asking for more at a time
+                count = min(1 + rounds // ROUNDS_FOR_MORE, MOST_AT_ONCE)
+                complete += _settle(session.results(rounds=count), running)
+                rounds += count
+            found = session.cancel(running)
+        except BaseException:  # a signal included: the sampler is left without requests of this step
+            session.abandon()
             raise
         finally:
-            arrivals.close()
+            session.close()
         _settle([r for r in found if r.finish_reason != "abort" or r.failure], running)  # had just finished
         return {rollout.request_id: rollout for rollout in found}
 

@@ -1,0 +1,201 @@
+"""One protocol to drive the engines of a sampler's group: submit requests, take results, cancel.
+
+Rounds, early stops, episodes of several turns and running ahead are policies on top. The engines are asked in rounds
+(``WorkerGroup.call("advance")``), each of which waits for all of them, or continue by themselves (``WorkerGroup.flow``) and send
+what has finished. The order in which results come never decides what a rollout holds: each request brings its seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from engine_core.train.clock import Clock
+
+if TYPE_CHECKING:
+    from engine_core.contracts.runtime import Flow, WorkerGroup
+    from engine_core.types import Request, Rollout
+
+
+class SamplerSession:
+    """Requests in flight on a sampler's group.
+
+    ``submit``, ``drop``, ``cancel`` and ``held`` may be called from other threads than ``results``.
+
+    consumes: requests; waits for: in ``results`` for a rollout, a request or the end of a hold; unblocked by: ``submit``, the threads
+    that read answers, the end of ``held``, ``close``; produces: rollouts, once each.
+
+    Args:
+        group: the sampler.
+        clock: time and threads.
+        rounds: ask in rounds: which requests a result holds then depends on the requests alone, not on how fast engines are.
+    """
+
+    def __init__(self, group: WorkerGroup, clock: Clock | None = None, rounds: bool = False) -> None:
+        self.group = group
+        self._changed = (clock or Clock()).condition()
+        self._new: list[Request] = []
+        self._dropped: list[str] = []
+        self._running: set[str] = set()  # ids that the engines have
+        self._arrived: list[Rollout] = []
+        self._holds = 0
+        self._calling = self._closed = False
+        self._reply: Future[Any] | None = None  # of the round in hand
+        self._flow: Flow | None = None if rounds else group.flow(self._put, functools.partial(self._put, ()))
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids that the engines have."""
+        with self._changed:
+            return sorted(self._running)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is queued or in flight, and all results were taken."""
+        return not (self._new or self._running or self._arrived)
+
+    def submit(self, requests: Sequence[Request], dropped: Sequence[str] = ()) -> None:
+        """Queue requests, and forget some; the next ``results`` sends both to the engines in one call.
+
+        Args:
+            requests: with ids that none in flight has.
+            dropped: ids whose rollouts are not wanted any more.
+        """
+        with self._changed:
+            gone = set(dropped)
+            self._new = [request for request in self._new if request.id not in gone] + list(requests)
+            self._arrived = [rollout for rollout in self._arrived if rollout.request_id not in gone]
+            self._dropped += sorted(gone & self._running)
+            self._running -= gone
+            self._changed.notify_all()
+
+    def results(self, timeout: float | None = None, rounds: int = 1) -> list[Rollout]:
+        """Return rollouts that have finished, in the order in which they finished.
+
+        Args:
+            timeout: seconds to wait for the first one; None: until there is one, or the session is closed. In rounds a call
+                that was begun is waited for in any case.
+            rounds: of one call, where the engines are asked in rounds.
+
+        Returns:
+            The rollouts; none after ``timeout``, after a round in which none has finished, and once the session is closed.
+
+        Raises:
+            EngineError: an engine has failed, or was lost and is not replaced.
+        """
+        while True:
+            with self._changed:
+                in_time = self._changed.wait_for(self._has_work, timeout)
+                if self._closed or not in_time:
+                    return []
+                if self._arrived:
+                    arrived, self._arrived = self._arrived, []
+                    return arrived
+                if self._flow is not None and self._flow.error is not None:
+                    raise self._flow.error
+                new, dropped, self._new, self._dropped = self._new, self._dropped, [], []
+                self._running |= {request.id for request in new}
+                self._calling = True
+            try:
+                if self._flow is not None:
+                    self._flow.go(new, dropped)
+                    continue
+                return self._round(new, dropped, rounds)
+            finally:
+                with self._changed:
+                    self._calling = False
+                    self._changed.notify_all()
+
+    def cancel(self, ids: Collection[str]) -> list[Rollout]:
+        """Stop requests; return what there is of them.
+
+        Args:
+            ids: one that is not in flight is passed over.
+
+        Returns:
+            Rollouts as far as they are, with finish reason ``abort``, and those that had just finished. A request that was still
+            queued here has none.
+        """
+        with self.held():
+            with self._changed:
+                self._new = [request for request in self._new if request.id not in ids]
+                running = sorted(self._running.intersection(ids))
+            # rounds = 0: those that stay in flight continue with the next results
+            found = self.group.call("advance", stopped=running, rounds=0).result() if running else []
+            with self._changed:
+                early = {each.request_id: each for each in self._arrived if each.request_id in ids}
+                self._arrived = [each for each in self._arrived if each.request_id not in ids]
+                self._running.difference_update(running)
+        return [*early.values(), *(each for each in found if each.request_id not in early)]
+
+    def abandon(self) -> None:
+        """Forget all requests; return when the engines have."""
+        with self.held():
+            with self._changed:
+                dropped = sorted({*self._dropped, *self._running})
+                self._new, self._dropped, self._arrived, self._running = [], [], [], set()
+            if dropped:
+                self.group.call("advance", dropped=dropped).result()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it ``results`` sends nothing to the engines, and no round is in hand: their weights may be updated."""
+        with self._changed:
+            self._holds += 1
+            try:
+                self._changed.wait_for(lambda: not self._calling)
+            except BaseException:
+                self._holds -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Abandon what is in flight; a thread in ``results`` returns."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._abandon_round()
+        if self._flow is not None:
+            self._flow.close()
+
+    def _has_work(self) -> bool:
+        if self._closed or self._arrived:
+            return True
+        if self._holds:
+            return False
+        if self._flow is not None:
+            return bool(self._new or self._dropped or self._flow.resting or self._flow.error)
+        return bool(self._new or self._dropped or self._running)
+
+    def _round(self, new: Sequence[Request], dropped: Sequence[str], rounds: int) -> list[Rollout]:
+        self._reply = self.group.call("advance", requests=new, dropped=dropped, rounds=rounds)
+        if self._closed:  # `close` came before there was a call to abandon
+            self._abandon_round()
+        found: list[Rollout] = self._reply.result()
+        with self._changed:
+            self._running -= {rollout.request_id for rollout in found}
+        return found
+
+    def _put(self, rollouts: Sequence[Rollout]) -> None:
+        """These have finished; none: there is something to look at. Called in a thread that reads answers."""
+        with self._changed:
+            for rollout in rollouts:
+                if (
+                    rollout.request_id in self._running
+                ):  # of one that was sent again after a loss, the first counts
+                    self._running.discard(rollout.request_id)
+                    self._arrived.append(rollout)
+            self._changed.notify_all()
+
+    def _abandon_round(self) -> None:
+        """Have the call in hand end early, where it can."""
+        if (give_up := getattr(self._reply, "give_up", None)) is not None:
+            give_up()

@@ -1,0 +1,205 @@
+"""Driving a sampler: requests are answered once, in rounds or as engines finish them; holds, cancels, failures."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from engine_core.contracts.runtime import WorkerGroup
+from engine_core.errors import WorkerLost
+from engine_core.sampler_session import SamplerSession
+from engine_core.types import Prompt, Request, Sampling
+
+
+def request(number):
+    return Request(f"r{number}", Prompt(f"p{number}", [1, 2], "a"), Sampling(max_response_tokens=8))
+
+
+class Flow:
+    """Notes what it receives; sends what a test has it send."""
+
+    def __init__(self, tell, changed):
+        self.tell, self.changed = tell, changed
+        self.error, self.resting, self.gone, self.closed = None, False, [], False
+
+    def go(self, requests=(), dropped=()):
+        self.resting = False
+        self.gone.append(([each.id for each in requests], list(dropped)))
+
+    def close(self):
+        self.closed = True
+
+
+class Samplers(WorkerGroup):
+    """In rounds the n-th call answers request n; what is stopped has nothing yet."""
+
+    def __init__(self, flows=True):
+        self.flows, self.calls, self.made = flows, [], None
+
+    def call(self, method, batch=None, split="dp", **plain):
+        assert method == "advance"
+        named = {
+            name: [getattr(v, "id", v) for v in value] if name != "rounds" else value
+            for name, value in plain.items()
+        }
+        self.calls.append(named)
+        done = Future()
+        rounds = sum("requests" in each for each in self.calls)
+        found = (
+            [request(rounds)] if "requests" in plain else [request(id[1:]) for id in plain.get("stopped", ())]
+        )
+        done.set_result([each.unsampled() for each in found])
+        return done
+
+    def flow(self, tell, changed):
+        self.made = Flow(tell, changed) if self.flows else None
+        return self.made
+
+
+def ids(rollouts):
+    return [each.request_id for each in rollouts]
+
+
+@pytest.mark.parametrize("group", [Samplers(), Samplers(flows=False)])
+def test_in_rounds_requests_are_sent_once_and_each_result_is_of_a_round(group):
+    session = SamplerSession(group, rounds=group.flows)
+    session.submit([request(1), request(2)])
+    assert [ids(session.results()), ids(session.results(rounds=3))] == [["r1"], ["r2"]]
+    first, second = {"requests": ["r1", "r2"]}, {"requests": []}
+    assert group.calls == [first | {"dropped": [], "rounds": 1}, second | {"dropped": [], "rounds": 3}]
+    assert group.made is None
+    assert session.idle
+    assert session.results(timeout=0.01) == []  # nothing in flight: no round
+
+
+def test_engines_that_continue_by_themselves_are_sent_requests_once_and_told_to_continue_when_they_rest():
+    group = Samplers()
+    session = SamplerSession(group)
+    session.submit([request(1), request(2)])
+    threading.Timer(0.05, lambda: group.made.tell([request(1).unsampled()])).start()
+    assert ids(session.results()) == ["r1"]
+    group.made.resting = True
+    group.made.changed()
+    assert session.results(timeout=0.05) == []
+    assert group.made.gone == [(["r1", "r2"], []), ([], [])]
+    group.made.tell([request(2).unsampled()])
+    assert ids(session.results()) == ["r2"]
+    session.close()
+    assert group.made.closed
+
+
+def test_an_engine_that_is_lost_while_it_receives_requests_is_replaced_before_anybody_waits():
+    """Nothing of it is open that could tell the loss."""
+    group = Samplers()
+    session = SamplerSession(group)
+    session.submit([request(1)])
+    go = group.made.go
+
+    def lost(requests=(), dropped=()):
+        go(requests, dropped)
+        group.made.resting = bool(requests)
+        if not requests:
+            group.made.tell([request(1).unsampled()])
+
+    group.made.go = lost
+    assert ids(session.results()) == ["r1"]
+    assert group.made.gone == [(["r1"], []), ([], [])]
+
+
+def test_a_failure_of_an_engine_ends_the_wait():
+    group = Samplers()
+    session = SamplerSession(group)
+    session.submit([request(1)])
+    threading.Timer(
+        0.05,
+        lambda: (
+            setattr(group.made, "error", WorkerLost("rollout", 1, "here", "gone")),
+            group.made.changed(),
+        ),
+    ).start()
+    with pytest.raises(WorkerLost, match="gone"):
+        session.results()
+
+
+def test_a_request_that_was_sent_again_has_one_result():
+    group = Samplers()
+    session = SamplerSession(group)
+    session.submit([request(1), request(2)])
+    assert session.results(timeout=0.01) == []
+    group.made.tell([request(1).unsampled()])
+    group.made.tell([request(1).unsampled(), request(2).unsampled()])
+    assert ids(session.results()) == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_cancel_returns_what_there_is_of_requests_in_flight_and_forgets_queued_ones(rounds):
+    group = Samplers()
+    session = SamplerSession(group, rounds=rounds)
+    session.submit([request(number) for number in (1, 2, 3)])
+    session.results(timeout=0.01)  # in rounds the first has finished
+    session.submit([request(9)])
+    assert ids(session.cancel(["r2", "r9", "unknown"])) == ["r2"]
+    assert group.calls[-1] == {"stopped": ["r2"], "rounds": 0}
+    assert session.in_flight == (["r3"] if rounds else ["r1", "r3"])
+
+
+def test_what_has_finished_meanwhile_is_part_of_a_cancel_and_not_stopped():
+    group = Samplers()
+    session = SamplerSession(group)
+    session.submit([request(1), request(2)])
+    session.results(timeout=0.01)
+    group.made.tell([request(1).unsampled()])
+    assert ids(session.cancel(["r1", "r2"])) == ["r1", "r2"]
+    assert group.calls == [{"stopped": ["r2"], "rounds": 0}]
+    assert session.idle
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_dropped_requests_go_with_the_next_call_and_their_rollouts_are_not_results(rounds):
+    group = Samplers()
+    session = SamplerSession(group, rounds=rounds)
+    session.submit([request(number) for number in (1, 2, 3)])
+    session.results(timeout=0.01)
+    session.submit([request(4)], dropped=["r3", "r2"])
+    session.results(timeout=0.01)
+    sent = group.calls[-1] if rounds else group.made.gone[-1]
+    in_a_round = {"requests": ["r4"], "dropped": ["r2", "r3"], "rounds": 1}
+    assert sent == (in_a_round if rounds else (["r4"], ["r2", "r3"]))
+    if not rounds:
+        group.made.tell([request(3).unsampled(), request(4).unsampled()])
+        assert ids(session.results()) == ["r4"]
+
+
+def test_nothing_is_sent_within_a_hold_and_what_was_queued_is_sent_after_it():
+    group, found = Samplers(), []
+    session = SamplerSession(group, rounds=True)
+    taker = threading.Thread(target=lambda: found.extend(session.results()))
+    with session.held():
+        session.submit([request(1)])
+        taker.start()
+        taker.join(0.1)
+        assert group.calls == []
+    taker.join(10)
+    assert ids(found) == ["r1"]
+
+
+def test_an_abandoned_session_has_nothing_in_flight():
+    group = Samplers()
+    session = SamplerSession(group)
+    session.submit([request(1), request(2)])
+    session.results(timeout=0.01)
+    session.submit([request(3)])
+    session.abandon()
+    assert group.calls == [{"dropped": ["r1", "r2"]}]
+    assert session.idle
+    session.abandon()
+    assert len(group.calls) == 1
+
+
+def test_a_thread_that_waits_for_results_returns_when_the_session_is_closed():
+    session = SamplerSession(Samplers())
+    waiting = threading.Thread(target=session.results)
+    waiting.start()
+    session.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
