@@ -132,7 +132,7 @@ def test_a_sampler_in_its_own_process_and_the_trainer_share_the_cores(grpo, monk
         settings = {**grpo, "trainer": "async", "rollout.process": {}, "run.name": "cores"}
         trainer = AsyncTrainer(load_config(overrides=settings), rewards=[digits])
         trainer.setup(training=True)
-        sampler = trainer.runtime.engines["rollout"].process.popen.pid
+        sampler = trainer.runtime.engines["rollout"].pool.workers[0].process.popen.pid
         given = Path(f"/proc/{sampler}/environ").read_bytes().split(b"\0")
         assert f"OMP_NUM_THREADS={chosen or 2}".encode() in given
         assert torch.get_num_threads() == (4 if chosen else 2)
