@@ -332,7 +332,10 @@ class SamplerEngine(RolloutEngine):
             limit, last_too=True,
         )  # fmt: skip
         self._closers += [
-            self.replacements.settle, self.pool.close, self._weights.close, self.replacements.close
+            self.replacements.settle,
+            self._weights.close,  # after the receivers have released its memory
+            self.pool.close,
+            self.replacements.close,
         ]  # fmt: skip
         try:
             for rank in ranks:
