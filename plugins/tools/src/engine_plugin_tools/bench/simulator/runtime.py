@@ -233,11 +233,11 @@ class SimulatedCrew(WorkerPool):
         leaders: Sequence[int] | None = None,
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
-        deadline: float | None = None,
+        deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
     ) -> Future[Any]:
         ranks = list(messages)
-        command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or 0.0)
+        command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or (0.0, ""))
         command.on_part, command.reply = on_part, VirtualReply(self.cluster.clock)
         self.open[number] = command
         clock = self.cluster.clock
