@@ -113,7 +113,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
 
 
 def near(found: float, expected: float, tolerance: float, what: str) -> None:
-    """Assert that ``found`` is within the relative ``tolerance`` of ``expected``, whose size counts as at least 1e-6."""
+    """Assert that ``found`` is within the relative ``tolerance`` of ``expected``; a size below 1e-6 counts as 1e-6."""
     assert abs(found - expected) <= tolerance * max(abs(expected), 1e-6), (
         f"{what}: {found:.8g}, expected {expected:.8g} (relative tolerance {tolerance:g})."
     )

@@ -139,7 +139,7 @@ class TransportBench(EngineBench):
         return found
 
     def goes_on(self, label: str = "again", ranks: Sequence[int] = ()) -> None:
-        """Check that a new link carries a whole update after one that failed, as in a run. Collective over its ranks."""
+        """Check that a new link carries a whole update after a failed one, as in a run. Collective over its ranks."""
         link = self.link(label, ranks)
         if link is None:
             return
@@ -216,12 +216,11 @@ class TransportBench(EngineBench):
         self.told(f"here-{what}", True)
 
     def in_time(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in a thread; return its result or raise its error. Fail an assertion if it outlives every
-        timeout.
+        """Run ``work`` in a thread and return its result or raise its error.
 
         Raises:
             BaseException: the error of ``work``.
-            AssertionError: ``work`` still runs after ``SLACK_SECONDS``.
+            AssertionError: ``work`` still runs after ``SLACK_SECONDS``, which every timeout is within.
         """
         found: list[T] = []
         errors: list[BaseException] = []
@@ -246,7 +245,7 @@ class TransportBench(EngineBench):
         return found[0]
 
     def dies(self, label: str) -> None:
-        """Start a process in place of this rank that joins a link and kills itself in the middle of its first update."""
+        """Start a process in place of this rank that joins a link and is killed in the middle of its first update."""
         order = {
             "settings": dict(self.settings), "label": label, "path": sys.path, "rank": self.rank,
             "world_size": self.place.world_size, "cache": str(self.place.cache), "folder": str(self.folder),
@@ -338,7 +337,7 @@ def refusal(
 def whole_or_told(
     bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
 ) -> bool:
-    """Return whether an endpoint completed the update; if not, it must have raised an error that ``refusal`` accepts."""
+    """Return whether an endpoint completed the update; an error that it raises must satisfy ``refusal``."""
     done: list[object] = []
     try:
         refusal(bench, link, lambda: done.append(work()), what)
