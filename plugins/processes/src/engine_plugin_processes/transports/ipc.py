@@ -1,9 +1,9 @@
-"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each receiver.
+"""Weights through shared memory: a GPU's (CUDA IPC), or the machine's; headers over a connection to each receiver.
 
-For processes of one machine, also where they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
-fills one again when every receiver has said that it has its copy. On GPUs the buffers are on the sender's, and a receiver copies
-from there to its own, where it sees that one too; else they are files in memory without a name.
-Between GPUs this is experimental: it has not run on one.
+For processes of one machine, also if they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
+refills a buffer when every receiver has confirmed its copy. On GPUs the buffers are on the sender's GPU, and each
+receiver that sees that GPU copies from there to its own; otherwise they are memory files without a name. Between GPUs
+this is experimental: it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Shown(HostMemory):
-    """A file in memory that processes of the same user open by this process's descriptor."""
+    """A memory file that processes of the same user open by this process's descriptor."""
 
     def __init__(self) -> None:
         super().__init__(self.new_file())
 
     def told_to(self, receiver: int) -> dict[str, Any]:
-        """How one receiver finds it."""
+        """Return the path at which a receiver opens the buffer."""
         return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
 
 
@@ -47,7 +47,7 @@ class ShownDevice(DeviceMemory):
 
     Args:
         device: of the buffer.
-        receivers: how many will open it.
+        receivers: number of processes that will open the buffer.
     """
 
     def __init__(self, device: torch.device, receivers: int) -> None:
@@ -63,7 +63,7 @@ class ShownDevice(DeviceMemory):
             ]
 
     def told_to(self, receiver: int) -> dict[str, Any]:
-        """How one receiver finds it."""
+        """Return the handle by which a receiver opens the buffer."""
         return {"handle": self._handles[receiver]}
 
 
@@ -72,14 +72,19 @@ class IPC(TCP):
 
     buffers: tuple[Any, Any] | None = None  # of the sender
     on_device = False
-    source = torch.device("cpu")  # the sender's GPU, by its number in this process
+    source = torch.device("cpu")  # the sender's GPU, by its index in this process
 
     def __init__(self, options: Options, endpoint: TransportEndpoint) -> None:
         super().__init__(options, endpoint)
-        self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: what was told of it, and the memory
+        self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: its path or handle, and the open memory
 
     @classmethod
     def check(cls, options: Any, one_machine: bool) -> None:
+        """Raise unless all processes run on one machine with Linux.
+
+        Raises:
+            ConfigError: as above.
+        """
         if not one_machine or not Path("/proc/self/fd").is_dir():
             raise ConfigError(
                 "rollout.transport: got 'ipc', which needs a run that has started all its processes itself, on one machine with "
@@ -145,7 +150,7 @@ class IPC(TCP):
             self._taken(channel, index, update)
 
     def _data(self, message: Any, update: WeightUpdate) -> Tensor:
-        """A copy of the bucket, on this end's device where it came over a GPU."""
+        """Return a copy of the bucket: on this endpoint's device if the buffers are on a GPU, else on the CPU."""
         try:
             memory = self._memory(message["bucket"] % 2, message["memory"])
             shown: Tensor = memory.view(0, message["size"])
@@ -163,7 +168,7 @@ class IPC(TCP):
             raise self._broken(error, update, "the next bucket did not come") from error
 
     def _memory(self, number: int, told: Any) -> Any:
-        """That of one buffer, opened once."""
+        """Return the opened memory of a buffer; open it again if its path or handle has changed."""
         known, memory = self._opened.get(number, (None, None))
         if known != told:
             if memory is not None:
