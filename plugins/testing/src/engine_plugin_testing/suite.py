@@ -30,12 +30,12 @@ NOWHERE_ELSE = "`resumes_on` of this suite names no other number of ranks"
 
 
 class Suite:
-    """Base of the suites. Attributes of a subclass say what is tested and where.
+    """The base of the suites. Attributes of a subclass say what is tested and where.
 
     Attributes:
         plugins: as in a run file: names of the group ``engine.plugins``, and ``.py`` files relative to
             the folder of the test's file.
-        unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "why"}``.
+        unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "reason"}``.
         world_size: ranks.
         resumes_on: other numbers of ranks that must load what ``world_size`` ranks saved; none: not tested.
         worker_context: ``module:function`` or ``file.py:function``, a context manager called with
