@@ -5,8 +5,8 @@ and no other deviation is accepted:
 
 * the sum, if it comes within ``EDGE`` of top-p: a sampler may find it reached one token earlier or later;
 * the order of tokens whose probabilities are equal but for rounding (``TIED``). A sampler that searches for a
-threshold, as vLLM's kernel does (18 halvings of the range of probabilities), cannot separate such tokens: it keeps all
-of them or none.
+  threshold, as vLLM's kernel does (18 halvings of the range of probabilities), cannot separate such tokens: it keeps
+  all of them or none.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ For a run whose steps sample, then train, with medians over steps (without the f
 - ``g`` seconds of sampling, ``w`` of a whole step, ``w - g`` of everything else.
 - A sampler on further, dedicated devices, while the trainer keeps all of its own: at best ``max(g, w - g)`` a step.
 - The same devices divided between the two: the work stays the same, so at least ``w``. The possible gain is the time
-in which most responses are done and the last ones still run: a sampler that always has requests needs at best ``g *
-mean / max`` of the responses' lengths, so ``w - g + g * mean / max`` is a lower bound.
+  in which most responses are done and the last ones still run: a sampler that always has requests needs at best
+  ``g * mean / max`` of the responses' lengths, so ``w - g + g * mean / max`` is a lower bound.
 
 For a run that samples ahead: ``m`` seconds in which the sampler had work, and ``g`` in which the step waited for
 rollouts, or for an update of the sampler's weights. More devices help the side that the other waits for, at best down

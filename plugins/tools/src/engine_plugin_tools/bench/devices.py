@@ -1,9 +1,9 @@
 """Rates of devices by their data sheets, and the floors that follow: times that no program can beat.
 
 * training: the model's arithmetic at the dense bf16 rate, and Adam's update at the rate of the memory (reads weight,
-gradient and two moments, writes three of them: 28 bytes a weight in float32);
+  gradient and two moments, writes three of them: 28 bytes a weight in float32);
 * sampling: each step reads the weights once and the keys and values of every sequence so far. The sum over the steps,
-at the rate of the memory. Arithmetic is not counted: it costs less up to hundreds of sequences.
+  at the rate of the memory. Arithmetic is not counted: it costs less up to hundreds of sequences.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 ``docs/growth.md`` says where and how the rates of ``SPEEDS`` were measured. All other times follow from them:
 
 - A sampler with b responses in flight takes ``token_seconds + b * token_seconds_each`` for one token of each: a line
-through the rate of one response alone and the rate of a full batch.
+  through the rate of one response alone and the rate of a full batch.
 - Prompts of requests that are new to a sampler first go through the model at ``prefill_rate``, one after another, the
-prompt of a group once.
+  prompt of a group once.
 - A trainer's rank processes its tokens at ``train_rate``; without gradient at three times that, since a backward pass
-costs two forward passes.
+  costs two forward passes.
 """
 
 from __future__ import annotations
