@@ -40,7 +40,7 @@ TIMED = ("time", "throughput/", "memory/", "sync/")
 
 @pytest.fixture(scope="session")
 def cluster():
-    """One of this process: runs that name no address use it."""
+    """Start a cluster in this process; runs that name no address use it."""
     from engine_plugin_ray.cluster import Cluster
 
     made = Cluster("")
@@ -51,7 +51,7 @@ def cluster():
 
 @pytest.fixture
 def no_cluster(monkeypatch):
-    """This process belongs to none, as it seems; another test may have started the one of the session."""
+    """Make this process appear to belong to no cluster, since another test may have started the session's."""
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -59,7 +59,7 @@ def no_cluster(monkeypatch):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Folder with ``model/`` and ``train.jsonl``."""
+    """Return a folder with ``model/`` and ``train.jsonl``."""
     made = tmp_path_factory.mktemp("world")
     reference.write_model(made / "model", {}, 0, True)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
@@ -69,7 +69,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def settings(world, tmp_path):
-    """A GRPO run of two steps with a reference, as ``load_config`` takes it."""
+    """Return a GRPO run of two steps with a reference, in the form that ``load_config`` accepts."""
     (tmp_path / "digits.py").write_text(DIGITS)
     return {
         "plugins": [str(tmp_path / "digits.py")],
@@ -90,7 +90,10 @@ def settings(world, tmp_path):
 
 @pytest.fixture
 def train(settings):
-    """A whole run: its metrics without times, and the hashes of the files of its newest checkpoint."""
+    """Return a function that trains a whole run.
+
+    It returns the metrics without times, and the hashes of the files of the newest checkpoint.
+    """
 
     def run(name, kind=Trainer, **changes):
         trainer = kind(load_config({**settings, "run.name": name, **changes}, allow_code=True))
@@ -105,7 +108,7 @@ def train(settings):
 
 @pytest.fixture
 def train_alone(settings, tmp_path):
-    """``train`` in a process of its own, which belongs to no cluster: the run starts one."""
+    """Return ``train`` in a separate process that belongs to no cluster, so that the run starts one."""
 
     def run(name, **changes):
         given = json.dumps({**settings, "run.name": name, **changes})

@@ -1,4 +1,4 @@
-"""A run that ends badly leaves its cluster all the same."""
+"""A run that fails leaves its cluster nevertheless."""
 
 import pytest
 

@@ -172,7 +172,7 @@ client.internal_kv_put(KEY, json.dumps(found).encode(), True, NAMESPACE)
 
 
 def plain(home):
-    """The environment of a process that knows of no cluster."""
+    """Return the environment of a process that belongs to no cluster."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith("RAY_") and n != MARK}
     return kept | {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -186,7 +186,7 @@ def says(code, *words, home, **env):
 
 @pytest.fixture
 def join(cluster, tmp_path):
-    """Another process that joins the cluster of this session, with a token or without."""
+    """Return a function that joins the session's cluster from another process, with a token or without."""
     import ray
 
     from engine_plugin_ray import cluster as module
@@ -207,7 +207,7 @@ def test_who_knows_the_token_joins_and_nobody_else(join):
 
 @pytest.fixture
 def head(tmp_path):
-    """Starts a cluster as a user does; its address."""
+    """Return a function that starts a cluster as a user does, and returns its address."""
     folder = tempfile.mkdtemp(prefix="t", dir="/tmp")
 
     def start(**env):
@@ -234,7 +234,7 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "cd" * 32}
 
 @pytest.mark.slow
 def test_the_cluster_of_this_machine_is_refused_as_one_by_its_address(head, tmp_path):
-    """Ray itself says of a cluster whose token it lacks that there is none, and ends a process that has to have one."""
+    """Ray itself reports no cluster where it lacks the token, and ends a process that must have one."""
     address = head(**TOKEN)
     at = f"runtime.ray.address = 'auto' ({address}): the cluster "
     auto = {"home": tmp_path, "RAY_ADDRESS": address}

@@ -10,7 +10,7 @@ from engine_plugin_testing import RuntimeSuite
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 class TestRay(RuntimeSuite):
-    """Messages over sockets: all is on one machine."""
+    """The contracts with messages over sockets: all actors are on one machine."""
 
     backend = "ray"
     world_size = 2
@@ -19,7 +19,7 @@ class TestRay(RuntimeSuite):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 class TestRayWithMessagesByRay(RuntimeSuite):
-    """As between machines."""
+    """The contracts with messages by Ray, as between machines."""
 
     backend = "ray"
     options: ClassVar[dict[str, str]] = {"worker_transport": "ray"}

@@ -1,4 +1,4 @@
-"""A pool's Python is that of its environment, and one on which no worker would start is refused before any does."""
+"""The Python of a pool is its environment's; one on which no worker would start is refused before any worker starts."""
 
 import platform
 import subprocess
@@ -37,7 +37,7 @@ POOLS = {
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """The Python of an environment that has a package more than ours."""
+    """Return the Python of an environment that has one more package than this one."""
     folder = tmp_path_factory.mktemp("other")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,4 +1,4 @@
-"""The files for clusters are what their readers take them for; the script for Slurm runs, on nodes that are namespaces."""
+"""The example files for clusters are valid; the script for Slurm runs, on nodes that are namespaces."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A cluster of a run's own is cleared away when whoever started it is gone."""
+"""A private cluster is removed when the process that started it has ended."""
 
 import os
 import subprocess

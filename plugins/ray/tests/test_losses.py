@@ -1,4 +1,4 @@
-"""Something of a run is killed: it ends with the cause, or goes on; nothing is left behind and nothing is lost."""
+"""A part of a run is killed: the run ends with the cause, or continues; nothing is left behind and nothing is lost."""
 
 import json
 import os
@@ -45,14 +45,14 @@ TIMED = ("time", "throughput/", "memory/", "sync/")
 
 
 class Runs:
-    """Commands in a folder, whose temporary files and processes are known by a variable of their own."""
+    """A folder in which commands run, whose temporary files and processes are marked by a variable."""
 
     def __init__(self, folder, temporary):
         self.folder, self.temporary = folder, temporary
 
     @contextmanager
     def started(self, *words):
-        """A command in a group of its own, as a shell starts it."""
+        """Start a command in a separate process group, as a shell does."""
         with (self.folder / "err").open("w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "engine_core.cli.main", *words],
@@ -83,7 +83,7 @@ class Runs:
         return Checkpoints(self.folder / "runs" / "r" / "checkpoints").steps()
 
     def left(self):
-        """Processes of the run, and folders of its cluster."""
+        """Return the processes of the run, and the folders of its cluster."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -100,7 +100,7 @@ class Runs:
             time.sleep(0.1)
 
     def workers(self):
-        """Processes of ranks."""
+        """Return the processes of ranks."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -144,7 +144,7 @@ def test_a_worker_that_is_killed_ends_the_run_within_seconds_with_its_cause(runs
         worker.kill()
         assert run.wait(60) == 6, runs.said
         assert time.monotonic() - began < 30  # and what it had started has ended too
-    assert re.search(r"Lost worker (actor|rollout)\[0\] on ", runs.said)  # whoever was asked last
+    assert re.search(r"Lost worker (actor|rollout)\[0\] on ", runs.said)  # the rank that was called last
     assert f"process {worker.pid} ended: its worker process has died" in runs.said
     assert "Traceback" not in runs.said
     assert problems(runs.folder / "runs" / "r" / "checkpoints" / f"step_{runs.steps()[-1]:08d}") == []

@@ -1,4 +1,4 @@
-"""One of two samplers is killed while a run goes on: it ends with the same samples, and another takes part in its place."""
+"""One of two samplers is killed during a run: the run ends with the same samples, and another sampler replaces it."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ JOIN_SECONDS = 120.0
 
 @pytest.fixture
 def killed(monkeypatch):
-    """The second sampler is killed when it has been given its third piece of work; an update waits for its successor."""
+    """Kill the second sampler when it has received its third command; an update waits for its replacement."""
     to, send, join, given = ReplaceableGroup._to, SurvivingFlow._send, Replacements.join, []
 
     def count(crew, at):
@@ -74,7 +74,7 @@ def test_a_killed_sampler_is_replaced_singly_and_the_samples_are_the_same(
     cluster, train, tmp_path, killed, monkeypatch, trainer, kind, transport
 ):
     how = TWO | {"trainer": trainer, "rollout.transport": transport}
-    if trainer == "async":  # else a step takes whichever groups are ready first
+    if trainer == "async":  # otherwise a step takes the groups that are ready first
         how["async.order"] = "admitted"
     lines = train("lost", kind, **how)["metrics"]
     counts = {

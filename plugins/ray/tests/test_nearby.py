@@ -1,4 +1,4 @@
-"""Workers of the controller's node are reached over sockets, others by Ray; both end as they should."""
+"""Workers on the controller's node are reached over sockets, others by Ray; both end correctly."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def seats(cluster):
-    """Two actors, where they run, and a runtime that is not started."""
+    """Return two actors, where they run, and a runtime that is not started."""
     import ray
 
     made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
@@ -73,7 +73,7 @@ def test_an_actor_that_is_killed_closes_its_socket_and_ray_says_why(seats):
 
 
 def test_strangers_at_the_socket_hold_up_no_worker(seats, monkeypatch):
-    """Those who say nothing stay as long as they are let; one after the other, they would take most of a minute."""
+    """Silent peers stay until their handshake times out; one after the other, they would take most of a minute."""
     runtime, actors, about = seats
     strangers = []
 

@@ -1,4 +1,6 @@
-"""What a cluster can never give is refused, with what was asked by which role and what there is."""
+"""Placements that a cluster can never provide are refused, with the requests of each role and the
+cluster's resources.
+"""
 
 from collections import Counter
 from itertools import combinations_with_replacement
@@ -103,7 +105,7 @@ def test_strategies_that_cannot_be_kept_together_are_refused(sizes, strategy, fi
 
 
 def test_what_fits_together_is_what_a_search_of_all_places_finds():
-    """Against every way to give the processes of up to three pools to the rooms of up to three nodes."""
+    """Against every way to assign the processes of up to three pools to the rooms of up to three nodes."""
     random = Random(0)
     found = Counter()
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""What the engine learns of this plugin before Ray is needed."""
+"""The parts of this plugin that the engine reads before Ray is needed."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ backend = "ray"
 
 @pytest.fixture
 def problems(tmp_path):
-    """``problems(table, placement)``: what a run file is refused for before anything of it is there."""
+    """Return ``problems(table, placement)``: why a run file is refused before anything is started."""
 
     def found(table, placement=POOLS):
         path = tmp_path / "run.toml"

@@ -22,7 +22,7 @@ def test_one_process_is_the_local_run_bit_for_bit(cluster, train):
 
 
 def test_actor_and_sampler_in_processes_of_their_own_train_as_in_one(cluster, train):
-    """Weights go from actor to actor over a channel of their own, here the one that the file names."""
+    """Weights go from actor to actor over a separate transport, here the one that the file names."""
     named = POOLS | {"rollout.transport": "tcp"}
     assert train("ray", **RAY, **named) == train("local", **{"rollout.weights": "own"})
 

@@ -1,4 +1,4 @@
-"""What a runtime is before it starts anything."""
+"""A runtime before it starts anything."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ ROLES = {"actor": Role("train"), "rollout": Role("rollout")}
 
 
 def kept(kind):
-    """Attributes that the methods of a class itself set on an instance."""
+    """Return the attributes that the methods of a class itself set on an instance."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     return {
         node.attr
@@ -43,7 +43,7 @@ def test_what_the_runtime_keeps_has_other_names_than_what_the_classes_below_it_k
 
 @pytest.fixture
 def placed(no_cluster, settings):
-    """A runtime whose pools are planned and whose workers are not started; the file names how weights go."""
+    """Return a function that makes a runtime with planned pools, whose workers are not started."""
     pools = {
         "placement.pools": {"train": 1, "serve": 2},
         "placement.actor": "train",

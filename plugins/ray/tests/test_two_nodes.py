@@ -1,7 +1,7 @@
-"""Two nodes of Ray that see each other over a network alone: two network namespaces of this machine, joined by a cable.
+"""Two nodes of Ray that share only a network: two network namespaces of this machine, connected by a virtual cable.
 
-Everything that goes from one node to the other (Ray's own traffic, rollouts, weights between pools) passes the cable,
-since a namespace has a loopback of its own. What it does not show: two file systems, two clocks, a slow network.
+All traffic between the nodes (Ray's own, rollouts, weights between pools) passes the cable, since each namespace has
+its own loopback. Not covered: two file systems, two clocks, a slow network.
 """
 
 import json
@@ -32,7 +32,7 @@ def samples(folder):
 
 @pytest.fixture
 def nodes(tmp_path):
-    """Two nodes of a Ray cluster, with room for one process each; ``env``: of whoever runs there."""
+    """Start two nodes of a Ray cluster, with room for one process each; ``env`` is the environment on them."""
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
@@ -56,7 +56,10 @@ def nodes(tmp_path):
 
 @pytest.fixture
 def words(settings, tmp_path):
-    """A command that trains, with changes of its run file; actor and sampler on different nodes unless it is ``local``."""
+    """Return a function that returns a command that trains, with changes to its run file.
+
+    Actor and sampler are on different nodes unless it is ``local``.
+    """
     (tmp_path / "run.toml").write_text('plugins = ["digits.py"]\n[[reward]]\nname = "digits"\nworkers = 0\n')
     pools = ["placement.pools={ train = 1, serve = 1 }", "placement.actor=train", "placement.rollout=serve"]
     ray = ["runtime.backend=ray", f"runtime.ray.address={HEAD}:{PORT}", *pools]

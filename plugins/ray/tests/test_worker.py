@@ -1,4 +1,4 @@
-"""A worker in a thread: what nobody waits for is broken off, and what comes next is answered."""
+"""A worker in a thread: a command without a waiting caller is interrupted, and the next one is answered."""
 
 import queue
 import threading
@@ -12,7 +12,7 @@ from engine_plugin_ray.worker import RayWorker
 
 
 class Mailbox:
-    """Both ends in this process."""
+    """A mailbox with both ends in this process."""
 
     socket = None
     encode = staticmethod(encode)
@@ -31,7 +31,7 @@ class Mailbox:
 
 
 class Sleeping(RayWorker):
-    """A command that takes a while, in many short steps."""
+    """A worker with a command that takes a while, in many short steps."""
 
     def _do_wait(self, message):
         self.began.set()

@@ -11,7 +11,7 @@ import pytest
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Answers each request by the next way of ``server.ways``; the last one stays."""
+    """A handler that answers each request by the next way of ``server.ways``, and then always by the last."""
 
     protocol_version = "HTTP/1.1"
 
@@ -43,13 +43,13 @@ class Scripted(BaseHTTPRequestHandler):
 
 
 def lengths(handler, sent):
-    """The right way: the length of each completion."""
+    """Answer correctly: the length of each completion."""
     handler.answer({"scores": [len(text) for text in sent["completions"]]})
 
 
 @pytest.fixture
 def scorer_server():
-    """``scorer_server(way, way, ...)``: the server, with ``url``, ``bodies`` and ``seen``."""
+    """Return a function ``scorer_server(way, way, ...)`` that starts a server with ``url``, ``bodies`` and ``seen``."""
     servers = []
 
     def serve(*ways):

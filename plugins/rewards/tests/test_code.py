@@ -1,4 +1,4 @@
-"""The reward ``code``: what it gives, what it refuses, and that a program cannot give itself a better one."""
+"""The reward ``code``: its values, its refusals, and that a program cannot give itself a better one."""
 
 import textwrap
 
@@ -47,10 +47,10 @@ class TestCode(RewardSuite):
 
 @pytest.fixture(scope="module")
 def judge():
-    """``judge(program, tests)``: share of the tests that pass, and what is said of them."""
+    """Return ``judge(program, tests)``: the share of the tests that pass, and the report."""
     made = Judge(
         CodeOptions(block="whole", test_timeout_seconds=4.0), python(), 30.0
-    )  # others keep the machine busy
+    )  # other tests keep the machine busy
 
     def score(program, tests, **columns):
         result = made.score(program, tests, **columns)

@@ -1,4 +1,4 @@
-"""Every form of tests becomes cases that the engine can judge, or says what is wrong with it."""
+"""Every form of tests becomes cases that the engine can judge, or an error that says what is wrong."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the reward ``code`` refuses before a run begins."""
+"""The checks of the reward ``code`` before a run begins."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def engine_code_languages():
 
 @pytest.fixture
 def validate(tmp_path, monkeypatch, capsys):
-    """``validate('language = "c"')``: exit code and message of ``engine validate``."""
+    """Return ``validate('language = "c"')``: exit code and message of ``engine validate``."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')

@@ -1,4 +1,4 @@
-"""Values and texts are compared as data; what a program makes up is no value."""
+"""Values and texts are compared as data; a form that a program makes up is no value."""
 
 import json
 import math

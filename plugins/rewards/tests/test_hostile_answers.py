@@ -1,4 +1,4 @@
-"""What a policy may write, on purpose or by accident: it costs its sample at most, and its neighbours nothing."""
+"""Hostile or accidental responses of a policy: each costs its own sample at most, and its neighbors nothing."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def rollout(i, text, answer="2"):
 
 
 def running(mark):
-    """Processes that inherited a mark in their environment, whoever started them; this one aside."""
+    """Return the processes, other than this one, that inherited a mark in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -56,7 +56,7 @@ def running(mark):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """``runner(name, options, ...)``: of one reward; at the end no process of it is left."""
+    """Return ``runner(name, options, ...)``: a runner of one reward; at the end none of its processes is left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("ENGINE_TEST_MARK", mark)
     made = []
@@ -80,11 +80,13 @@ def runner(monkeypatch):
 
 
 def check(runner, name, hostile, sane, value):
-    """Score hostile responses between sane ones: each has a finite reward or is a counted failure, the sane ones theirs.
+    """Score hostile responses between sane ones.
+
+    Each hostile one must get a finite reward or be a counted failure; the sane ones must get theirs.
 
     Args:
         runner: of the reward.
-        name: of it.
+        name: of the reward.
         hostile: responses.
         sane: a response, and its answer.
         value: of ``sane``.

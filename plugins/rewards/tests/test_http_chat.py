@@ -1,4 +1,4 @@
-"""``[reward.http.chat]``: what the judge is asked, and what of its answer counts."""
+"""``[reward.http.chat]``: the question to the judge, and how its answer is read."""
 
 import json
 from pathlib import Path

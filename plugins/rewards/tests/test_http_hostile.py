@@ -1,4 +1,4 @@
-"""The reward ``http`` against servers and name servers that mean harm: time, memory, addresses, secrets."""
+"""The reward ``http`` against malicious servers and name servers: time, memory, addresses, secrets."""
 
 import contextlib
 import gzip
@@ -28,7 +28,7 @@ def ask(url, words=("a", "bb"), timeout=5.0, **options):
 
 @pytest.fixture
 def raw_server():
-    """``raw_server(write)``: an address; ``write(connection)`` answers each connection, and what breaks it ends it."""
+    """Return ``raw_server(write)``: the address of a server that answers each connection by ``write(connection)``."""
     opened = []
 
     def serve(write):
@@ -54,7 +54,7 @@ def raw_server():
 
 
 def again_and_again(start, part):
-    """Something every 10 ms, for longer than any try may take, though not for ever."""
+    """Return a writer that sends ``start``, then ``part`` every 10 ms, for longer than any attempt may take."""
 
     def write(connection):
         connection.sendall(start)
@@ -137,7 +137,7 @@ def test_an_address_or_header_that_may_not_be_is_refused_with_the_options(option
 
 @pytest.fixture
 def scorer_name(monkeypatch):
-    """``scorer.test`` leads to this machine."""
+    """Make ``scorer.test`` resolve to this machine."""
     really = socket.getaddrinfo
 
     def look_up(host, port, *args, **kwargs):

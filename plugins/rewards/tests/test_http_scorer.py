@@ -1,4 +1,4 @@
-"""The reward ``http`` against a real server that misbehaves: what recovers, what fails, what is never said."""
+"""The reward ``http`` against a real server that misbehaves: recovery, failures, secrets."""
 
 import logging
 import socket
@@ -57,7 +57,7 @@ def sleep_for(seconds):
 
 
 def drip(handler, sent):
-    """A byte at a time, each well within any time-out of a socket."""
+    """Send a byte at a time, each well within the timeout of a socket."""
     handler.send_response(200)
     handler.send_header("Content-Length", "100000")
     handler.end_headers()
@@ -70,7 +70,7 @@ def drip(handler, sent):
 
 
 def flood(handler, sent):
-    """More than is asked for, and no length."""
+    """Send more than is allowed, without a length."""
     handler.send_response(200)
     handler.send_header("Connection", "close")
     handler.end_headers()
@@ -83,7 +83,7 @@ def flood(handler, sent):
 
 
 def dead():
-    """An address where nothing listens."""
+    """Return an address at which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}/score"

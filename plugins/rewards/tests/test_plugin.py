@@ -27,7 +27,7 @@ class Judge:
 
 @pytest.fixture
 def score(tmp_path):
-    """score("numeric", {"tolerance": 1}, ["a", "b"], ["x", "y"]): the values of one reward, run in a worker."""
+    """Return ``score("numeric", {"tolerance": 1}, ["a", "b"], ["x", "y"])``: values of one reward, run in a worker."""
     runners = []
 
     def run(name, options, texts, answers, **settings):
@@ -81,7 +81,7 @@ def test_every_reward_runs_in_a_worker(score, name, options, texts, answers, val
 
 
 def test_a_power_tower_is_stopped(score):
-    # sympy evaluates it in one call into C; math-verify's own time-out is off.
+    # sympy evaluates it in one call into C; math-verify's own timeout is off.
     began = time.monotonic()
     values, metrics = score("math", {}, ["$5^{5^{5^{5^{5}}}}$", "2"], ["2", "2"], timeout_seconds=2.0)
     assert values == [0.0, 1.0]  # no way around a bad reward

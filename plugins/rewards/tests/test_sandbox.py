@@ -1,4 +1,4 @@
-"""Each attack fails from the tier on that promises it, and nothing outlives a box."""
+"""Each attack fails from the tier on that promises it, and no process outlives a box."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ def index(tier):
 
 @pytest.fixture(scope="module")
 def box_of():
-    """``box_of(tier, processes)``: one box for all tests; the test is skipped where this machine has none."""
+    """Return ``box_of(tier, processes)``: one box for all tests; skips the test where this machine cannot make it."""
     made = {}
 
     def get(tier, processes=1):
@@ -76,7 +76,7 @@ def test_an_attack_fails_and_the_next_program_runs(box_of, probe, tier, processe
 
 
 def inhabitants(box):
-    """Processes in a box besides those that wait for programs (and bubblewrap's own)."""
+    """Return the number of processes in a box, without those that wait for programs (and bubblewrap's own)."""
     waiting = {"limits": 0, "landlock": 0, "namespaces": 1, "bubblewrap": 2}[box.tier]
     children = psutil.Process(box.popen.pid).children(recursive=True)
     return len([child for child in children if child.status() != psutil.STATUS_ZOMBIE]) - waiting
@@ -189,7 +189,7 @@ except OSError as exc:
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
 def test_files_and_folders_that_are_shown_can_be_read_and_not_written(box_of, tier, tmp_path):
-    """Below /tmp too, over which a new root is laid."""
+    """Below /tmp, too, over which a new root is mounted."""
     box_of(tier)
     folder = tmp_path / "package"
     folder.mkdir()
@@ -231,7 +231,7 @@ CLOSES_NOTHING = '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "
         ("neither script nor program", "Exec format error"),
         ("#!/bin/sh\nsleep 60\n", "does not start: timed out"),
         ("#!/bin/sh\necho '{}'\n", "does not start"),
-        (CLOSES_NOTHING, "ended"),  # for want of rights, or of a folder for the disk
+        (CLOSES_NOTHING, "ended"),  # without rights, or without a folder for the disk
     ],
     ids=["fails", "no interpreter", "no program", "hangs", "talks", "closes nothing"],
 )
@@ -282,7 +282,7 @@ def test_values_that_are_too_long_end_a_program(box_of):
 
 
 def test_a_program_cannot_answer_for_the_box(box_of):
-    """What it writes to any descriptor is output, never an answer about how it ended."""
+    """Bytes that it writes to any descriptor are output, never an answer about how it ended."""
     source = """
 import os
 for number in range(3, 64):
@@ -386,7 +386,7 @@ def test_a_closed_box_leaves_nothing(box_of, tier, tmp_path, monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """``broken(tier)``: boxes of this tier cannot be closed."""
+    """Return ``broken(tier)``, which makes boxes of this tier fail to close."""
     names = set()
     real = Box._start
 

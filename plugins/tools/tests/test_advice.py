@@ -6,7 +6,7 @@ from engine_plugin_tools.advice import advice
 
 
 def run(count=6, **times):
-    """Steps with these seconds; the first one is slow, as first steps are."""
+    """Return steps with these seconds; the first one is slow, as first steps are."""
     line = {f"time/{name}": value for name, value in times.items()}
     lengths = {"response_length/mean": 100.0, "response_length/max": 100.0}
     slow = {name: 50 * value for name, value in line.items()}
@@ -39,7 +39,7 @@ def test_ahead_the_side_that_is_waited_for_is_the_one_to_strengthen():
     assert "more samplers, at best 2.50x with 2.5 times as many" in said
     said = advice(run(generate=0.0, train=9.5, step=10.0, sampling=4.0))
     assert "more trainers, at best 2.50x" in said
-    assert "at best 1.40x" in said  # than one after the other
+    assert "at best 1.40x" in said  # than in turn
     assert "The two sides are even" in advice(run(generate=0.2, train=9.0, step=10.0, sampling=9.8))
 
 

@@ -51,7 +51,7 @@ RL = [
 
 
 class Addresses(html.parser.HTMLParser):
-    """Everything a browser would fetch or run."""
+    """A parser that collects everything that a browser would fetch or run."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trackers write what they were given."""
+"""Trackers write the metrics that they are given."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_package_that_is_not_installed_is_said_before_the_first_step(tmp_path,
 
 
 class FakeWandb(types.ModuleType):
-    """Records the calls; the real package wants a network."""
+    """A stand-in that records the calls; the real package needs a network."""
 
     def __init__(self):
         super().__init__("wandb")

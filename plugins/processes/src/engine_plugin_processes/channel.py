@@ -1,7 +1,7 @@
-"""A stream of messages over one socket: a header and raw bytes each, see ``codec``.
+"""A stream of messages over one socket, each a header and raw bytes in the format of ``codec``.
 
-Sockets between processes of one machine are inherited pairs, which nobody else can open. One that is listened on
-takes only a peer that knows the run's token: each side proves it without sending it (HMAC of both sides' nonces).
+Sockets between processes of one machine are inherited pairs, which no other process can open. A listener accepts only
+a peer that knows the run's token: each side proves it without sending it (HMAC of both sides' nonces).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
 MAGIC = b"engine-1"
 PROOF_BYTES, NONCE_BYTES = 32, 16
 HANDSHAKE_SECONDS = 10.0
-MAX_PENDING_CONNECTIONS = 256  # that a listener hears at a time; one more, and the oldest is sent away
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 10}  # 25 s; see ``silence``
+MAX_PENDING_CONNECTIONS = 256  # handshakes of a listener at a time; one more, and the oldest is rejected
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 10}  # 25 s; see ``peer_watch``
 
 
 class Channel(JsonChannel):
-    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one."""
+    """A channel of messages both ways; several threads may call ``send``, one ``receive``."""
 
     @property
     def peer(self) -> str:
@@ -45,11 +45,11 @@ class Channel(JsonChannel):
         return encode(message, prompts)
 
     def send(self, message: Any) -> None:
-        """Send a value, or one that is ``Encoded`` already.
+        """Send a value or an ``Encoded`` one.
 
         Raises:
             Closed: the other side has ended.
-            TypeError: it does not cross; nothing was sent.
+            TypeError: the value cannot be encoded; nothing was sent.
         """
         encoded = message if isinstance(message, Encoded) else encode(message)
         start = LENGTHS.pack(len(encoded.header), encoded.payload_bytes)
@@ -60,7 +60,7 @@ class Channel(JsonChannel):
 
         Raises:
             Closed: the other side has ended, also in the middle of a message.
-            DecodeError: something else than a message came.
+            DecodeError: the bytes are no message.
         """
         header_bytes, payload_bytes = LENGTHS.unpack(self._read(LENGTHS.size))
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
@@ -70,7 +70,7 @@ class Channel(JsonChannel):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that no other process can reach."""
+    """Return two connected sockets that no other process can reach."""
     return socket.socketpair()
 
 
@@ -89,10 +89,11 @@ def listen(place: str) -> socket.socket:
 
 
 def connect(address: Address, token: str, rank: int, seconds: float) -> Channel:
-    """Reach a listener whose ``callers`` are heard.
+    """Connect to a listener that accepts by ``callers``.
 
     Raises:
-        Closed: it does not answer, or does not know the token.
+        Closed: the listener does not answer, or does not know the token.
+        OSError: the connection broke during the handshake.
     """
     where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
     try:
@@ -120,16 +121,16 @@ def connect(address: Address, token: str, rank: int, seconds: float) -> Channel:
 def callers(
     listener: socket.socket, token: str, deadline: float, look_seconds: float = math.inf
 ) -> Generator[tuple[int, Channel] | None, None, None]:
-    """Peers that reach a listener and know the token, with their ranks, as they come.
+    """Yield the rank and the channel of each peer that connects and proves that it knows the token.
 
-    Strangers are sent away. They hold up nobody, whether they are silent or call again and again: many peers are heard
-    at a time, and each for ``HANDSHAKE_SECONDS`` in all.
+    Other peers are rejected. They delay no one else, whether they are silent or connect again and again: many
+    handshakes run at a time, each for at most ``HANDSHAKE_SECONDS``.
 
     Args:
         listener: from ``listen``.
         token: of the run.
-        deadline: of ``time.monotonic``; the last that is given comes before it.
-        look_seconds: None is given as often as this, so that whoever waits can look whether there is still reason to.
+        deadline: of ``time.monotonic``; peers are accepted until then.
+        look_seconds: None is yielded at this interval, so that the caller can check whether to continue.
     """
     look = time.monotonic() + look_seconds
     with _Handshakes(listener, token) as hall:
@@ -141,12 +142,12 @@ def callers(
 
 
 def new_token() -> str:
-    """A secret for one run."""
+    """Return a secret for one run."""
     return secrets.token_hex(32)
 
 
 class _Handshakes:
-    """Those who have called a listener and have not proved yet that they know the token."""
+    """The pending handshakes of a listener: peers that have not proved yet that they know the token."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener, self._token = listener, token
@@ -154,7 +155,7 @@ class _Handshakes:
         self._waiting: dict[socket.socket, tuple[float, Generator[None, None, int]]] = {}  # the oldest first
 
     def __enter__(self) -> _Handshakes:
-        self._listener.setblocking(False)  # who called may have gone before it is taken in
+        self._listener.setblocking(False)  # a peer may have gone before it is accepted
         self._selector.register(self._listener, selectors.EVENT_READ)
         return self
 
@@ -164,7 +165,9 @@ class _Handshakes:
         self._selector.close()
 
     def known(self, until: float) -> Iterator[tuple[int, Channel]]:
-        """Wait once, at most until then, for anybody to call or to say more; those who have proved it by that."""
+        """Wait once for connections or data, at most until ``until``; yield the peers that have completed the
+        handshake.
+        """
         oldest = min((end for end, _ in self._waiting.values()), default=math.inf)
         seconds = min(until, oldest) - time.monotonic()
         for key, _ in self._selector.select(max(seconds, 0.0)):
@@ -179,7 +182,7 @@ class _Handshakes:
     def _take_in(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # who called has gone, or the network has a problem with it
+        except OSError as error:  # the peer has gone, or its network has a problem
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._make_room()
             return
@@ -190,10 +193,10 @@ class _Handshakes:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _make_room(self) -> None:
-        """The oldest is sent away.
+        """Reject the oldest pending peer.
 
         Raises:
-            OSError: there is none, so others than strangers have all descriptors.
+            OSError: no peer is pending, so other parts of the process hold all descriptors.
         """
         if not self._waiting:
             raise OSError(
@@ -202,8 +205,8 @@ class _Handshakes:
         self._send_away(next(iter(self._waiting)))
 
     def _hear(self, connection: socket.socket) -> tuple[int, Channel] | None:
-        """What more it says; its rank and a channel to it, where it has proved that it knows the token."""
-        if connection not in self._waiting:  # made room for another
+        """Continue a peer's handshake; return its rank and a channel once it has proved that it knows the token."""
+        if connection not in self._waiting:  # rejected to make room for another
             return None
         try:
             next(self._waiting[connection][1])
@@ -218,7 +221,7 @@ class _Handshakes:
         channel = Channel(connection)
         try:
             _settle(connection)
-        except OSError:  # gone already
+        except OSError:  # the peer has gone
             channel.close()
             return None
         return rank, channel
@@ -233,10 +236,10 @@ class _Handshakes:
 
 
 def _heard(connection: socket.socket, token: str) -> Generator[None, None, int]:
-    """The listener's side of a handshake: gives way until more has come, and returns the rank of the caller.
+    """Run the listener's side of a handshake: yield until more bytes have come, and return the peer's rank.
 
     Raises:
-        OSError: it is gone, or does not know the token.
+        OSError: the peer has gone, or does not know the token.
     """
     magic, rank, theirs = HELLO.unpack((yield from _exactly(connection, HELLO.size)))
     mine = os.urandom(NONCE_BYTES)
@@ -274,6 +277,6 @@ def _settle(connection: socket.socket) -> None:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():  # a host that is gone says nothing
+    for name, value in KEEPALIVE.items():  # a lost host closes no connection
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,7 +1,7 @@
-"""A supervised child process: a channel to it, the last lines that it prints, its stacks, how it ended.
+"""A supervised child process: its channel, the last lines that it prints, its stacks, how it ended.
 
-Each child leads a session, so that what it starts is killed with it. Its owner decides whether to start another one,
-because the owner knows which work was lost.
+Each child leads a session, so that processes it starts are killed with it. Its owner decides whether to start another
+child, because the owner knows which work was lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine_core.inherited_descriptors import close_in_children
 from engine_plugin_processes.json_channel import Closed, JsonChannel, Outbox
 
 SOCKET = "{socket}"
-"""Argument of a command that stands for the number of the inherited socket."""
+"""Placeholder in a command for the number of the inherited socket."""
 LAST_LINES = 40
 KEPT_LINES = 400  # a dump of stacks is longer than ``LAST_LINES``
 LINE_BYTES = 8192  # a longer line is cut into several
@@ -43,14 +43,14 @@ class ChildProcess:
 
     Args:
         command: program and arguments.
-        channel: class of the channel to it; None: it has no socket.
+        channel: class of the channel to the child; None: it has no socket.
         take: called with each message, and with None after the last; it may be called before the constructor returns.
             None: the caller reads and writes ``channel``.
-        on_line: called with each line that it prints.
+        on_line: called with each line that the child prints.
         env: its whole environment; None: the environment of this process.
-        descriptors: that it inherits in addition.
-        keeper: end it when this process ends, whatever it does then (``keeper.py``). A child that reads its socket ends
-            by itself.
+        descriptors: further descriptors to inherit.
+        keeper: end the child when this process ends, even if it is busy (``keeper.py``). A child that reads its socket
+            ends by itself.
 
     Raises:
         OSError: the program does not start.
@@ -68,8 +68,8 @@ class ChildProcess:
         keeper: bool = False,
     ) -> None:
         self.on_line = on_line
-        self._nonsense = ""  # how it broke the protocol
-        self._killed = False  # its number may be another process's by now
+        self._nonsense = ""  # how the child broke the protocol
+        self._killed = False  # then its process id may belong to another process
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         passed = list(descriptors)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
@@ -115,30 +115,30 @@ class ChildProcess:
             thread.start()
 
     def send(self, message: Any) -> None:
-        """Send a message after those before it, without waiting; a child that has ended does not get it.
+        """Send a message after those before it, without waiting; a child that has ended does not receive it.
 
         Raises:
-            TypeError: a value does not cross; nothing is sent.
+            TypeError: a value cannot be encoded; nothing is sent.
         """
         self.outbox.put(message)
 
     def tail(self, lines: int = LAST_LINES) -> str:
-        """Return the last lines that it printed."""
+        """Return the last lines that the child printed."""
         return "\n".join(list(self._lines)[-lines:])
 
     def dump_stacks(self) -> None:
-        """Have it print the stacks of its threads, where it has called ``print_stacks_on_request``."""
+        """Make a child that has called ``print_stacks_on_request`` print the stacks of its threads."""
         self.popen.send_signal(STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
 
     def ended(self, seconds: float) -> bool:
-        """Return whether it ends within that time."""
+        """Return whether the child ends within that time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(seconds)
         return self.popen.returncode is not None
 
     def ending(self) -> str:
-        """Return how it ended, in words that follow its name."""
+        """Return how the child ended, in words that follow its name."""
         if self._nonsense:
             return self._nonsense
         if not self.ended(ENDING_SECONDS):
@@ -149,14 +149,14 @@ class ChildProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def report(self, cause: str = "") -> str:
-        """Return why it is lost, by default how it ended, with the last lines that it printed."""
+        """Return why the child is lost, by default how it ended, with the last lines that it printed."""
         cause = cause or f"it {self.ending()}"
         self._threads[0].join(OUTPUT_SECONDS)
         text = self.tail()
         return f"{cause}.{f' The last that it printed:{chr(10)}{text}' if text else ''}"
 
     def kill(self) -> None:
-        """End it and what it started, now; what it still had to say is read. Safe to call twice."""
+        """Kill the child and the processes that it started; read its remaining output. Safe to call twice."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -192,7 +192,7 @@ class ChildProcess:
 def python_command(entry: str) -> list[str]:
     """Return a command that calls ``module:function`` with the number of the socket.
 
-    A fresh interpreter with the path of this one: neither a main script nor this process's memory gets there.
+    The command is a fresh interpreter with the path of this one, without its main script and its memory.
     """
     module, _, function = entry.partition(":")
     code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import {function}; {function}(int(sys.argv[1]))"
@@ -200,6 +200,6 @@ def python_command(entry: str) -> list[str]:
 
 
 def print_stacks_on_request() -> None:
-    """In a child: print all stacks at ``STACK_SIGNAL``, also where the interpreter is held, and at a crash."""
+    """Print all stacks on ``STACK_SIGNAL``, even while a thread holds the interpreter, and on a crash; for a child."""
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)

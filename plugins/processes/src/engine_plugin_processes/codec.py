@@ -1,24 +1,24 @@
-"""What crosses between controller and workers, as a JSON header and raw bytes. No pickle.
+"""The encoding of messages between controller and workers: a JSON header and raw bytes. No pickle.
 
-The set is closed: plain values, tensors, and the dataclasses of the vocabulary. Anything else is refused by the
-sender, with its place, and nothing but these is ever made by the receiver, whatever the bytes say.
+The set of types is closed: plain values, tensors, and the dataclasses of ``message_types``. The sender refuses any
+other value and names its place. The receiver makes no other object, whatever the bytes are.
 
 In the header plain values are themselves; everything else is an object with a ``"$"``::
 
     {"$": "tensor", "dtype": "float32", "shape": [3], "at": 16}       bytes 16.. of the payload
     {"$": "LossCall", "fields": {"name": "nll", ...}}
 
-A list of requests or rollouts crosses by field, for a controller reads and writes thousands a step::
+A list of requests or rollouts is encoded by field, since a controller reads and writes thousands a step::
 
     {"$": "rows", "of": "Rollout", "columns": [["1:0:0", "1:0:1"], {"$": "prompts", ...}, {"$": "cat", ...}, ...]}
     {"$": "cat", "dtype": "int64", "sizes": [700, 212], "at": 0}      tensors [700] and [212], one after another
     {"$": "each", "value": ...}                                       the same in all rows
     null                                                              the default of the field in all rows
-    {"$": "prompts", "new": {"$": "rows", ...}, "at": [0, 0, 1]}      those of the message, by number
+    {"$": "prompts", "new": {"$": "rows", ...}, "at": [0, 0, 1]}      the message's prompts, by number
     {"$": "prompts", "new": {"$": "texts", "of": [[0, 96]]}, ...}     as JSON in the payload, for several messages
-    {"$": "prompts", "new": {"$": "ids", "of": ["train:17"]}, ...}    to a receiver that has them
+    {"$": "prompts", "new": {"$": "ids", "of": ["train:17"]}, ...}    to a receiver that has the prompts
 
-So do the columns of a batch, of which every rank gets its own::
+The columns of a batch, of which every rank receives its share, are encoded together::
 
     {"$": "columns", "count": 912, "of": [["loss_mask", "bool", 7296], ["weights", "float32", 8208]]}
 """
@@ -59,53 +59,53 @@ GAPS = tuple(memoryview(bytes(size)) for size in range(ALIGNMENT))
 
 
 class DecodeError(ValueError):
-    """Bytes that no ``encode`` of ours wrote."""
+    """An error: the bytes were not written by ``encode``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One value, ready to be sent any number of times."""
+    """A value that is ready to be sent any number of times."""
 
     header: bytes
-    buffers: list[memoryview]  # the payload, one after another
+    buffers: list[memoryview]  # the payload, in order
 
     @property
     def payload_bytes(self) -> int:
-        """Length of the payload."""
+        """The length of the payload in bytes."""
         return sum(len(buffer) for buffer in self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A tensor to be sent whose rows lie in several places: it is put together by whoever writes it down."""
+    """A tensor to be sent whose rows lie in several buffers; the write to the socket joins them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    buffers: Sequence[memoryview]  # of rows, one after another
+    buffers: Sequence[memoryview]  # of rows, in order
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Return the number of dimensions, as ``Tensor.dim`` does."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """As of a tensor."""
+        """Return the number of values, as ``Tensor.numel`` does."""
         return math.prod(self.shape)
 
 
 Texts = dict[int, bytes]
-"""Prompts as they cross, by identity, for messages with the same ones; they must be there as long as it is."""
+"""Encoded prompts by ``id``, reused by messages with the same prompts; each prompt must live as long as the table."""
 
 
 def encode(value: Any, prompts: bool = True, texts: Texts | None = None) -> Encoded:
-    """A value as bytes; the bytes of CPU tensors are not copied.
+    """Encode a value; the bytes of CPU tensors are not copied.
 
     Args:
         value: of the closed set.
-        prompts: False: of a prompt its id alone crosses, to a receiver that has it.
-        texts: of the prompts in lists of requests; those that are not there are added.
+        prompts: False: of a prompt only its id is sent, to a receiver that has the prompt.
+        texts: encoded prompts, for lists of requests; new prompts are added.
 
     Raises:
-        TypeError: something in it does not cross between processes; the message says where it stands.
+        TypeError: a part of the value is not of the closed set; the message names its place.
     """
     writer = _Writer(prompts, texts)
     tree = writer.tree(value, "value")
@@ -113,10 +113,10 @@ def encode(value: Any, prompts: bool = True, texts: Texts | None = None) -> Enco
 
 
 def decode(header: bytes, payload: bytearray) -> Any:
-    """The value; its tensors share the memory of ``payload``.
+    """Decode a value; its tensors share the memory of ``payload``.
 
     Raises:
-        DecodeError: it is no encoded value.
+        DecodeError: the bytes are no encoded value.
     """
     try:
         tree = _parsed(str(header, "utf-8"))
@@ -131,7 +131,9 @@ VECTORS = (Tensor, Pieces)
 
 
 def _counts(column: Any) -> bool:
-    """Whether a column of ``_Writer._rows`` tells how many rows there are: neither left out, nor one value for each."""
+    """Return whether a column of ``_Writer._rows`` determines the number of rows: neither omitted nor one value for
+    all.
+    """
     return column is not None and not (isinstance(column, dict) and column["$"] == "each")
 
 
@@ -202,12 +204,12 @@ class _Writer:
         for name, default, field in zip(FIELDS[cls], DEFAULTS[cls], fields, strict=True):
             left_out = type(field[0]) is type(default) and _all_are(field, default)
             columns.append(None if left_out else self._column(list(field), f"{where}[].{name}"))
-        if not any(map(_counts, columns)):  # something must say how many rows there are
+        if not any(map(_counts, columns)):  # one column must determine the number of rows
             columns[0] = [getattr(value, FIELDS[cls][0]) for value in values]
         return {"$": "rows", "of": cls.__name__, "columns": columns}
 
     def _column(self, values: list[Any], where: str) -> Any:
-        """One field of all rows."""
+        """Encode one field of all rows."""
         kinds, first = set(map(type, values)), values[0]
         if kinds <= PLAIN:
             return values
@@ -239,7 +241,7 @@ class _Writer:
 
     @staticmethod
     def _prompt_text(prompt: Prompt, texts: Texts, where: str) -> bytes:
-        """What is in ``texts`` of a prompt; nothing: it has values that lie in the payload."""
+        """Return the encoded prompt from ``texts``, adding it if new; empty if it has values that need the payload."""
         if (found := texts.get(id(prompt))) is None:
             alone = _Writer(whole_prompts=True)
             tree = alone.tree(prompt, where)
@@ -247,7 +249,7 @@ class _Writer:
         return found
 
     def _is_new(self, prompt: Prompt) -> bool:
-        """Whether the message has not had it; from now on it has."""
+        """Return whether this is the prompt's first use in the message, and record the use."""
         count = len(self.prompts)
         return self.prompts.setdefault(id(prompt), count) == count
 
@@ -261,7 +263,7 @@ class _Writer:
         return {"$": "tensor", "dtype": name, "shape": list(value.shape), "at": self._put_tensor(value)}
 
     def _put_tensor(self, value: Tensor | Pieces) -> int:
-        """Where its bytes will lie."""
+        """Append a tensor's bytes to the payload; return their offset."""
         if isinstance(value, Tensor):
             return self._put(bytes_of(value))
         at = self._put(NOTHING)
@@ -270,7 +272,7 @@ class _Writer:
         return at
 
     def _columns(self, columns: Mapping[str, Tensor | Pieces]) -> Any:
-        """Vectors of one length, by name."""
+        """Encode tensors by name, together if they are vectors of one length."""
         first = next(iter(columns.values()))
         if any(column.dim() != 1 or column.numel() != first.numel() for column in columns.values()):
             return {name: self._tensor(column) for name, column in columns.items()}
@@ -278,7 +280,7 @@ class _Writer:
         return {"$": "columns", "count": first.numel(), "of": told}
 
     def _put(self, data: memoryview, alignment: int = ALIGNMENT) -> int:
-        """Where the bytes will lie in the payload."""
+        """Append bytes to the payload at the alignment; return their offset."""
         if gap := -self._at % alignment:
             self.buffers.append(GAPS[gap])
             self._at += gap
@@ -356,10 +358,10 @@ class _Reader:
             columns.append(column)
         if count < 0:
             raise DecodeError(f"No encoded value: nothing says how many rows of '{kind}' there are.")
-        return list(map(cls, *columns))  # by position: by name takes half as long again
+        return list(map(cls, *columns))  # by position: by name takes 50% longer
 
     def _column(self, tree: Any) -> Sequence[Any] | Iterator[Any]:
-        """One field of all rows, which is no list of plain values; where all are alike, without end."""
+        """Decode one field of all rows that is no list of plain values; an endless iterator if all rows are alike."""
         kind = tree.get("$") if isinstance(tree, dict) else None
         if kind == "cat":
             return self._cat(tree["dtype"], tree["sizes"], tree["at"])
@@ -367,14 +369,14 @@ class _Reader:
             self._new_prompts(tree["new"])
             return [self.prompts[at] for at in _indices(tree["at"], len(self.prompts))]
         if kind == "each":
-            return itertools.repeat(tuple(self.value(tree["value"])))  # which nobody can change
+            return itertools.repeat(tuple(self.value(tree["value"])))  # immutable, so rows can share it
         found = self.value(tree)
         if not isinstance(found, list):
             raise DecodeError("No encoded value: a field of rows is no list.")
         return found
 
     def _new_prompts(self, tree: Any) -> None:
-        """Those that the message has not had."""
+        """Append the prompts that the message has not used before."""
         if tree is None:
             return
         if tree["$"] == "ids":
@@ -397,7 +399,7 @@ class _Reader:
         return flat if len(shape) == 1 else flat.reshape(shape)
 
     def _flat(self, dtype: str, count: int, at: int) -> Tensor:
-        """[count] values, in the payload."""
+        """Return COUNT values of the payload as a tensor [COUNT]."""
         found = DTYPES[dtype]
         if count == 0:
             return torch.empty(0, dtype=found)
@@ -405,18 +407,18 @@ class _Reader:
         return torch.frombuffer(self.payload, dtype=found, count=count, offset=at)
 
     def _bytes(self, at: int, size: int) -> memoryview:
-        """A part of the payload."""
+        """Return a part of the payload."""
         self._check(at, size)
         return memoryview(self.payload)[at : at + size]
 
     def _check(self, at: int, size: int) -> None:
-        """Refuse what does not lie within the payload."""
+        """Raise ``DecodeError`` for bytes outside of the payload."""
         if _index(at, 1 << 62) + _index(size, 1 << 62) > len(self.payload):
             raise DecodeError(f"No encoded value: bytes {at} to {at + size} of {len(self.payload)}.")
 
 
 def _parsed(text: str) -> Any:
-    """What ``json.loads`` makes of it, in half the time where it is short."""
+    """Parse JSON as ``json.loads`` does; short texts take half the time."""
     try:
         tree, end = DECODER.raw_decode(text)
     except ValueError:
@@ -429,7 +431,7 @@ def _text(tree: Any) -> bytes:
 
 
 def _all_are(values: Sequence[Any], default: Any) -> bool:
-    """Whether all are the default of their field, and of its type, as the first one is."""
+    """Return whether all values equal their field's default and have its type, as the first one has."""
     if len(set(map(type, values))) > 1 or values.count(default) < len(values):
         return False
     return type(default) is not float or bool(default) or "-0.0" not in map(repr, values)  # which equals 0.0
@@ -445,7 +447,7 @@ def _dtype_name(value: Tensor | Pieces) -> str:
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """The bytes of a tensor: of one on the CPU its own, of others a copy."""
+    """Return the bytes of a tensor of any shape: a CPU tensor's own if it is contiguous, otherwise a copy."""
     if not value.numel():
         return NOTHING
     if value.dtype is not torch.bfloat16 and value.is_cpu and not value.requires_grad:  # most of them
@@ -457,7 +459,7 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def _indices(values: Any, end: int) -> list[int]:
-    """A list of numbers as ``_index`` has each."""
+    """Return a list of numbers of which each is valid by ``_index``; raise ``DecodeError`` otherwise."""
     if type(values) is not list or set(map(type, values)) - {int}:
         raise DecodeError("No encoded value: what is to be a list of numbers is none.")
     if values and not 0 <= min(values) <= max(values) < end:

@@ -1,12 +1,12 @@
-"""Under an external ``torchrun``: rank 0's process is the controller, the others become workers.
+"""Under an external ``torchrun``: rank 0's process is the controller, the other processes become workers.
 
-``torchrun`` starts the same command on every rank. The controller writes where it listens into torchrun's store,
-once a session (a runtime that is started); every other rank waits for it there, starts a worker process that is
-connected to the controller, and waits for the next session when that has ended, until the controller's command ends.
+``torchrun`` starts the same command on every rank. For each session (a started runtime) the controller writes its
+address into torchrun's store. Every other rank waits for the address, starts a worker process that is connected to the
+controller, and waits for the next session when that worker has ended, until the controller's command ends.
 
-The control channel listens on the address by which the other nodes reach rank 0 and takes only who knows the run's
-token: ``ENGINE_TOKEN`` where it is set on every node, else one that is made for the run and handed over in
-torchrun's store, which whoever reaches it can read.
+The control channel listens on the address by which the other nodes reach rank 0 and accepts only peers that know the
+run's token. The token is ``ENGINE_TOKEN`` if it is set on every node. Otherwise it is made for the run and passed
+through torchrun's store, which every process that reaches the store can read.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TOKEN = "ENGINE_TOKEN"
-STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may read its data for long
-LOOK_SECONDS = 10.0  # between two questions whether the controller's node is there, while no session is
-REACH_SECONDS = 15.0  # for a host that is there to take a connection
-ASK_AGAIN_SECONDS = 1.0  # where its name or the way to it was not found
-LOST = 6  # exit code of a rank that cannot reach the controller's node any more
+STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may take long to read its data
+LOOK_SECONDS = 10.0  # between two probes of the controller's node while no session runs
+REACH_SECONDS = 15.0  # for a host to accept a connection
+ASK_AGAIN_SECONDS = 1.0  # before a retry where the name or the route was not found
+LOST = 6  # exit code of a rank that can no longer reach the controller's node
 _sessions = 0  # runtimes that this process has started
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun told this process."""
+    """The environment that torchrun set for this process."""
 
     rank: int
     world_size: int
@@ -55,22 +55,22 @@ class Launch:
 
     @property
     def host(self) -> str:
-        """The address on which this node is reached."""
+        """The address at which this node is reached."""
         return _own_address(self.address, self.port)
 
     def local_rank(self, rank: int) -> int:
-        """Of a rank of the run; every node has as many."""
+        """Return the local rank of a rank of the run; every node has the same number of processes."""
         return rank % self.local_world_size
 
     def store_of(self, pool: str) -> tuple[str, int, str]:
-        """Host, port and prefix of the rendezvous of a pool in this session."""
+        """Return host, port and prefix of the rendezvous of a pool in this session."""
         return self.address, self.port, f"engine/{self.attempt}/{_sessions}/{pool}"
 
     def gather(self, seconds: float) -> list[WorkerHandle]:
-        """Start a session: rank 0's worker as a child, the others as they come; in the order of ranks.
+        """Start a session and return its workers by rank: rank 0's is started as a child, the others connect.
 
         Raises:
-            EnvironmentProblem: the address cannot be listened on, or not all came in time.
+            EnvironmentProblem: the address cannot be listened on, or a rank did not connect in time.
         """
         from engine_plugin_processes.channel import listen, new_token
         from engine_plugin_processes.worker_process import WorkerHandle
@@ -93,7 +93,7 @@ class Launch:
         return [workers[rank] for rank in range(self.world_size)]
 
     def _announce(self, listener: socket.socket, token: str) -> None:
-        """Tell the other ranks where to come to, and the token where they do not have it."""
+        """Publish the control channel's address to the other ranks, with the token if ``ENGINE_TOKEN`` is not set."""
         global _sessions
         _sessions += 1
         host, port = listener.getsockname()[:2]
@@ -103,7 +103,11 @@ class Launch:
     def _take_in(
         self, listener: socket.socket, token: str, workers: dict[int, WorkerHandle], seconds: float
     ) -> None:
-        """Wait for the other ranks; whoever does not know the token, or is none of them, is sent away."""
+        """Wait for the other ranks; a peer without the token, or with an unexpected rank, is rejected.
+
+        Raises:
+            EnvironmentProblem: a rank did not connect in time.
+        """
         from engine_plugin_processes.channel import callers
         from engine_plugin_processes.worker_process import WorkerHandle
 
@@ -129,7 +133,7 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """What an external torchrun told this process; None where there is none.
+    """Return the environment that an external torchrun set for this process; None without torchrun.
 
     Raises:
         ConfigError: the nodes have different numbers of processes.
@@ -148,20 +152,20 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 @contextmanager
 def controlling() -> Iterator[bool]:
-    """Whether this process runs its command; afterwards the other ranks are told that no session comes any more."""
+    """Yield whether this process runs its command; afterwards announce to the other ranks that no session follows."""
     launch = launched()
     try:
         yield launch is None or launch.rank == 0
     finally:
         if launch is not None and launch.rank == 0:
-            with contextlib.suppress(RuntimeError):  # no store: torchrun has ended, and the others with it
+            with contextlib.suppress(RuntimeError):  # no store: torchrun and the other ranks have ended
                 _store(launch).set(launch._key(_sessions + 1), json.dumps(None))
 
 
 def serve() -> int:
-    """Be a rank that is not the controller: a worker for each of its sessions; returns the exit code.
+    """Run a rank that is not the controller: a worker for each session. Return the exit code.
 
-    The signals that end a run are the controller's business: torchrun sends them to every rank.
+    torchrun sends the signals that end a run to every rank; only the controller reacts to them.
     """
     launch = launched()
     assert launch is not None
@@ -172,7 +176,7 @@ def serve() -> int:
         while (told := _next_session(launch, session)) is not None:
             _work(launch, told)
             session += 1
-            _reach(launch)  # else the next wait would begin without a word
+            _reach(launch)  # a lost controller must fail here, not in the next wait
     except ConnectionLost as lost:
         print(f"engine: rank {launch.rank} ends: {lost}", file=sys.stderr)
         return LOST
@@ -180,17 +184,17 @@ def serve() -> int:
 
 
 class ConnectionLost(Exception):
-    """The controller or its node cannot be reached any more."""
+    """An error: the controller or its node can no longer be reached."""
 
 
 def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
-    """Wait for what the controller says of a session, for days where need be; None: none comes any more.
+    """Wait, for days if necessary, for the controller's announcement of a session; return None if no session follows.
 
-    The wait is a thread's: an open connection to a host that is gone waits for ever, also to give up a wait, so
-    that this one asks the host now and then whether it takes another.
+    A thread waits: an open connection to a lost host blocks forever, even when the wait is given up. Meanwhile this
+    thread probes the host every ``LOOK_SECONDS``.
 
     Raises:
-        ConnectionLost: it does not, or torchrun's store has ended.
+        ConnectionLost: the host accepts no connection, or torchrun's store has ended.
     """
     answers: queue.SimpleQueue[bytes | RuntimeError] = queue.SimpleQueue()
 
@@ -201,7 +205,7 @@ def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
             answers.put(error)
 
     # consumes: nothing; waits for: torchrun's store; unblocked by: the controller, the end of the store;
-    # produces: one answer. A daemon: it may wait for ever
+    # produces: one answer. A daemon: it may wait forever
     threading.Thread(target=wait, name="next-session", daemon=True).start()
     while True:
         try:
@@ -215,13 +219,13 @@ def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
 
 
 def _reach(launch: Launch) -> None:
-    """Ask whether the host of torchrun's store is there: whether it takes a connection.
+    """Check that the host of torchrun's store accepts a connection.
 
-    A host that is there and refuses is asked once. A name that is not found or a way that is not there is asked for again,
-    `REACH_SECONDS` long: a run waits for days, and one failure of a name server within them must not end it.
+    A refused connection fails at once. An unknown name or a missing route is retried for `REACH_SECONDS`: a run waits
+    for days, and one failure of a name server must not end it.
 
     Raises:
-        ConnectionLost: it does not.
+        ConnectionLost: the host accepts none.
     """
     end = time.monotonic() + REACH_SECONDS
     while True:
@@ -237,16 +241,16 @@ def _reach(launch: Launch) -> None:
 
 
 def loopback_interface() -> str | None:
-    """The interface of this machine alone, by the name that it has here."""
+    """Return the name of this machine's loopback interface; None if it has neither ``lo`` nor ``lo0``."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def _work(launch: Launch, told: Mapping[str, Any]) -> None:
-    """One session: a worker process with the connection to the controller, who judges how it ends.
+    """Run the worker process of one session with a connection to the controller, which judges how the worker ends.
 
     Raises:
-        ConnectionLost: the controller that announced it cannot be reached, or does not know the token.
+        ConnectionLost: the controller that announced the session cannot be reached, or does not know the token.
     """
     from engine_plugin_processes.channel import Closed, connect
 
@@ -269,14 +273,14 @@ def _work(launch: Launch, told: Mapping[str, Any]) -> None:
 
 
 def _store(launch: Launch) -> Any:
-    """torchrun's own."""
+    """Connect to torchrun's store."""
     import torch.distributed as dist
 
     return dist.TCPStore(launch.address, launch.port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 def _own_address(address: str, port: int) -> str:
-    """The address of this node on the way to another; asking for it sends nothing."""
+    """Return this node's address on the route to another; nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -284,7 +288,7 @@ def _own_address(address: str, port: int) -> str:
 
 
 class ElasticLauncher:
-    """The part ``launcher``."""
+    """The part ``launcher``: ``controlling`` and ``serve``."""
 
     controlling = staticmethod(controlling)
     serve = staticmethod(serve)

@@ -1,4 +1,4 @@
-"""A stream of JSON messages over one socket, and a thread that sends; imports nothing heavy.
+"""A stream of JSON messages over one socket, and a thread that sends. Imports nothing heavy.
 
 ``channel.Channel`` has the same methods for messages with tensors.
 """
@@ -20,41 +20,42 @@ MAX_VECTOR = 512  # buffers of one system call
 
 
 class Closed(ConnectionError):
-    """The other side has ended."""
+    """An error: the other side has ended."""
 
 
 class JsonChannel:
-    """Messages both ways; ``send`` may be called from several threads, ``receive`` from one.
+    """A channel of messages both ways; several threads may call ``send``, one ``receive``.
 
     Attributes:
-        max_bytes: of a message that ``receive`` takes.
+        max_bytes: longest message that ``receive`` accepts.
     """
 
     max_bytes: ClassVar[int] = 1 << 30
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = close_in_children(connection)
-        self.socket.set_inheritable(False)  # a program that is started here must not keep it open
+        self.socket.set_inheritable(False)  # programs started by this process must not keep it open
         self._lock = threading.Lock()
 
     def encode(self, message: Any, prompts: bool = True) -> Any:
-        """Return what ``send`` takes in place of a message.
+        """Encode a message for ``send``.
 
         Args:
-            message: of values that cross.
-            prompts: False: of a prompt its id alone, for a receiver that has the prompt. Prompts do not cross as JSON.
+            message: of values that can be encoded.
+            prompts: False: of a prompt only its id, for a receiver that has the prompt. Prompts cannot be encoded as
+                JSON.
 
         Raises:
-            TypeError: the message does not cross.
+            TypeError: the message cannot be encoded.
         """
         return json.dumps(message).encode()
 
     def send(self, message: Any) -> None:
-        """Send a value, or what ``encode`` made of one.
+        """Send a value, or the result of ``encode``.
 
         Raises:
             Closed: the other side has ended.
-            TypeError: the value does not cross; nothing was sent.
+            TypeError: the value cannot be encoded; nothing was sent.
         """
         encoded = message if isinstance(message, bytes) else self.encode(message)
         self._send([memoryview(LENGTH.pack(len(encoded))), memoryview(encoded)])
@@ -64,7 +65,7 @@ class JsonChannel:
 
         Raises:
             Closed: the other side has ended, also in the middle of a message.
-            ValueError: something else than a message came.
+            ValueError: the bytes are no message.
         """
         (count,) = LENGTH.unpack(self._read(LENGTH.size))
         if count > self.max_bytes:
@@ -75,7 +76,7 @@ class JsonChannel:
             raise ValueError("JSON that is nested too deeply") from error
 
     def close(self) -> None:
-        """Close it for both sides; a ``receive`` that waits raises ``Closed``."""
+        """Close the connection for both sides; a waiting ``receive`` raises ``Closed``."""
         with contextlib.suppress(OSError):  # the other side was faster
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -113,10 +114,10 @@ class JsonChannel:
 
 
 class Outbox:
-    """A thread that sends: an exception that a signal raises where messages are made cuts none in two.
+    """A thread that sends, so that an exception raised by a signal in the caller's thread cuts no message in two.
 
-    consumes: messages; waits for: messages, and room in the socket; unblocked by: ``put``, ``close``, the other side, also
-    by its end; produces: bytes.
+    consumes: messages; waits for: messages, and room in the socket; unblocked by: ``put``, ``close``, the other side,
+    also by its end; produces: bytes.
     """
 
     def __init__(self, channel: JsonChannel) -> None:
@@ -126,19 +127,19 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: Any, prompts: bool = True) -> None:
-        """Send a message after those before it; what it refers to must not change any more. The arguments are ``encode``'s.
+        """Send a message after those before it; its values must not change afterwards. The arguments are ``encode``'s.
 
         Raises:
-            TypeError: it does not cross; nothing is sent.
+            TypeError: the message cannot be encoded; nothing is sent.
         """
         self._messages.put(self._channel.encode(message, prompts))
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         self._messages.put(None)
         self._thread.join()
 
     def _send(self) -> None:
-        with contextlib.suppress(Closed):  # the thread that receives here notices
+        with contextlib.suppress(Closed):  # the receiving thread handles the end
             while (message := self._messages.get()) is not None:
                 self._channel.send(message)

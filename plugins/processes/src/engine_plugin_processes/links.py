@@ -1,7 +1,7 @@
-"""Weights between pools, as the controller sees it: who sends, who takes, and by which transport.
+"""Weights between pools, as the controller sees it: senders, receivers and the transport between them.
 
-A link is made when it is first needed, and anew after an update that failed. It joins the first rank of the pool
-that gives with all ranks of the one that takes; the other ranks that give take part in the stream, since it is collective.
+A link is made when it is first needed, and again after a failed update. It joins the first rank of the sending pool
+with all ranks of the receiving pool. The other sending ranks take part in the stream, which is collective.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from engine_plugin_processes.worker_pool import WorkerPool, message_to
 if TYPE_CHECKING:
     from engine_plugin_processes.placement import Pool
 
-WORD_SECONDS = 10.0  # for the other side to say why it has failed, once one has
-LOSS_SECONDS = 10.0  # until the loss of a process that may be replaced is noticed, once an update has failed
+WORD_SECONDS = 10.0  # for the other side to report its failure, once one has failed
+LOSS_SECONDS = 10.0  # to detect the loss of a replaceable process, once an update has failed
 
 log = logging.getLogger("engine")
 
 
 @dataclass
 class Link:
-    """One link, made."""
+    """A link that is joined."""
 
     number: int  # in the run
-    ranks: tuple[int, ...]  # of the run: the one that sends, then those that take
+    ranks: tuple[int, ...]  # of the run: the sender, then the receivers
     updates: int = 0  # so far
 
 
 class Links:
-    """Every link of a run.
+    """The links of a run.
 
     Args:
         crew: all workers.
-        transport_of: name of the transport from one pool to another.
-        ranks_of: those of a pool that are there.
-        hosts: the address on which each rank is reached.
-        meeting: gives a place where the processes of a link meet.
-        folder: private to the run, and seen by all its processes; "" where there is none.
+        transport_of: returns the name of the transport from one pool to another.
+        ranks_of: returns the connected ranks of a pool.
+        hosts: address at which each rank is reached.
+        meeting: returns a rendezvous for the processes of a link, by name.
+        folder: private to the run and visible to all its processes; "" if none exists.
         token: of the run.
     """
 
@@ -62,30 +62,34 @@ class Links:
     ) -> None:
         self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
         self.meeting, self.folder = meeting, folder
-        # tells runs apart where they share a folder
+        # identifies the run where several share a folder
         self._run = hashlib.sha256(token.encode()).hexdigest()[:12]
         self._open: dict[tuple[str, str], Link] = {}
         self._used: dict[tuple[str, str], list[int]] = {}  # numbers of links that have failed
         self._made = 0
-        self.replaceable = False  # processes that take may be lost one by one
+        self.replaceable = False  # whether receivers may be lost one by one
 
     def push(
         self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
     ) -> SyncResult:
-        """Weights of a role to one of another pool, of which every rank takes them all.
+        """Send the weights of a role to a role of another pool, of which every rank receives all; retry without lost
+        receivers.
 
         Args:
-            source: pool that gives.
-            target: pool that takes.
-            roles: that gives, that takes.
+            source: pool that sends.
+            target: pool that receives.
+            roles: the sending role, the receiving role.
             version: the new policy version.
-            mix: share of the new weights, where they are mixed into a model; None: they replace a sampler's.
-            merge: makes one checksum of the ranks'.
+            mix: share of the new weights, if they are mixed into a model; None: they replace a sampler's.
+            merge: makes one checksum of those of the ranks.
+
+        Raises:
+            TrainingFailed: the update failed, and not because a replaceable receiver was lost.
         """
         start = time.perf_counter()
         while True:
             link: Link | None = None
-            before = set(self.ranks_of(target))  # without those that are lost, or may come and are not there
+            before = set(self.ranks_of(target))  # connected ranks alone
             try:
                 link = self._link(source, target)
                 moved, checksum = self._update(link, source, roles, version, mix, merge)
@@ -104,7 +108,7 @@ class Links:
     def _update(
         self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
     ) -> tuple[int, str]:
-        """One update over a link: bytes, and the receivers' checksum."""
+        """Run one update over a link; return its bytes and the receivers' checksum."""
         link.updates += 1
         fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
         what = roles[1], "update_weights"
@@ -118,11 +122,11 @@ class Links:
         return self._both(sent, taken)
 
     def _goes_on(self, target: Pool, before: set[int]) -> bool:
-        """Whether it failed because one that takes was lost, and the run goes on without that one.
+        """Return whether an update failed because a receiver was lost, and the run continues without it.
 
         Args:
-            target: pool that takes.
-            before: those that were to take.
+            target: pool that receives.
+            before: the receivers of the update.
         """
         deadline = time.monotonic() + LOSS_SECONDS
         while self.crew.broken is None and time.monotonic() < deadline:
@@ -134,7 +138,7 @@ class Links:
         return False
 
     def drop(self, source: Pool, target: Pool) -> None:
-        """The link between these is not used again: an update has failed, or who takes part has changed."""
+        """Discard the link between two pools, after a failed update or when its members have changed."""
         key = source.name, target.name
         if (link := self._open.pop(key, None)) is not None:
             self._used.setdefault(key, []).append(link.number)
@@ -143,7 +147,7 @@ class Links:
         """Return the open link, or a new one: every endpoint is opened, then all are joined."""
         key = source.name, target.name
         if key in self._open and set(self._open[key].ranks[1:]) != set(self.ranks_of(target)):
-            self.drop(source, target)  # who takes part has changed
+            self.drop(source, target)  # its members have changed
         if key in self._open:
             return self._open[key]
         self._made += 1
@@ -182,7 +186,7 @@ class Links:
         return self.crew.send(messages, what, number, leaders=ranks, merge=merge)
 
     def _both(self, sent: Future[Any], taken: Future[Any]) -> tuple[int, str]:
-        """What both sides say; where one has failed, the error that says the most of it."""
+        """Return the results of both sides; if one has failed, raise the most informative error."""
         done, _ = concurrent.futures.wait([sent, taken], return_when=concurrent.futures.FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             done, _ = concurrent.futures.wait([sent, taken], WORD_SECONDS)

@@ -1,7 +1,7 @@
-"""An error of a worker as plain values, and the same error again in the controller.
+"""Errors of a worker as plain values, and the same errors rebuilt in the controller.
 
-Of our own errors class, message and exit code are the same on both sides; of Python's the common ones. Any other
-comes as a ``RuntimeError`` that names it. The worker's traceback is the cause of what is raised here.
+Errors of ``engine_core.errors`` keep class, message and exit code; common errors of Python keep class and message. Any
+other becomes a ``RuntimeError`` that names it. The worker's traceback is the cause of the rebuilt error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN: Mapping[str, type[Exception]] = {
 
 
 class InWorker(Exception):
-    """The traceback of a worker, shown as the cause of the error that it became."""
+    """An error that holds a worker's traceback, shown as the cause of the rebuilt error."""
 
     def __init__(self, rank: int, text: str) -> None:
         self.rank = rank
@@ -39,7 +39,7 @@ class InWorker(Exception):
 
 
 def pack(error: BaseException) -> dict[str, Any]:
-    """Plain values of an error."""
+    """Return an error as plain values."""
     found = {
         "message": error.args[0] if _is_text(error.args) else str(error),
         "notes": list(getattr(error, "__notes__", ())),
@@ -55,7 +55,7 @@ def pack(error: BaseException) -> dict[str, Any]:
 
 
 def unpack(packed: Mapping[str, Any], rank: int) -> Exception:
-    """The error again, as it came from the worker of this rank."""
+    """Rebuild an error that the worker of this rank packed."""
     kind, message = packed["type"], packed["message"]
     error: Exception
     if kind == "OSError":

@@ -1,9 +1,9 @@
-"""Rows tokenized ahead by other processes.
+"""Tokenization of rows ahead of their use, by other processes.
 
-A worker is a fresh interpreter that runs `serve`. Its first message says what to read and with which tokenizer; then it
-answers row numbers with outcomes, in JSON: no code and no pickle crosses.
+A worker is a fresh interpreter that runs `serve`. Its first message says what to read and with which tokenizer. It
+then answers row numbers with outcomes, in JSON: no code and no pickle is sent.
 
-A dead worker is started again and its rows are done again, once. Rows that cost two workers end the run.
+A dead worker is started again and its rows are retried once. Rows that end two workers end the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("engine")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that there is no torch, see `serve`
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # about the missing torch, which `serve` hides
 }
 
 Answers = list[dict[str, Any]]
@@ -44,7 +44,7 @@ Answers = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Job:
-    """Rows that one worker is to do, how many have tried, and what came of it."""
+    """The rows of one message to a worker, the number of attempts, and the answers."""
 
     rows: list[int]
     attempts: int = 1
@@ -52,7 +52,7 @@ class Job:
 
 
 class Worker(ChildProcess):
-    """One process, its unanswered jobs in order, and its messages, with None at the end."""
+    """A process, its unanswered jobs in order, and its messages, with None at the end."""
 
     def __init__(self, rank: int, setup: dict[str, Any]) -> None:
         self.rank = rank
@@ -74,13 +74,13 @@ class Worker(ChildProcess):
 
 
 class WorkerPool:
-    """Prepares lists of rows in ``num_workers`` processes and gives them back in order.
+    """A pool of ``num_workers`` processes that prepare lists of rows, whose results come in order.
 
     Args:
         setup: of `Preparer.setup`.
         tokenizer: saved to a temporary folder, from which each worker loads it.
         num_workers: processes.
-        ahead: lists of rows that each worker is given in advance.
+        ahead: lists of rows that each worker receives in advance.
         where: names a row for messages.
     """
 
@@ -101,11 +101,12 @@ class WorkerPool:
         self.close = weakref.finalize(self, _end, self._workers, self._folder)
 
     def results(self, chunks: Iterator[list[int]]) -> Iterator[Answers]:
-        """The answers to each list of ``chunks``, in their order. One such iterator at a time.
+        """Yield the answers to each list of ``chunks``, in their order. Only one such iterator may run at a time.
 
         Raises:
             DataError: a worker could not start on these files and this tokenizer.
-            WorkerLost: one list of rows cost two workers.
+            WorkerLost: one list of rows ended two workers.
+            RuntimeError: a worker failed by a bug.
         """
         given: deque[tuple[int, Job]] = deque()  # rank of the worker
         while True:
@@ -161,7 +162,7 @@ def _end(workers: list[Worker], folder: TemporaryFolder) -> None:
 def serve(number: int) -> None:
     """Serve as a worker: a message of setup, then a message of answers for each message of rows."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to end
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none, and importing it takes seconds
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and its import takes seconds
     print_stacks_on_request()
     channel = JsonChannel(socket.socket(fileno=number))
     try:

@@ -1,11 +1,12 @@
-"""The torchrun runtime: workers are processes, on this machine or on many; the controller is one more, beside rank 0.
+"""The torchrun runtime: workers are processes, on one machine or on many; the controller is a further process next to
+rank 0.
 
-``engine train`` starts the workers of one machine itself, over socket pairs and a rendezvous in a private folder,
-so that no port is taken and two runs never meet. Started by an external ``torchrun``, on one or many nodes, the
-process of rank 0 is the controller and the others become workers (``elastic``).
+``engine train`` starts the workers of one machine itself, over socket pairs and a rendezvous in a private folder, so
+that no port is used and two runs never interfere. Under an external ``torchrun``, on one or many nodes, the process of
+rank 0 is the controller and the other processes become workers (``elastic_launch``).
 
-Why not torch's own ``elastic_launch`` as a library: it blocks its caller, takes the signals that save a run, and has
-no channel to what it started.
+torch's own ``elastic_launch`` is not used as a library: it blocks its caller, handles the signals that save a run, and
+has no channel to the processes that it started.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class TorchrunRuntime(MultiProcessRuntime):
-    """See the module and ``Runtime``."""
+    """A runtime whose workers are processes, started by the controller or by an external torchrun."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._folder: TemporaryFolder | None = None
         self._torchrun: elastic.Launch | None = None
-        self._gathered: list[WorkerHandle] = []  # of an external torchrun
+        self._gathered: list[WorkerHandle] = []  # workers of an external torchrun
 
     def close(self) -> None:
         super().close()
@@ -64,7 +65,7 @@ class TorchrunRuntime(MultiProcessRuntime):
         return sum(len(pool.ranks) for pool in self.pools)
 
     def _environment(self) -> dict[str, str]:
-        """Variables of each worker, beside the controller's own."""
+        """Return the variables of each worker, in addition to the controller's."""
         threads = self.options.threads or even_threads(self._size)
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         loopback = elastic.loopback_interface()
@@ -103,7 +104,7 @@ class TorchrunRuntime(MultiProcessRuntime):
             "path": None,
         }
         mine = self._gathered[rank]
-        # each where its connection comes from: the controller's address is that of its own node's ranks alone
+        # the address that the rank connects from; the controller's address is right for its own node alone
         return seat | {"host": launch.host if mine.process is not None else mine.host}
 
     def _meeting(self, name: str) -> dict[str, Any]:

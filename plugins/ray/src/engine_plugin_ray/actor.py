@@ -1,4 +1,4 @@
-"""The actor: one rank of a run. Light to import: what it is told of its environment holds before torch is loaded."""
+"""The actor: one rank of a run. Imports nothing heavy, so that its environment is set before torch is loaded."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ CONNECT_SECONDS = 30.0
 
 
 class Seat:
-    """A worker in a thread of its own; its mailbox is a socket, or two methods.
+    """An actor with a worker in a separate thread; its mailbox is a socket, or two methods.
 
-    consumes: commands; waits for: the next one; unblocked by: ``deliver`` or the socket; produces: answers, for ``answers`` or
-    the socket. See ``engine_plugin_processes.worker``.
+    consumes: commands; waits for: the next one; unblocked by: ``deliver`` or the socket; produces: answers, for
+    ``answers`` or the socket. ``engine_plugin_processes.worker`` has the protocol.
 
     Args:
         env: environment variables.
-        path: ``sys.path``; None: its own.
-        folder: the working folder, where that exists here.
+        path: ``sys.path``; None: unchanged.
+        folder: the working folder, if it exists on this node.
     """
 
     def __init__(self, env: Mapping[str, str], path: Sequence[str] | None, folder: str) -> None:
         os.environ.update(env)
-        os.dup2(2, 1)  # what engines print goes where their messages go
+        os.dup2(2, 1)  # stdout of engines goes to stderr
         if path is not None:
             sys.path[:] = path
         if os.path.isdir(folder):
@@ -44,13 +44,13 @@ class Seat:
         self._over = threading.Event()
 
     def about(self) -> dict[str, Any]:
-        """Where it runs."""
+        """Return where the actor runs."""
         context = ray.get_runtime_context()
         host, address = socket.gethostname(), ray.util.get_node_ip_address()
         return {"host": host, "address": address, "node": context.get_node_id(), "pid": os.getpid()}
 
     def serve(self, listener: tuple[str, int] | None, token: str, rank: int) -> None:
-        """Begin to carry out commands.
+        """Start to run commands.
 
         Args:
             listener: of the controller, which sends over a socket; None: it sends by ``deliver``.
@@ -65,7 +65,7 @@ class Seat:
         threading.Thread(target=self._serve, args=(mailbox,), name="commands", daemon=True).start()
 
     def hold(self, listener: tuple[str, int], token: str, rank: int) -> None:
-        """End with the controller's node, also where that is gone without a word; see ``lifeline``.
+        """End this process with the controller's node, even if that is lost without notice (``lifeline``).
 
         Args:
             listener: of the controller.
@@ -79,17 +79,17 @@ class Seat:
 
     @ray.method(concurrency_group="inbox")
     def deliver(self, header: bytes, payload: Any) -> None:
-        """A message of the controller."""
+        """Accept a message of the controller."""
         self._mail.deliver(header, payload)
 
     @ray.method(concurrency_group="outbox")
     def answers(self) -> Iterator[Any]:
-        """What this rank says, until it ends."""
+        """Yield this rank's messages until it ends."""
         yield from self._mail.answers()
 
     @ray.method(concurrency_group="outbox")
     def served(self) -> None:
-        """Until the last command was carried out."""
+        """Wait until the last command was run."""
         self._over.wait()
 
     def _serve(self, mailbox: Channel | WorkerEnd) -> None:

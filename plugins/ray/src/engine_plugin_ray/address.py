@@ -1,4 +1,4 @@
-"""The address of a cluster, as a run file has it (no Ray here: read by ``engine validate``)."""
+"""The address of a cluster in a run file. Does not import Ray: ``engine validate`` reads it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ MAX_PORT = 65535
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """``HOST:PORT`` as its parts; an address of IPv6 stands in brackets.
+    """Split ``HOST:PORT``; an IPv6 address is in brackets.
 
     Raises:
-        ValueError: it is none, with what was expected.
+        ValueError: the text is no such address; the message says what was expected.
     """
     scheme, found, rest = address.partition("://")
     if found:

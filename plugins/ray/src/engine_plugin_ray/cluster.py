@@ -1,8 +1,8 @@
-"""The cluster of a run: one of its own on this machine, or one that it joins.
+"""The cluster of a run: a private one on this machine, or an existing one that the run joins.
 
-A cluster of the run's own listens on the loopback interface alone, asks for a token that is made for this process,
-has no dashboard, tells nobody that it is used, and keeps its files in a folder of its own, which a ``keeper``
-removes with all of the cluster's processes when the controller ends, however that ends.
+A private cluster listens on the loopback interface alone, requires a token made for this process, has no dashboard,
+sends no usage statistics, and keeps its files in a separate folder. A ``keeper`` removes the folder and kills all
+processes of the cluster when the controller ends, however it ends.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ log = logging.getLogger("engine")
 KEEPER_SECONDS = 30.0
 LOOPBACK = ("127.0.0.1", "::1")
 OWN = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Environment of a cluster of the run's own; the last: its nodes are at the loopback address."""
+"""Environment of a private cluster; the last variable puts its nodes at the loopback address."""
 LEAN = {
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
-"""The same, where the environment says nothing else. Ray's own 15 would let any other process of the machine go before
-the workers; nobody asks a cluster of the run's own for its metrics or for a list of its tasks."""
+"""Defaults for the environment of a private cluster. Ray's niceness of 15 would give every other process of the machine
+priority over the workers; metrics and task events of a private cluster have no reader."""
 PRESTART = "RAY_prestart_worker_first_driver"  # Ray starts as many workers as there are CPUs
-SOCKET_BYTES = 107  # of the name of a socket
+SOCKET_BYTES = 107  # longest name of a socket
 SOCKET = "/engine-ray-12345678/ray/session_2026-01-02_03-04-05_123456_1234567/sockets/plasma_store"
-"""The longest that Ray makes below the temporary folder."""
+"""Longest socket path that Ray makes below the temporary folder."""
 _TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
 
 
@@ -55,33 +55,33 @@ class Cluster:
     """A connection to Ray. ``close`` ends what this object has started."""
 
     def __init__(self, address: str) -> None:
-        self.address = address  # as the file has it
-        self.folder: str | None = None  # of a cluster of our own; nobody else may enter it
-        self._connected = False  # by us
+        self.address = address  # as in the run file
+        self.folder: str | None = None  # of a private cluster; only this user may enter it
+        self._connected = False  # by this object
         self._keeper: subprocess.Popen[bytes] | None = None
         self._pipe: FileIO | None = None
 
     @property
     def own(self) -> bool:
-        """Whether the cluster ends with this object."""
+        """Whether the cluster is private and ends with this object."""
         return self.folder is not None
 
     @property
     def shown(self) -> str:
-        """For messages."""
+        """The cluster's name for messages."""
         return f"the cluster at '{self.address}'" if self.address else "the cluster of this machine"
 
     def start(self, cpus: float, gpus: int, object_store_mib: int, workers: int) -> None:
-        """Start a cluster of our own.
+        """Start a private cluster.
 
         Args:
-            cpus: that it counts.
-            gpus: of this machine that it may use.
+            cpus: number of CPUs of the cluster.
+            gpus: number of this machine's GPUs that it may use.
             object_store_mib: size of the object store.
-            workers: processes that the run asks for.
+            workers: number of processes of the run.
 
         Raises:
-            ConfigError: the object store takes what the machine has.
+            ConfigError: the object store does not fit into the free memory.
             EnvironmentProblem: Ray does not start here, or would be open to others.
         """
         import ray
@@ -124,11 +124,11 @@ class Cluster:
         """Join the cluster at ``address``.
 
         Raises:
-            ConfigError: nobody answers there, it asks for another token, or it is of another version.
+            ConfigError: nothing answers there, the cluster requires another token, or it has another version.
         """
         import ray
 
-        if ray.is_initialized():  # by the program that this run is part of
+        if ray.is_initialized():  # by the program that contains this run
             log.info("Ray: this process belongs to a cluster already, which is used.")
             return
         found = find(self.address)
@@ -146,7 +146,7 @@ class Cluster:
         log.info("Ray %s: joined the cluster at %s.", ray.__version__, found)
 
     def close(self) -> None:
-        """Leave the cluster; one of our own ends, with its folder."""
+        """Leave the cluster; a private one ends, and its folder is removed."""
         if self._connected:
             import ray
 
@@ -169,14 +169,14 @@ class Cluster:
 
     @property
     def logs(self) -> Path | None:
-        """Where processes of this node write."""
+        """The folder of the logs of this node's processes."""
         import ray
 
         node: Any = ray._private.worker._global_node
         return None if node is None else Path(node.get_logs_dir_path())
 
     def _end_log_monitor(self) -> None:
-        """It reads what workers print for drivers that ask for it; ``_quiet`` does not."""
+        """End the process that forwards the workers' output to drivers; ``_quiet`` turns that off."""
         import ray
 
         node: Any = ray._private.worker._global_node
@@ -193,7 +193,7 @@ class Cluster:
         os.close(reading)
 
     def _refusal(self, found: str, error: Exception) -> str:
-        """What to do about a cluster that answers and could not be joined."""
+        """Return what to do about a cluster that answers but could not be joined."""
         at, text = f"runtime.ray.address = '{self.address}'", " ".join(str(error).split())
         return (
             f"{at}: the cluster cannot be joined: {type(error).__name__}: {text:.300}. engine runs on a node of the "
@@ -202,7 +202,7 @@ class Cluster:
 
 
 def _quiet() -> dict[str, Any]:
-    """What the workers say comes by our own channel."""
+    """Return arguments of ``ray.init`` without the workers' output, which comes by this project's own channel."""
     return {
         "log_to_driver": False,
         "logging_level": logging.ERROR,
@@ -211,14 +211,14 @@ def _quiet() -> dict[str, Any]:
 
 
 def asks_for_token() -> bool:
-    """Whether the cluster that this process belongs to does."""
+    """Return whether the cluster that this process belongs to requires a token."""
     from ray._raylet import AuthenticationMode, get_authentication_mode
 
     return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
 
 
 def _read_settings_again() -> None:
-    """Ray reads its environment when it is imported, and a token once."""
+    """Make Ray read its environment again: it reads settings when it is imported, and a token once."""
     from ray._raylet import AuthenticationTokenLoader, Config
 
     Config.initialize("")
@@ -241,7 +241,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Ray has read its constant when it was imported, perhaps before ``OWN`` was set."""
+    """Change Ray's constant within the block: Ray read it when it was imported, perhaps before ``OWN`` was set."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -254,7 +254,7 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; it saves a run here."""
+    """Restore the signal handlers after the block: Ray replaces that of SIGTERM, which saves a run here."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -268,7 +268,9 @@ def _own_signals() -> Iterator[None]:
 
 
 def _short_folder() -> str | None:
-    """Where the folder of a cluster of our own is made: None is the temporary folder, unless Ray's sockets there had too long names."""
+    """Return the parent for a private cluster's folder: None (the temporary folder), or ``/tmp`` if socket names would
+    be too long there.
+    """
     return None if len(os.fsencode(f"{tempfile.gettempdir()}{SOCKET}")) <= SOCKET_BYTES else "/tmp"
 
 

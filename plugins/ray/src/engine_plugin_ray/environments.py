@@ -1,4 +1,4 @@
-"""The Python that a pool's processes run on, looked at before any of them is started."""
+"""Checks of the Python that a pool's processes run on, before any process is started."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ print(json.dumps(found))
 
 
 def check_here(pythons: Mapping[str, str]) -> None:
-    """Refuse, of a cluster of the run's own, a Python on which no worker would start.
+    """Raise for a Python on which no worker of a private cluster would start.
 
     Args:
         pythons: `runtime.ray.python`.
 
     Raises:
-        ConfigError: which one, and why.
+        ConfigError: with the pool and the reason.
     """
     for pool, python in pythons.items():
         refuse(pool, python, "this machine", look(python))
@@ -43,7 +43,7 @@ def check_here(pythons: Mapping[str, str]) -> None:
 def check_there(
     pools: Sequence[Pool], pythons: Mapping[str, str], groups: Sequence[Any], seconds: float
 ) -> None:
-    """The same of a cluster that was joined: each is looked at where its workers will be.
+    """Raise for a Python on which no worker of a joined cluster would start; each is checked on its workers' nodes.
 
     Args:
         pools: of the run.
@@ -52,7 +52,7 @@ def check_there(
         seconds: for all answers.
 
     Raises:
-        ConfigError: which one, on which node, and why.
+        ConfigError: with the pool, the node and the reason.
         RayError: a node does not answer.
     """
     import ray
@@ -70,21 +70,23 @@ def check_there(
 
 
 def sent_whole(function: FunctionType) -> FunctionType:
-    """A function that Ray sends with its text: what a module has goes by its name, and the cluster's own Python, which runs
-    it, need not have this plugin.
+    """Return a copy of a function that Ray sends with its code.
+
+    Ray sends a module's function by name, but the cluster's own Python, which runs it, may lack this plugin.
 
     Args:
-        function: of a module; it names nothing else of this plugin but values.
+        function: of a module; it uses only values of this plugin.
     """
     return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
 
 
 def look(python: str, nodes: bool = False) -> dict[str, Any]:
-    """What a Python of this machine is: ``python``, ``ray``, ``missing``; or ``error`` where it is none.
+    """Return the versions of a Python of this machine: ``python``, ``ray``, ``missing``; or ``error`` if it does not
+    run.
 
     Args:
         python: its path.
-        nodes: also which ``node`` of the cluster this is.
+        nodes: also return which ``node`` of the cluster this is.
     """
     where: dict[str, Any] = {}
     if nodes:
@@ -105,10 +107,10 @@ def look(python: str, nodes: bool = False) -> dict[str, Any]:
 
 
 def refuse(pool: str, python: str, node: str, found: Mapping[str, Any]) -> None:
-    """See that workers of this run start on what ``look`` has found.
+    """Raise if this run's workers cannot start on a Python that ``look`` has described.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: with the reason.
     """
     import ray
 

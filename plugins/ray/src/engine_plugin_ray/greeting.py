@@ -1,8 +1,9 @@
-"""Asks a cluster what it is, before a run joins it: ``python -m engine_plugin_ray.greeting HOST:PORT``.
+"""Asks a cluster for its versions before a run joins it: ``python -m engine_plugin_ray.greeting HOST:PORT``.
 
-A process of its own: Ray ends the one in which it waits in vain, and waits for long. Prints one line of JSON:
-``{"ray": ..., "python": ..., "mode": ...}`` or ``{"error": ...}``; another end means that no Ray answers. It asks without
-a token first, and shows the one that it has to clusters that ask for one alone: ``mode`` is the way that was taken.
+Runs in a separate process, because Ray ends a process that waits in vain, and waits long. Prints lines of JSON:
+``{"ray": ..., "python": ..., "mode": ...}`` or ``{"error": ...}``; no output means that no Ray answers. The last line
+counts. It asks without a token first, and sends its token only to clusters that require one: ``mode`` is the mode that
+was used.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ PATIENCE = {
     "RAY_gcs_server_request_timeout_seconds": "5",
 }
 SECONDS = 60.0  # with the import of Ray
-KEY, NAMESPACE = b"CLUSTER_METADATA", b"cluster"  # where Ray itself looks
+KEY, NAMESPACE = b"CLUSTER_METADATA", b"cluster"  # where Ray keeps its versions
 MODE = "RAY_AUTH_MODE"
-OPEN, TOKEN = "disabled", "token"  # of it
+OPEN, TOKEN = "disabled", "token"  # values of MODE
 
 
 def greet(address: str) -> dict[str, Any]:
-    """What the cluster at ``HOST:PORT`` says, or an ``error``; ``{}`` where none answers."""
+    """Return the versions and the mode of the cluster at ``HOST:PORT``, or an ``error``; ``{}`` if none answers."""
     command = [sys.executable, "-m", "engine_plugin_ray.greeting", address]
     try:
         done = subprocess.run(
             command, env={**os.environ, **PATIENCE}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=SECONDS, check=False,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:  # by a network that is slow, or on a machine that is
+    except subprocess.TimeoutExpired:  # a slow network or a slow machine
         return {"error": f"it did not say so within {SECONDS:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     answer: dict[str, Any] = json.loads(lines[-1]) if lines else {}
@@ -41,12 +42,12 @@ def greet(address: str) -> dict[str, Any]:
 
 
 def asks_for_another(answer: Mapping[str, Any]) -> bool:
-    """Whether the cluster wants a token, and not the one that it was shown."""
+    """Return whether the cluster requires a token and rejects this process's."""
     return "uthenticat" in answer.get("error", "")
 
 
 def main() -> None:
-    """Ask, and print; what comes last counts, since Ray ends a process whose token it cannot read."""
+    """Ask and print; the last line counts, since Ray ends a process whose token it cannot read."""
     from ray._raylet import AuthenticationTokenLoader, Config
 
     wanted = os.environ.get(MODE, TOKEN).lower()
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def _ask(address: str) -> dict[str, Any]:
-    """What the cluster is, as this process shows itself now."""
+    """Return the cluster's versions, asked in the present mode."""
     from ray._raylet import GcsClient
 
     try:

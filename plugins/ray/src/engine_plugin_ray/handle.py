@@ -1,4 +1,4 @@
-"""One actor as the controller holds it."""
+"""The controller's handle of one actor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ REASON = re.compile(
 
 
 class ActorHandle(WorkerHandle):
-    """``WorkerHandle`` of an actor.
+    """A ``WorkerHandle`` of an actor.
 
     Args:
         rank: of the run.
         actor: ``actor.Seat``.
-        channel: to it.
-        about: where it runs, as ``Seat.about`` tells.
-        logs: folder with what the processes of its node print, where that is this one.
+        channel: to the actor.
+        about: where it runs, as returned by ``Seat.about``.
+        logs: folder with the output of its node's processes, if that is this node.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class ActorHandle(WorkerHandle):
         self.pid, self._logs, self._end = int(about["pid"]), logs, channel
 
     def how_it_ended(self, cause: str = "") -> str:
-        """In Ray's words, with the end of what it printed."""
-        self._end.over.wait(ENDING_SECONDS)  # Ray tells of it after a socket does
+        """Return why the actor ended, in Ray's words, with the end of its output."""
+        self._end.over.wait(ENDING_SECONDS)  # Ray reports the end later than a socket does
         found = REASON.search(self._end.loss)
         said = " ".join(found[1].split()) if found else "its mailbox was closed"
         text = "\n".join(self._printed_last())
@@ -54,11 +54,11 @@ class ActorHandle(WorkerHandle):
         return f"{cause or f'process {self.pid} ended: {said}'}.{last}"
 
     def ended(self, seconds: float) -> bool:
-        """Whether it ends within that time."""
+        """Return whether the actor ends within that time."""
         return self._end.over.wait(seconds)
 
     def kill(self) -> None:
-        """End it and what it started, now."""
+        """Kill the actor and the processes that it started."""
         ray.kill(self.actor, no_restart=True)
         self._end.close()
 

@@ -1,4 +1,4 @@
-"""Which cluster an address means, and whether a run may join it: what it is, and whose token it asks for."""
+"""The cluster that an address means, and checks whether a run may join it: its versions and its token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODE_SECONDS = 10.0  # for a node that is just starting
 
 
 def find(address: str) -> str:
-    """``HOST:PORT`` of the cluster that an address means.
+    """Return ``HOST:PORT`` of the cluster that an address means.
 
     Raises:
         ConfigError: it is no address, or no Ray runs on this machine.
@@ -47,18 +47,18 @@ def find(address: str) -> str:
 
 
 def meet(address: str, found: str) -> str:
-    """See that the cluster may be joined.
+    """Check that the cluster may be joined.
 
     Args:
-        address: as the file has it.
-        found: what ``find`` made of it.
+        address: as in the run file.
+        found: the result of ``find``.
 
     Returns:
-        The way to prove oneself there, of ``RAY_AUTH_MODE``.
+        The authentication mode of the cluster, a value of ``RAY_AUTH_MODE``.
 
     Raises:
-        ConfigError: nobody answers there, or no Ray, or one of another version, or it asks for another token, or this
-            machine is none of its nodes.
+        ConfigError: nothing answers there, or no Ray, or one of another version, or it requires another token, or this
+            machine is not one of its nodes.
     """
     at = f"runtime.ray.address = '{address}'" + ("" if found == address else f" ({found})")
     _reach(at, found)
@@ -68,14 +68,14 @@ def meet(address: str, found: str) -> str:
 
 
 def see_node(at: str, found: str) -> None:
-    """See that this machine is a node of a cluster, as whoever joins one must be; Ray would look for a minute.
+    """Check that this machine is a node of the cluster, as joining requires; Ray itself would wait for a minute.
 
     Args:
-        at: the key and what it holds, for messages.
+        at: the key and its value, for messages.
         found: the cluster's ``HOST:PORT``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: this machine is no node.
     """
     from ray._private import services
 
@@ -90,11 +90,14 @@ def see_node(at: str, found: str) -> None:
 
 
 def check(at: str, answer: Mapping[str, Any]) -> str:
-    """What ``meet`` makes of the answer of ``greet``.
+    """Check the answer of ``greet`` and return the authentication mode.
 
     Args:
-        at: the key and what it holds, for messages.
+        at: the key and its value, for messages.
         answer: of the cluster.
+
+    Raises:
+        ConfigError: no Ray, one of another version, or one that requires another token or none.
     """
     import ray
 
@@ -128,7 +131,7 @@ def check(at: str, answer: Mapping[str, Any]) -> str:
 
 
 def token_here() -> str:
-    """Which token this process has, in words; Ray takes the first of these."""
+    """Return which token this process has, in words; Ray uses the first of these."""
     if not _may_send():
         return f"RAY_AUTH_MODE is '{os.environ[MODE]}' here, so none is sent"
     if os.environ.get("RAY_AUTH_TOKEN"):
@@ -143,17 +146,17 @@ def token_here() -> str:
 
 
 def _may_send() -> bool:
-    """Whether this process shows a token that it has; Ray does without a word."""
+    """Return whether this process sends its token; Ray does by default."""
     return os.environ.get(MODE, TOKEN).lower() == TOKEN
 
 
 def minor(version: str) -> str:
-    """``3.11`` of ``3.11.7``."""
+    """Return the minor version: ``3.11`` for ``3.11.7``."""
     return ".".join(str(version).split(".")[:2])
 
 
 def _reach(at: str, found: str) -> None:
-    """Refuse an address at which nobody answers."""
+    """Raise ``ConfigError`` for an address at which nothing answers."""
     try:
         socket.create_connection(host_and_port(found), CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:

@@ -1,7 +1,7 @@
-"""Clears up after a cluster of a run's own: ``python -m engine_plugin_ray.keeper FD FOLDER``.
+"""Cleans up after a private cluster: ``python -m engine_plugin_ray.keeper FD FOLDER``.
 
-It reads a pipe whose other end the controller alone holds. When that ends, however it ends, every process that was
-started with ``ENGINE_RAY_FOLDER=FOLDER`` is killed and the folder removed. No Ray and no torch here.
+It reads a pipe whose other end only the controller holds. When the controller ends, however it ends, every process
+that was started with ``ENGINE_RAY_FOLDER=FOLDER`` is killed and the folder removed. Imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TRIES = 20
 
 
 def clear(folder: str) -> None:
-    """End the processes of a cluster and remove its folder."""
-    for _ in range(TRIES):  # one may start another while it ends
+    """Kill the processes of a cluster and remove its folder."""
+    for _ in range(TRIES):  # a process may start another while it ends
         found = _marked(folder)
         for process in found:
             with contextlib.suppress(psutil.Error):
@@ -37,7 +37,7 @@ def clear(folder: str) -> None:
 
 
 def _marked(folder: str) -> list[psutil.Process]:
-    """Processes of the cluster that run; a zombie is none."""
+    """Return the running processes of the cluster."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -47,7 +47,7 @@ def _marked(folder: str) -> list[psutil.Process]:
 
 
 def main() -> None:
-    """Wait for the end of the controller."""
+    """Wait for the controller's end, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(int(sys.argv[1]), 1):

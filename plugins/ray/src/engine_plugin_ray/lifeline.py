@@ -1,7 +1,8 @@
-"""Lines to workers on other nodes that carry nothing, so that a node that is gone without a word is missed soon.
+"""Idle connections to workers on other nodes, by which a node that is lost without notice is detected soon.
 
-Ray misses such a node after about a minute. An idle connection is probed by the system, which knows in a quarter of
-that (``engine_plugin_processes.peer_watch``): the controller of the worker's node, and the worker of the controller's.
+Ray detects the loss after about a minute. The system probes an idle connection and detects it in a quarter of that
+time (``engine_plugin_processes.peer_watch``): the controller detects the loss of a worker's node, and the worker that
+of the controller's.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from engine_plugin_processes.channel import Channel, Closed, callers, listen
 
 log = logging.getLogger("engine")
 
-LOOK_SECONDS = 0.5  # between two looks at the actors, while they come
-MOST_SECONDS = 40.0  # for all of them to come
+LOOK_SECONDS = 0.5  # between two checks of the actors while they connect
+MOST_SECONDS = 40.0  # for all of them to connect
 
 
 def hold(actors: Mapping[int, Any], host: str, token: str) -> dict[int, Channel]:
-    """A line from each of these actors to this process.
+    """Open a connection from each of these actors to this process.
 
     Args:
         actors: ``actor.Seat`` by rank, on other nodes.
-        host: the address of this node, as they reach it.
+        host: address of this node, as the actors reach it.
         token: of the run.
 
     Returns:
-        By rank. Those that do not reach this process are left out, with a warning: Ray's own checks are all that they have.
+        By rank. Actors that do not reach this process are left out, with a warning: only Ray's own checks detect their
+            loss.
     """
     lines: dict[int, Channel] = {}
     if not actors:
@@ -61,7 +63,7 @@ def hold(actors: Mapping[int, Any], host: str, token: str) -> dict[int, Channel]
 
 
 def _failed(asked: Mapping[int, Any]) -> set[int]:
-    """Ranks that could not call."""
+    """Return the ranks that could not connect."""
     failed = set()
     for rank, reference in asked.items():
         if ray.wait([reference], timeout=0)[0]:
@@ -73,9 +75,10 @@ def _failed(asked: Mapping[int, Any]) -> set[int]:
 
 
 def end_with(line: Channel, end: Callable[[], object]) -> None:
-    """Call ``end`` in a thread once the other side of a line is gone.
+    """Call ``end`` in a thread once the other side of a connection has gone.
 
-    consumes: nothing, a line carries nothing; waits for: the end of the line; unblocked by: that; produces: the call.
+    consumes: nothing, the connection is idle; waits for: the end of the connection; unblocked by: that; produces: the
+    call.
     """
 
     def wait() -> None:

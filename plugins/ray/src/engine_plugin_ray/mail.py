@@ -1,8 +1,7 @@
 """Both ends of a worker's mailbox: ``codec`` messages as arguments and results of an actor's methods.
 
-What crosses is what ``engine_plugin_processes.codec`` writes, a header and raw bytes; Ray carries these and nothing else.
-A large payload is put into the object store once, whatever the number of ranks that are given it, and each node
-fetches it once.
+Messages are what ``engine_plugin_processes.codec`` writes, a header and raw bytes; Ray transfers nothing else. A large
+payload is put into the object store once, for any number of ranks, and each node fetches it once.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from ray.exceptions import RayError
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.codec import Encoded, decode, encode
 
-STORED_BYTES = 64 * 1024  # payloads from here on go into the object store
+STORED_BYTES = 64 * 1024  # payloads of this size or more go into the object store
 
 Parts = tuple[bytes, Any]  # header; payload as an array of bytes
 
 
 class Store:
-    """Payloads in the object store. Of one that goes to several ranks, one after another, there is one object."""
+    """A store of payloads in the object store, with one object for a payload that goes to several ranks in a row."""
 
     def __init__(self) -> None:
-        self.objects, self.bytes = 0, 0  # that were put
+        self.objects, self.bytes = 0, 0  # put so far
         self._last: tuple[Encoded, Any] | None = None
         self._lock = threading.Lock()
 
     def payload(self, message: Encoded) -> Any:
-        """An array of bytes, or a reference to one."""
+        """Return a message's payload as an array of bytes, or as a reference to one."""
         if message.payload_bytes < STORED_BYTES:
             return _array(message)
         with self._lock:
@@ -43,18 +42,18 @@ class Store:
             return self._last[1]
 
     def forget(self) -> None:
-        """The object that was put last is not kept."""
+        """Release the last object."""
         with self._lock:
             self._last = None
 
 
 class ControllerEnd:
-    """The interface of ``channel.Channel`` over an actor.
+    """The controller's end of a mailbox, with the interface of ``channel.Channel``.
 
     Args:
         actor: ``actor.Seat``.
         store: of all workers of the run.
-        line: to it, which carries nothing; None: it does not reach this process.
+        line: an idle connection to the actor; None: the actor does not reach this process.
     """
 
     def __init__(self, actor: Any, store: Store, line: Channel | None = None) -> None:
@@ -62,18 +61,23 @@ class ControllerEnd:
         self.socket = line.socket if line is not None else None
         self._answers = actor.answers.options(num_returns="streaming").remote()
         self._closed = False
-        self.loss = ""  # what Ray said of its end
-        self.over = threading.Event()  # the actor says nothing more
+        self.loss = ""  # Ray's description of the actor's end
+        self.over = threading.Event()  # the actor sends nothing more
 
     def send(self, message: Any) -> None:
-        """Send a value, or one that is ``Encoded`` already; an actor that is gone is told by ``receive``."""
+        """Send a value or an ``Encoded`` one; ``receive`` reports an actor that has ended.
+
+        Raises:
+            Closed: after ``close``.
+            TypeError: the value cannot be encoded.
+        """
         encoded = message if isinstance(message, Encoded) else encode(message)
         if self._closed:
             raise Closed("the run has let it go")
         self._actor.deliver.remote(encoded.header, self._store.payload(encoded))
 
     def receive(self) -> Any:
-        """The next message.
+        """Return the next message.
 
         Raises:
             Closed: the actor has ended.
@@ -90,16 +94,16 @@ class ControllerEnd:
         return decode(header, bytearray(payload))
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Send no more messages and close the idle connection."""
         self._closed = True
         if self._line is not None:
             self._line.close()
 
 
 class WorkerEnd:
-    """The interface of ``channel.Channel`` within the actor."""
+    """The actor's end of a mailbox, with the interface of ``channel.Channel``."""
 
-    socket = None  # what comes by Ray has none
+    socket = None  # messages by Ray have no socket
     encode = staticmethod(encode)
 
     def __init__(self) -> None:
@@ -107,28 +111,32 @@ class WorkerEnd:
         self._out: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
 
     def deliver(self, header: bytes, payload: Any) -> None:
-        """A message of the controller."""
+        """Accept a message of the controller."""
         self._in.put((header, payload))
 
     def receive(self) -> Any:
-        """The next message; its tensors may be written to."""
+        """Return the next message, with writable tensors.
+
+        Raises:
+            Closed: the mailbox was closed.
+        """
         parts = self._in.get()
         if parts is None:
             raise Closed("the mailbox was closed")
         return decode(parts[0], bytearray(parts[1]))
 
     def send(self, message: Any) -> None:
-        """Have a value told to the controller."""
+        """Send a value to the controller."""
         encoded = message if isinstance(message, Encoded) else encode(message)
         self._out.put((encoded.header, _array(encoded)))
 
     def answers(self) -> Iterator[Parts]:
-        """What was sent, until ``close``."""
+        """Yield the messages that were sent, until ``close``."""
         while (parts := self._out.get()) is not None:
             yield parts
 
     def close(self) -> None:
-        """Both directions."""
+        """Close both directions."""
         self._in.put(None)
         self._out.put(None)
 

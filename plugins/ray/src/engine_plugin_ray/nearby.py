@@ -1,7 +1,7 @@
 """Mailboxes of workers on the controller's machine: a socket over the loopback interface, as the runtime torchrun has.
 
-A message by Ray takes several processes and threads; one over a socket takes two. Ray still starts the worker, and
-tells when and why it has ended.
+A message by Ray takes several processes and threads, one over a socket takes two. Ray still starts the worker, and
+reports when and why it has ended.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from engine_core.errors import EnvironmentProblem
 from engine_plugin_processes.channel import Channel, callers, listen
 
 HOST = "127.0.0.1"
-LOOK_SECONDS = 0.5  # between two looks at the actors, while they come
-DRAIN_SECONDS = 1.0  # for what an actor that ended had sent
+LOOK_SECONDS = 0.5  # between two checks of the actors while they connect
+DRAIN_SECONDS = 1.0  # to receive what an actor sent before it ended
 
 
 class NearEnd(Channel):
     """The controller's end of a socket to an actor.
 
-    A thread watches over it. consumes: nothing; waits for: what Ray says of the actor's end; unblocked by: that; produces:
-    ``loss`` and ``over``, and the end of the socket.
+    A thread watches the actor. consumes: nothing; waits for: Ray's report of the actor's end; unblocked by: that;
+    produces: ``loss`` and ``over``, and the end of the socket.
 
     Args:
-        connection: to it.
+        connection: to the actor.
         actor: ``actor.Seat``.
     """
 
     def __init__(self, connection: socket.socket, actor: Any) -> None:
         super().__init__(connection)
-        self.loss = ""  # what Ray said of its end
-        self.over = threading.Event()  # the actor says nothing more
+        self.loss = ""  # Ray's description of the actor's end
+        self.over = threading.Event()  # the actor sends nothing more
         self._served = actor.served.remote()
         threading.Thread(target=self._watch, name="actor", daemon=True).start()
 
     def _watch(self) -> None:
-        """The socket of an actor that was lost is closed, even where a process that it has started holds it too."""
+        """Close the socket of an actor that was lost, even if a process that it started also holds the socket."""
         try:
             ray.get(self._served)
         except RayError as error:
@@ -55,16 +55,16 @@ class NearEnd(Channel):
 
 
 def connect_all(actors: Mapping[int, Any], token: str, seconds: float) -> dict[int, NearEnd]:
-    """Have actors of this machine serve commands over sockets.
+    """Make actors of this machine serve commands over sockets.
 
     Args:
         actors: ``actor.Seat`` by rank.
         token: that they prove to know.
-        seconds: for all of them to come.
+        seconds: for all of them to connect.
 
     Raises:
-        EnvironmentProblem: one does not reach this process, or not in time.
-        RayError: one has ended.
+        EnvironmentProblem: an actor does not reach this process, or not in time.
+        RayError: an actor has ended.
     """
     ends: dict[int, NearEnd] = {}
     if not actors:
@@ -82,7 +82,11 @@ def connect_all(actors: Mapping[int, Any], token: str, seconds: float) -> dict[i
 def _take_in(
     listener: socket.socket, actors: Mapping[int, Any], token: str, deadline: float, ends: dict[int, NearEnd]
 ) -> None:
-    """Into ``ends``, until all are there; strangers are sent away, and hide nothing."""
+    """Accept actors into ``ends`` until all are connected; peers without the token are rejected.
+
+    Raises:
+        EnvironmentProblem: an actor does not reach this process, or not in time.
+    """
     at = listener.getsockname()[:2]
     asked = {rank: actor.serve.remote(at, token, rank) for rank, actor in actors.items()}
     with contextlib.closing(callers(listener, token, deadline, LOOK_SECONDS)) as coming:
@@ -99,7 +103,11 @@ def _take_in(
 
 
 def _look(missing: list[int], asked: Mapping[int, Any], late: bool) -> None:
-    """Whether those that have not come may still come."""
+    """Raise if an actor that has not connected failed, or is late.
+
+    Raises:
+        EnvironmentProblem: with the rank and the reason.
+    """
     for rank in missing:
         if ray.wait([asked[rank]], timeout=0)[0]:
             try:

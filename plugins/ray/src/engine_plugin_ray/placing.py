@@ -1,4 +1,4 @@
-"""Which nodes the ranks of each pool are on: placement groups, and what is refused before any is asked for."""
+"""Placement of each pool's ranks on nodes: placement groups, and checks before any is requested."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from engine_plugin_ray.plugin import RayOptions
 
 Node = Mapping[str, float]  # resources by name
-THIS_MACHINE = "this machine"  # as a node, before a cluster of the run's own is started
+THIS_MACHINE = "this machine"  # name of the only node, before a private cluster is started
 
 
 def nodes_of_cluster() -> dict[str, Node]:
-    """What each node that lives has, by address."""
+    """Return the resources of each live node, by address."""
     import ray
 
     found: dict[str, Node] = {}
@@ -32,12 +32,13 @@ def nodes_of_cluster() -> dict[str, Node]:
 
 
 def resources(options: RayOptions, gpu: bool) -> dict[str, float]:
-    """Of one rank."""
+    """Return the resources of one rank."""
     return {"CPU": options.cpus_per_process} | ({"GPU": 1.0} if gpu else {})
 
 
 def problems(config: EngineConfig) -> Iterator[str]:
-    """What is wrong with ``[runtime.ray]`` whatever cluster there is: names of pools, and what one machine never gives.
+    """Yield what is wrong with ``[runtime.ray]`` on any cluster: unknown pools, and what one machine can never
+    provide.
 
     Args:
         config: of the run. Processes whose number the machine decides (``"auto"``) are not counted.
@@ -58,16 +59,16 @@ def problems(config: EngineConfig) -> Iterator[str]:
 
 
 def _connected() -> bool:
-    """Whether the program that this run is part of has a cluster already, which the run then works in."""
-    ray = sys.modules.get("ray")  # importing it takes a second, and who has not imported it is not connected
+    """Return whether the program that contains this run is connected to a cluster, which the run then uses."""
+    ray = sys.modules.get("ray")  # its import takes a second; without it there is no connection
     return ray is not None and ray.is_initialized()
 
 
 def unknown_pools(names: Sequence[str], options: RayOptions) -> Iterator[str]:
-    """Pools of ``[runtime.ray]`` that the run has not.
+    """Yield the pools of ``[runtime.ray]`` that the run does not have.
 
     Args:
-        names: of the pools that it has.
+        names: of the run's pools.
         options: ``[runtime.ray]``.
     """
     for key, table in (("strategy", options.strategy), ("python", options.python)):
@@ -78,7 +79,7 @@ def unknown_pools(names: Sequence[str], options: RayOptions) -> Iterator[str]:
 def check(
     pools: Sequence[Pool], options: RayOptions, gpu: bool, nodes: Mapping[str, Node], shown: str
 ) -> None:
-    """Refuse what this cluster can never give.
+    """Raise for pools that this cluster can never hold.
 
     Args:
         pools: of the run.
@@ -88,7 +89,7 @@ def check(
         shown: the cluster, for messages.
 
     Raises:
-        ConfigError: what was asked for, by which roles, and what there is.
+        ConfigError: with the requested processes, their roles, and the cluster's resources.
     """
     if unknown := list(unknown_pools([pool.name for pool in pools], options)):
         raise ConfigError(unknown)
@@ -124,10 +125,10 @@ def check(
 
 
 def _fit_together(pools: Sequence[Pool], options: RayOptions, room: Iterable[int]) -> bool:
-    """Whether all pools fit at once; each does alone, and all processes are of one size.
+    """Return whether all pools fit at once, given that each fits alone and all processes have one size.
 
     Args:
-        room: processes that each node has room for.
+        room: number of processes that each node has room for.
     """
     kinds = _strict(pools, options)
     sizes = {pool.name: len(pool.ranks) for pool in pools}
@@ -149,14 +150,14 @@ def _fit_together(pools: Sequence[Pool], options: RayOptions, room: Iterable[int
 
 
 def _less(left: tuple[int, ...], count: int, size: int) -> tuple[int, ...]:
-    """The rooms after ``size`` processes went to a node that had ``count``; largest first."""
+    """Return the rooms after ``size`` processes went to a node that had ``count``, the largest first."""
     rest = list(left)
     rest.remove(count)
     return tuple(sorted([*rest, count - size], reverse=True))
 
 
 def _spread_out(sizes: Sequence[int], left: tuple[int, ...]) -> bool:
-    """Whether pools with a node for each process fit: each takes the nodes with most room."""
+    """Return whether pools with a node for each process fit, if each takes the nodes with most room."""
     for size in sorted(sizes, reverse=True):
         if size and left[size - 1] == 0:
             return False
@@ -165,15 +166,15 @@ def _spread_out(sizes: Sequence[int], left: tuple[int, ...]) -> bool:
 
 
 def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
-    """A placement group for each pool; all or none.
+    """Reserve a placement group for each pool; all or none.
 
     Raises:
-        EnvironmentProblem: others hold what is needed, for longer than `startup_timeout_minutes`.
+        EnvironmentProblem: other jobs hold the resources for longer than `startup_timeout_minutes`.
     """
     import ray
     from ray.util.placement_group import placement_group
 
-    groups: dict[int, Any] = {}  # by the first rank of each
+    groups: dict[int, Any] = {}  # by the first rank of their pool
     try:
         for pool in sorted(pools, key=lambda pool: _order(pool, options)):
             strategy, first = options.strategy.get(pool.name, "pack").upper(), pool.ranks[0]
@@ -197,7 +198,7 @@ def reserve(pools: Sequence[Pool], options: RayOptions, gpu: bool) -> list[Any]:
 
 
 def release(groups: Sequence[Any]) -> None:
-    """Give the room back."""
+    """Release placement groups."""
     from ray.util.placement_group import remove_placement_group
 
     for group in groups:
@@ -205,13 +206,13 @@ def release(groups: Sequence[Any]) -> None:
 
 
 def _strict(pools: Sequence[Pool], options: RayOptions) -> dict[str, str]:
-    """The pools whose strategy must be kept, with it."""
+    """Return the strict strategies by pool."""
     kinds = {pool.name: options.strategy.get(pool.name, "pack") for pool in pools}
     return {name: kind for name, kind in kinds.items() if kind.startswith("strict_")}
 
 
 def _order(pool: Pool, options: RayOptions) -> tuple[int, int]:
-    """Who is hardest to place comes first: others fit into what is left."""
+    """Return a sort key that puts pools first that are hardest to place."""
     kinds = ("strict_pack", "strict_spread", "pack", "spread")
     return kinds.index(options.strategy.get(pool.name, "pack")), -len(pool.ranks)
 
@@ -221,12 +222,12 @@ def _size_key(pool: Pool) -> str:
 
 
 def _key_of(name: str) -> str:
-    """The key that says how many processes a pool has."""
+    """Return the key that sets a pool's number of processes."""
     return "runtime.ray.processes" if name == DEFAULT_POOL else f"placement.pools.{name}"
 
 
 def _other_ways(total: int, each: Mapping[str, float], nodes: Mapping[str, Node]) -> str:
-    """What to do beside asking for less, by what there is too little of."""
+    """Return alternatives to fewer processes, by the resource that is short."""
     short = [
         kind
         for kind, amount in each.items()

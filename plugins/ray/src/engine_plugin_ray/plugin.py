@@ -1,4 +1,4 @@
-"""What this plugin offers (no torch, no Ray here: read by ``engine validate``)."""
+"""The hook of this distribution. Imports neither torch nor Ray: ``engine validate`` reads it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class RayOptions(ProcessOptions):
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    """Offer ``ray``."""
     spec = RuntimeSpec(
         load="engine_plugin_ray.runtime:RayRuntime",
         config=RayOptions,

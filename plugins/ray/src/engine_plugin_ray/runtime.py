@@ -1,8 +1,8 @@
 """The ray runtime: every worker is an actor, in a placement group of its pool.
 
-The controller is the driver of a Ray job. Its commands and their answers are those of the other runtimes of
-processes, in the same order. How a worker comes to be and how its end is noticed is Ray's; so is the way that messages
-take to other machines. On the controller's own machine that is a socket (``nearby``).
+The controller is the driver of a Ray job. Its commands and their answers are those of the other runtimes of processes,
+in the same order. Ray starts workers, reports their end, and transfers messages to other machines. Messages on the
+controller's own machine use a socket (``nearby``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NODE = re.compile(r"\bip=([^,)\s]+)")
 
 
 class RayRuntime(MultiProcessRuntime):
-    """See the module and ``Runtime``."""
+    """A runtime whose workers are actors of a Ray cluster."""
 
     options: RayOptions
 
@@ -64,16 +64,16 @@ class RayRuntime(MultiProcessRuntime):
         self._gpu = False
         self._groups: list[Any] = []  # placement groups, one for each pool
         self._seats: dict[int, ActorHandle] = {}
-        self._store: Any = None  # the store in which ranks of several nodes meet
+        self._store: Any = None  # TCPStore for the rendezvous of ranks on several nodes
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # each, whatever becomes of the one before
+        with contextlib.ExitStack() as stack:  # each runs even if the one before fails
             stack.callback(self.cluster.close)
             stack.callback(self._leave)
             super().close()
 
     def _leave(self) -> None:
-        """Give back what is held in the cluster; one of our own ends with all of it."""
+        """Release what is held in the cluster; a private cluster ends with all of it."""
         self.store.forget()
         self._store = None
         self._seats = {}
@@ -97,7 +97,7 @@ class RayRuntime(MultiProcessRuntime):
 
         size = self._size
         joined = ray.is_initialized()
-        # a cluster of our own counts as many CPUs as are asked for, as other launchers do
+        # a private cluster has as many CPUs as are requested, as with other launchers
         gpus = torch.accelerator.device_count() if self._gpu else 0
         own: Node = {"CPU": size * self.options.cpus_per_process, "GPU": gpus}
         nodes = nodes_of_cluster() if joined else {THIS_MACHINE: own}
@@ -125,10 +125,10 @@ class RayRuntime(MultiProcessRuntime):
             raise EnvironmentProblem(_no_seat(error)) from error
 
     def _take_seats(self, ranks: Sequence[int]) -> dict[int, ActorHandle]:
-        """An actor for each of these ranks, in their order, in the bundle that is its own.
+        """Start an actor for each of these ranks, in order, in its own bundle.
 
         Raises:
-            EnvironmentProblem: one does not start.
+            EnvironmentProblem: an actor does not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -167,12 +167,15 @@ class RayRuntime(MultiProcessRuntime):
     def _connect(
         self, actors: Mapping[int, Any], about: Sequence[Mapping[str, Any]], here: str
     ) -> dict[int, NearEnd | ControllerEnd]:
-        """The mailbox of each actor, which begins to serve it.
+        """Return the mailbox of each actor, which starts to serve it.
 
         Args:
             actors: by rank.
-            about: where each is, in the order of ``actors``.
+            about: where each runs, in the order of ``actors``.
             here: id of the controller's node.
+
+        Raises:
+            EnvironmentProblem: an actor of this node does not connect.
         """
         near: dict[int, Any] = {}
         if self.options.worker_transport == "auto":
@@ -192,7 +195,7 @@ class RayRuntime(MultiProcessRuntime):
         return ends | {rank: ControllerEnd(actor, self.store, lines.get(rank)) for rank, actor in far.items()}
 
     def _lines(self, far: Mapping[int, Any]) -> dict[int, Channel]:
-        """Lines to actors of other nodes, whose silence tells of a node that is gone."""
+        """Open idle connections to actors of other nodes, whose silence shows that a node is lost."""
         import ray
 
         return hold(far, ray.util.get_node_ip_address(), self._token) if far else {}
@@ -209,11 +212,11 @@ class RayRuntime(MultiProcessRuntime):
         return self._seats[rank]
 
     def _given(self, size: int, own_python: bool) -> tuple[dict[str, str], list[str] | None, str]:
-        """What an actor is told before it imports anything: environment, path, working folder.
+        """Return what an actor gets before it imports anything: environment, path, working folder.
 
         Args:
             size: ranks of the run.
-            own_python: it runs on another environment's Python, and takes its packages from there.
+            own_python: the actor runs on another environment's Python and uses the packages from there.
         """
         from engine_plugin_processes.starting import portable_path
 
@@ -232,7 +235,7 @@ class RayRuntime(MultiProcessRuntime):
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
         mine = self._seats[rank]
         near = sum(seat.node == mine.node for other, seat in list(self._seats.items()) if other in pool.ranks)
-        # Ray shows each rank one accelerator, which is number 0 there
+        # Ray makes one accelerator visible to each rank, as number 0
         return {"local_rank": 0, "local_world_size": near, "path": None, "host": mine.address}
 
     def _one_machine(self) -> bool:
@@ -244,7 +247,9 @@ class RayRuntime(MultiProcessRuntime):
         return "" if self.cluster.folder is None else str(self.cluster.folder)
 
     def _meeting(self, name: str) -> dict[str, Any]:
-        """A file of a cluster of our own; a store of the controller where ranks may be on other nodes."""
+        """Return a rendezvous: a file of a private cluster, or a store of the controller if ranks may be on other
+        nodes.
+        """
         if self.cluster.folder is not None:
             return {"file": str(Path(self.cluster.folder) / f"meet-{name}"), "tcp": None}
         import ray
@@ -257,7 +262,7 @@ class RayRuntime(MultiProcessRuntime):
 
 
 def _no_seat(error: Exception) -> str:
-    """Why an actor did not come to be, from what Ray says of it: a traceback, in colours, of its node."""
+    """Return why an actor did not start, from Ray's error: a traceback of its node, in colors."""
     if isinstance(error, GetTimeoutError):
         return "Workers did not start within runtime.ray.startup_timeout_minutes. Raise it, or look at the logs of Ray on their nodes."
     text = " ".join(COLOUR.sub("", str(error)).split())

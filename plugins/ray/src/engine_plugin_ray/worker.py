@@ -1,4 +1,4 @@
-"""A worker inside an actor: commands are carried out in a thread, since Ray has the main one."""
+"""A worker inside an actor: commands run in a separate thread, since Ray uses the main one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from engine_plugin_processes.worker import Interrupted, Worker
 
-TURNS = 1000  # of a loop in which an exception from outside surely arrives
+TURNS = 1000  # iterations of a loop in which an asynchronous exception surely arrives
 
 
 class RayWorker(Worker):
-    """``Worker`` whose command in hand is broken off without a signal: those reach the main thread alone."""
+    """A ``Worker`` whose command is interrupted without a signal, since signals reach only the main thread."""
 
     def _allow_breaks(self) -> None:
         self._lock = threading.Lock()
-        self._breakable: int | None = None  # the command that may be broken off
-        self._sent = False  # whether it was
+        self._breakable: int | None = None  # the command that may be interrupted
+        self._sent = False  # whether an interruption was sent to it
 
     def _carry_out(self, message: dict[str, Any]) -> Any:
         try:
@@ -39,15 +39,15 @@ class RayWorker(Worker):
 
 
 def _raise_in(thread: int) -> None:
-    """Have another thread raise ``Interrupted`` between two steps of the interpreter."""
+    """Raise ``Interrupted`` in another thread, between two steps of the interpreter."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Interrupted))
 
 
 def _take_back(thread: int) -> None:
-    """One that is still on its way to this thread does not arrive after the command.
+    """Consume an exception that is still in flight to this thread, so that it does not arrive after the command.
 
-    It is replaced by one that arrives here. To ask for none in its place would leave the interpreter looking for it at every
-    call and every turn of a loop, from then on (CPython 3.11 and 3.12 clear that flag when one is raised).
+    It is replaced by one that arrives here. Clearing it instead would make the interpreter check for it at every call
+    and every iteration of a loop from then on (CPython 3.11 and 3.12 reset that flag only when one is raised).
     """
     with contextlib.suppress(Interrupted):
         _raise_in(thread)

@@ -1,8 +1,8 @@
-"""The reward ``code``: does the program in a response pass the tests of its row?
+"""The reward ``code``: runs the program in a response against the tests of its row.
 
-The program runs in a box (``sandbox``), a process of its own for each test. What is expected never goes
-into the box where the engine can judge itself: it compares what was printed, or a value that came back
-as data.
+The program runs in a sandbox (``sandbox``), in a separate process for each test. Where the engine can judge a test
+itself, the expected value never enters the sandbox: the engine compares what was printed, or a value that came back as
+data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Ended, Limits
 if TYPE_CHECKING:
     from engine_plugin_rewards.code_languages import Language
 
-DEFAULT_SHARE, LARGEST_SHARE = 0.5, 0.9  # of the time that the engine gives a sample
+DEFAULT_SHARE, LARGEST_SHARE = 0.5, 0.9  # of the time limit of a sample
 LEAST_SECONDS = 0.01
 SHOWN_CHARACTERS = 200
 FENCE = "```"
@@ -37,18 +37,18 @@ NEVER_SHOWN = ("/proc", "/sys", "/dev", "/run")
 def make_code(
     timeout: float, modules: Sequence[str], root: Path, allow_code: bool, **options: Any
 ) -> Callable[..., dict[str, float | str] | None]:
-    """The reward function of one worker, with a box of its own.
+    """Make the reward function of one worker, with its own sandbox.
 
     Args:
         timeout: seconds that a sample may take.
-        modules: the run file's plugins, among which the language may be.
+        modules: the run file's plugins, which may offer the language.
         root: folder of the run file.
-        allow_code: plugin files outside of it are allowed.
+        allow_code: plugin files outside of ``root`` are allowed.
         options: the fields of ``CodeOptions``.
 
     Raises:
         EnvironmentProblem: this machine's sandbox is weaker than `min_isolation`.
-        ConfigError: the times do not fit together.
+        ConfigError: the timeouts contradict each other.
         PluginError: no plugin offers the language.
     """
     chosen = CodeOptions.model_validate(options)
@@ -59,7 +59,12 @@ def make_code(
 def settled(
     chosen: CodeOptions, timeout: float, modules: Sequence[str], root: Path, allow_code: bool
 ) -> tuple[float, Language]:
-    """Seconds for all tests of a response, and the language; arguments and errors as of ``make_code``."""
+    """Return the seconds for all tests of a response, and the language. The arguments are those of ``make_code``.
+
+    Raises:
+        ConfigError: the timeouts contradict each other.
+        PluginError: no plugin offers the language.
+    """
     total = timeout * DEFAULT_SHARE if chosen.total_timeout_seconds is None else chosen.total_timeout_seconds
     if total > timeout * LARGEST_SHARE:
         raise ConfigError(
@@ -74,10 +79,10 @@ def settled(
 
 
 def least_tier(options: CodeOptions, language: Language) -> str:
-    """The weakest tier that will do.
+    """Return the weakest tier that satisfies the options and the language.
 
     Raises:
-        ConfigError: the options do not suit the language, or show what no box may show.
+        ConfigError: the options do not suit the language, or show what no sandbox may show.
     """
     for path in options.readable:
         _check_shown(path)
@@ -94,7 +99,7 @@ def least_tier(options: CodeOptions, language: Language) -> str:
 
 
 def _check_shown(path: str) -> None:
-    """Refuse a path of ``readable`` that is absent, or that would open the box."""
+    """Raise ``ConfigError`` for a path of ``readable`` that does not exist, or that would open the sandbox."""
     said = f"[reward.code] readable: '{path}'"
     if not os.path.exists(path):
         parent = os.path.dirname(path.rstrip("/"))
@@ -110,7 +115,7 @@ def _check_shown(path: str) -> None:
 
 
 class Judge:
-    """Runs programs and compares.
+    """A judge of programs, with a sandbox in which it runs them.
 
     Args:
         options: of the reward.
@@ -118,7 +123,7 @@ class Judge:
         total_timeout_seconds: for all tests of one response.
 
     Raises:
-        EnvironmentProblem: see ``make_code``.
+        EnvironmentProblem: the sandbox does not start, or is weaker than `min_isolation`.
     """
 
     def __init__(self, options: CodeOptions, language: Language, total_timeout_seconds: float) -> None:
@@ -144,12 +149,13 @@ class Judge:
         entry_point: str | None = None,
         test_setup: str | None = None,
     ) -> dict[str, float | str] | None:
-        """Share of the tests that pass, or 1 and 0; None for a row without tests. ``pred`` tells the verdicts.
+        """Return the share of the tests that pass, or 1 and 0; None for a row without tests. ``pred`` counts the
+        verdicts.
 
         Args:
             completion: the response.
-            tests: see ``code_cases``.
-            answer: the same, where there is no column ``tests``.
+            tests: in a form of ``code_cases``.
+            answer: the tests, if there is no column ``tests``.
             entry_point: the function that assertions are about.
             test_setup: Python code before assertions.
 
@@ -205,26 +211,30 @@ class Judge:
 
 
 def check_kinds(cases: Sequence[Case], name: str, language: Language) -> None:
-    """Refuse tests that programs of a language cannot be given (BadTests)."""
+    """Raise for tests that programs of a language cannot run.
+
+    Raises:
+        BadTests: a test is of a kind that the language does not have.
+    """
     for case in cases:
         if case.kind not in language.kinds:
             raise code_cases.BadTests(f"language '{name}' has no tests of kind '{case.kind}'")
 
 
 def _last_line(errors: bytes) -> str:
-    """Of what a program wrote to stderr, as text that is safe to show."""
+    """Return the last line of a program's stderr, as text that is safe to show."""
     last = errors.decode(errors="replace").strip().splitlines()[-1:]
     return "".join(c if c.isprintable() else "?" for line in last for c in line[:SHOWN_CHARACTERS])
 
 
 def extract(completion: str, block: str, fences: Collection[str]) -> str | None:
-    """The program in a response; None where there is none.
+    """Return the program in a response; None if it contains none.
 
     Args:
         completion: the response.
         block: ``last`` or ``first`` fenced block, or ``whole``.
-        fences: names of the language. Blocks of such a name are preferred to those without a name; others
-            are left out.
+        fences: names of the language. Blocks with such a name take precedence over those without a name; others are
+            ignored.
     """
     if block == "whole":
         return completion
@@ -246,10 +256,10 @@ def extract(completion: str, block: str, fences: Collection[str]) -> str | None:
 
 
 def health() -> str:
-    """For ``engine doctor``: the tier of the sandbox.
+    """Return the tier of the sandbox, for ``engine doctor``.
 
     Raises:
-        EnvironmentProblem: it is weaker than what the reward demands unless told otherwise.
+        EnvironmentProblem: it is weaker than the default of `min_isolation`.
     """
     tiers.demand(CodeOptions().min_isolation)
     return tiers.health()

@@ -12,9 +12,9 @@ form                                                                      seen i
 ``[{"stdin", "stdout"}, {"function", "arguments", "expected"}]``            written by hand
 ========================================================================= =====================
 
-Each may be text of JSON. An assertion that compares with a literal, or asserts something as it stands,
-becomes an ``Expression``: the program gives the value, the engine compares, and the program cannot know
-with what. Other assertions run in the program's process, see ``Assertions``.
+Each may be JSON text. An assertion that compares with a literal, or asserts an expression alone, becomes an
+``Expression``: the program returns the value and the engine compares it, so that the program cannot know the expected
+value. Other assertions run in the program's process (``Assertions``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETUPS = ("setup", "test_setup_code", "test_imports")
 
 @dataclass(frozen=True)
 class Stdin:
-    """The program reads a text and must print another."""
+    """A test in which the program reads one text and must print another."""
 
     stdin: str
     stdout: str
@@ -51,45 +51,45 @@ class Stdin:
     kind = "stdin"
 
     def asked(self) -> dict[str, Any]:
-        """What the program's process is told; never what is expected."""
+        """Return the fields for the program's process; never the expected value."""
         return {}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function of the program must give a value."""
+    """A test in which a function of the program must return a value."""
 
     function: str
     arguments: Sequence[Any]
     expected: Any
-    wrapped: bool = False  # the data set may have put the value into a list of one
+    wrapped: bool = False  # the data set may have put the value into a list of length 1
 
     kind = "call"
 
     def asked(self) -> dict[str, Any]:
-        """As for ``Stdin``."""
+        """Return the fields for the program's process; never the expected value."""
         return {"function": self.function, "arguments": self.arguments}
 
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression in the program's names must have a value."""
+    """A test in which an expression over the program's names must have a value."""
 
     expression: str
     setup: str = ""
     expected: Any = None
-    truth: bool | None = None  # only whether it counts as true
+    truth: bool | None = None  # compare only the value's truth
 
     kind = "expression"
 
     def asked(self) -> dict[str, Any]:
-        """As for ``Stdin``."""
+        """Return the fields for the program's process; never the expected value."""
         return {"expression": self.expression, "setup": self.setup}
 
 
 @dataclass(frozen=True)
 class Assertions:
-    """Python code that raises where the program is wrong; it runs in the program's process."""
+    """A test of Python code that raises if the program is wrong; it runs in the program's process."""
 
     test: str
     entry_point: str = ""
@@ -98,7 +98,7 @@ class Assertions:
     kind = "assert"
 
     def asked(self) -> dict[str, Any]:
-        """As for ``Stdin``."""
+        """Return the fields for the program's process."""
         return {"test": self.test, "entry_point": self.entry_point, "functions": self.functions}
 
 
@@ -106,19 +106,19 @@ Case = Stdin | Call | Expression | Assertions
 
 
 class BadTests(ValueError):
-    """Tests of no known form; the message says what was found."""
+    """An error: tests have no known form; the message says what was found."""
 
 
 def parse(tests: Any, entry_point: str | None = None, setup: str | None = None) -> list[Case]:
-    """The tests of one row.
+    """Parse the tests of one row.
 
     Args:
         tests: in one of the forms above.
-        entry_point: the function that they are about, where they do not say it.
-        setup: Python code that goes before assertions.
+        entry_point: the function under test, if ``tests`` does not name it.
+        setup: Python code that precedes assertions.
 
     Raises:
-        BadTests: there are none, or they have no known form.
+        BadTests: ``tests`` is empty, or has no known form.
     """
     try:
         cases = list(_cases(tests, entry_point or "", setup or ""))
@@ -199,14 +199,14 @@ def _of_columns(inputs: Sequence[Any], outputs: Sequence[Any], function: str) ->
 
 
 def _arguments(given: Any) -> list[Any]:
-    """A list is the arguments; a text has one value of JSON a line."""
+    """Return a list as it is; parse a text as one JSON value a line."""
     if isinstance(given, str):
         return [_value(line) for line in given.splitlines() if line.strip()]
     return list(given) if isinstance(given, Sequence) else [given]
 
 
 def _value(text: Any) -> Any:
-    """A text that is JSON as what it says, any other value as it is."""
+    """Parse a text that is JSON; return any other value as it is."""
     if not isinstance(text, str):
         return text
     try:
@@ -223,7 +223,7 @@ def _loaded(text: str) -> Any:
 
 
 def _lines(value: Any) -> str:
-    """Text, or lines of it."""
+    """Return a text as it is; join the items of a list to lines."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(map(str, value))
     return str(value)
@@ -237,7 +237,7 @@ def _shown(value: Any) -> str:
 
 
 def _of_code(test: str, entry_point: str, setup: str) -> Iterator[Case]:
-    """Expressions where all of the code is assertions that the engine can judge, else the code."""
+    """Yield expressions if the engine can judge all assertions of the code, else the code as ``Assertions``."""
     try:
         tree = ast.parse(test)
     except SyntaxError as exc:
@@ -256,13 +256,14 @@ def _of_code(test: str, entry_point: str, setup: str) -> Iterator[Case]:
 
 
 def _check_that_it_tests(tree: ast.Module, test: str, called: bool, needs_entry_point: bool) -> None:
-    """Refuse code that any program would pass, because it asserts nothing, or nothing calls what asserts.
+    """Raise ``BadTests`` for code that any program would pass, because it asserts nothing, or nothing calls its
+    assertions.
 
     Args:
         tree: of the code.
         test: the code, for the message.
-        called: there are functions in it that will be called.
-        needs_entry_point: it has a ``check(candidate)`` that only that could call.
+        called: the code has functions that will be called.
+        needs_entry_point: the code has a ``check(candidate)`` that only an entry point could call.
     """
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     acting = (ast.Assert, ast.Raise, ast.Call)
@@ -295,7 +296,7 @@ def _is_test(node: ast.stmt) -> bool:
 def _judged(
     node: ast.stmt, entry_point: str, setup: str, imports: list[str], found: list[Expression]
 ) -> bool:
-    """Whether a statement needs no running as it stands; what it asserts goes into ``found``."""
+    """Return whether the engine can judge a statement without running it; append its assertions to ``found``."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         imports.append(ast.unparse(node))
         return True
@@ -320,7 +321,7 @@ def _judged(
 
 
 def _expression(asserted: ast.expr, setup: str) -> Expression | None:
-    """``E == literal``, ``E``, ``not E``; None where the engine could not judge the value."""
+    """Convert ``E == literal``, ``E is literal``, ``E`` or ``not E``; None if the engine could not judge the value."""
     if isinstance(asserted, ast.UnaryOp) and isinstance(asserted.op, ast.Not):
         return Expression(ast.unparse(asserted.operand), setup, truth=False)
     if isinstance(asserted, ast.Constant):
@@ -343,6 +344,8 @@ def _expression(asserted: ast.expr, setup: str) -> Expression | None:
 
 
 def _calls_the_program(call: ast.Call) -> bool:
-    """``f(...)``: its truth is the program's own answer; that of ``isclose(f(...), 1.0)`` is the test's."""
+    """Return whether a call's truth is the program's own answer: that of ``f(...)``, not of a builtin or
+    ``math.isclose(...)``.
+    """
     builtin = {"all", "any", "isinstance", "callable", "hasattr", "issubclass", "len", "set", "bool"}
     return isinstance(call.func, ast.Name) and call.func.id not in builtin

@@ -1,4 +1,4 @@
-"""What the reward ``code`` refuses before a run begins: its options, this machine, rows without usable tests."""
+"""The checks of the reward ``code`` before a run begins: options, this machine, rows without usable tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from engine_plugin_rewards.sandbox import tiers
 def make_check(
     timeout: float, modules: Sequence[str], root: Path, allow_code: bool, **options: Any
 ) -> Callable[[Mapping[str, Any]], None]:
-    """What judges rows; arguments and errors as of ``code.make_code``."""
+    """Make the function that checks rows; the arguments are those of ``code.make_code``.
+
+    The function raises LookupError for a row without tests, and ValueError for tests that cannot be used.
+
+    Raises:
+        EnvironmentProblem: this machine's sandbox is weaker than `min_isolation`.
+        ConfigError: the options contradict each other.
+        PluginError: no plugin offers the language.
+    """
     chosen = CodeOptions.model_validate(options)
     _, language = settled(chosen, timeout, modules, root, allow_code)
     tiers.demand(least_tier(chosen, language))

@@ -22,17 +22,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Language:
-    """How programs of a language are found and run.
+    """A language: how its programs are found in a response and run.
 
     Args:
-        fences: words after the three back ticks of its blocks, in lower case.
+        fences: words after the three backticks of its blocks, in lower case.
         file: name of the source in the program's folder. None: Python, which needs no file.
-        build: command before ``run``, the first word an absolute path; it needs `max_processes` above 1.
+        build: command before ``run``, the first word an absolute path; needs `max_processes` above 1.
         run: command, the first word an absolute path.
-        shows: files and folders that it needs to read besides the system's libraries; of a link, the folder that it is in.
+        shows: files and folders to read in addition to the system's libraries; for a link, the folder that contains
+            it.
 
-    A language with a ``file`` has tests of stdin and stdout alone, and needs the tier ``namespaces``,
-    where a program has a folder that it can write to.
+    A language with a ``file`` has tests of stdin and stdout alone, and needs the tier ``namespaces``, in which a
+    program has a writable folder.
     """
 
     fences: Collection[str]
@@ -43,12 +44,12 @@ class Language:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of tests that its programs can be given."""
+        """The kinds of tests that its programs can run."""
         if self.file is None:
             return frozenset({"stdin", "call", "expression", "assert"})
         return frozenset({"stdin"})
 
 
 def python() -> Language:
-    """Python, the version that runs the engine, with its standard library."""
+    """Return Python, in the version that runs the engine, with its standard library."""
     return Language(fences={"python", "python3", "py"})

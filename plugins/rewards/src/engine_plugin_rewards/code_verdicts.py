@@ -1,8 +1,8 @@
-"""What a program did against what was expected; everything of the program is data of a stranger here.
+"""Verdicts: a program's output or value compared with the expected one. All data from the program is untrusted.
 
-A value comes as JSON in which what JSON lacks is a list that begins with its type's name (``encode`` in
-``sandbox/inside/python_tests.py``). It is compared in that form: no object of the program's classes is
-ever made, so its ``__eq__`` has no say.
+A value comes as JSON in which types that JSON lacks are lists that begin with the type's name (``encode`` in
+``sandbox/inside/python_tests.py``). It is compared in that form: no object of the program's classes is ever made, so
+that its ``__eq__`` is never called.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SEQUENCES, SETS = ("list", "tuple"), ("set", "frozenset")
 
 
 def verdict(case: Case, ended: Ended, tolerance: float, nonce: str = "") -> str:
-    """``passed``, ``wrong``, ``error``, ``timeout``, ``too much output`` or ``crashed``.
+    """Return ``passed``, ``wrong``, ``error``, ``timeout``, ``too much output`` or ``crashed``.
 
     Args:
         case: the test.
-        ended: what the program did.
+        ended: the end of the program.
         tolerance: largest difference of floating-point numbers, absolute, or relative where that is more.
-        nonce: what the test sends when it has come to its end.
+        nonce: text that the test sends when it has run to its end.
     """
     if ended.late:
         return "timeout"
@@ -52,7 +52,7 @@ def verdict(case: Case, ended: Ended, tolerance: float, nonce: str = "") -> str:
 
 
 def _told(line: bytes) -> dict[str, Any]:
-    """What the program's process told; nothing where it is not one line of JSON."""
+    """Parse the message of the program's process; return an empty one if it is no JSON object."""
     try:
         told = json.loads(line)
     except (ValueError, RecursionError):
@@ -80,7 +80,7 @@ def _as_expected(case: Call | Expression, value: Any, tolerance: float) -> bool:
 
 
 def _truth(value: Any) -> bool | None:
-    """Whether a value counts as true; None where it is no value."""
+    """Return whether a value counts as true; None if it is no valid value."""
     if not isinstance(value, list):
         return bool(value)
     kind, rest = _typed(value)
@@ -90,9 +90,9 @@ def _truth(value: Any) -> bool | None:
 
 
 def same_text(printed: str, expected: str, tolerance: float) -> bool:
-    """Whether the lines have the same words; white space at ends and between does not count.
+    """Return whether the lines have the same words, ignoring white space at both ends and between words.
 
-    Words that are numbers with a fraction are compared with a tolerance.
+    Numbers with a fraction are compared with the tolerance.
     """
     got, wanted = printed.rstrip().splitlines(), expected.rstrip().splitlines()
     if len(got) != len(wanted):
@@ -124,10 +124,10 @@ def _close(a: float, b: float, tolerance: float) -> bool:
 
 
 def same_value(got: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values in the form of ``encode`` are the same.
+    """Return whether two values in the form of ``encode`` are the same.
 
-    A tuple equals a list, because data sets in JSON have no tuples; keys that are numbers equal their
-    text; True equals 1, as in Python.
+    A tuple equals a list, because JSON data sets have no tuples. Keys that are numbers equal their text. True equals
+    1, as in Python.
     """
     if not isinstance(got, list) or not isinstance(expected, list):
         if isinstance(got, str) or isinstance(expected, str) or got is None or expected is None:
@@ -175,7 +175,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def _typed(value: Any) -> tuple[str, Any]:
-    """Type's name and content; no name where the program made the form up."""
+    """Return the type's name and the content; an empty name if the form is invalid."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
         kind, rest = value
         if kind in (*SEQUENCES, *SETS, "dict") and not isinstance(rest, list):
@@ -191,7 +191,7 @@ def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _key(key: Any) -> str:
-    """A key as text: JSON's tables have no others."""
+    """Return a key as text, the only kind of key that JSON objects have."""
     return key if isinstance(key, str) else _text(key)
 
 

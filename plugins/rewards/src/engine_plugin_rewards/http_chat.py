@@ -1,12 +1,12 @@
-"""The shape ``chat`` of the reward ``http``: a judge behind an OpenAI-compatible address, one question for each sample.
+"""The variant ``chat`` of the reward ``http``: a judge at an OpenAI-compatible address, one question for each sample.
 
 ::
 
     POST {"model": "judge", "messages": [{"role": "user", "content": "..."}], "max_tokens": 256, "temperature": 0.0}
     200  {"choices": [{"message": {"content": "Right. Score: 8"}}]}
 
-The response under judgement is put into the question once and as it is, and only the judge's own words are read for the verdict.
-Left out on purpose: tools, streams.
+The response to be judged is inserted into the question once and unchanged, and the verdict is read only from the
+judge's own words. Left out on purpose: tools, streams.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ChatOptions(Options):
 
 
 class Chat:
-    """Asks about one sample and reads the verdict; see ``ChatOptions``."""
+    """A builder of questions and reader of verdicts, by ``ChatOptions``."""
 
     def __init__(self, options: ChatOptions) -> None:
         self.options = options
@@ -80,7 +80,7 @@ class Chat:
         self.columns = [name for name in named if name not in OFFERED]
 
     def request(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
-        """What is posted for a batch of one; None where the row has no value for a name of the question."""
+        """Return the request body for a batch of one; None if the row lacks a value that the question names."""
         sample = {name: values[0] for name, values in batch.items()}
         asked = [m["content"] for m in sample.get("messages") or () if m["role"] == "user"]
         values = {name: sample.get(name) for name in self.columns} | {
@@ -103,14 +103,14 @@ class Chat:
         }
 
     def read(self, body: bytes, shown: Callable[..., str]) -> float:
-        """The verdict.
+        """Read the verdict from a response.
 
         Args:
             body: of the response.
-            shown: a text as a message may show it; with ``last=True`` the end of it.
+            shown: redacts and cuts a text for a message; with ``last=True`` it keeps the end.
 
         Raises:
-            ValueError: there is none, or one out of bounds; the message is fit for a log.
+            ValueError: there is no verdict, or one out of bounds; the message is safe for a log.
         """
         try:
             said = json.loads(body)["choices"][0]["message"]["content"]
@@ -131,7 +131,7 @@ class Chat:
 
 
 def mean_vote(votes: Sequence[float | Exception | None]) -> float | Exception | None:
-    """The mean of the verdicts that could be read; where there is none, the first of the others."""
+    """Return the mean of the readable verdicts; without any, the first vote."""
     read = [vote for vote in votes if isinstance(vote, float)]
     return sum(read) / len(read) if read else votes[0]
 

@@ -1,14 +1,14 @@
-"""The reward ``http``: samples are posted to a server in batches, scores come back.
+"""The reward ``http``: samples are posted to a server in batches, and scores come back.
 
 ::
 
     POST {"prompts": ["2+2="], "completions": ["4"], "columns": {"answer": ["4"]}}
     200  {"scores": [1.0]}
 
-A score is a finite number, or null where the reward does not apply; ``"errors": {"3": "why"}`` names
-samples that the server could not score. Each request has a time limit, and is tried again when it
-failed for a reason that may pass. What a batch failed of, its samples fail of; other batches count.
-With ``[reward.http.chat]`` a language model is asked instead: ``http_chat``. Addresses, connections and tries: ``engine_plugin_processes.http``.
+A score is a finite number, or null where the reward does not apply; ``"errors": {"3": "why"}`` names samples that the
+server could not score. Each request has a timeout, and is retried after a failure that may pass. If a batch fails, all
+its samples fail; other batches count. With ``[reward.http.chat]`` a language model judges instead (``http_chat``).
+``engine_plugin_processes.http`` has addresses, connections and retries.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from engine_plugin_processes.http.connections import Connections
 from engine_plugin_processes.http.requests import Asker, NoAnswer, Pace, secret_parts
 from engine_plugin_rewards.http_chat import Chat, ChatOptions, mean_vote
 
-SHARE_OF_TIMEOUT = 0.9  # of the time that a call may take; the rest is for the way back
+SHARE_OF_TIMEOUT = 0.9  # of a call's timeout; the rest is for returning the scores
 
 Score = float | None | Exception
 
 
 class ScorerError(Exception):
-    """A request that gave no scores, for good."""
+    """An error: a request gave no scores, for good."""
 
 
 def make_http(
@@ -49,10 +49,10 @@ def make_http(
     secret_headers: Mapping[str, str] | None = None,
     chat: ChatOptions | None = None,
 ) -> Callable[..., list[Score]]:
-    """The reward function of one worker; for the arguments see ``HTTPOptions``.
+    """Make the reward function of one worker; the arguments are the fields of ``HTTPOptions``.
 
     Raises:
-        ConfigError: a variable with a secret is not set, or holds what is none.
+        ConfigError: a variable with a secret is not set, or its value cannot be a token.
     """
     headers, secrets = secret_parts(token_env, secret_headers or {}, "reward.http")
     asker = Asker(
@@ -70,7 +70,7 @@ def make_http(
     if judge is not None:
         columns, batch_size = judge.columns, 1
     threads = ThreadPoolExecutor(connections, thread_name_prefix="http-reward")
-    whole = "group_ids" in columns  # samples that are compared with each other stay together
+    whole = "group_ids" in columns  # samples that the reward compares stay together
 
     def http(**given: Sequence[Any]) -> list[Score]:
         deadline, count = time.monotonic() + SHARE_OF_TIMEOUT * timeout, len(given["completions"])
@@ -95,7 +95,7 @@ def make_http(
 
 
 class Scorer:
-    """Posts batches to one server; used by several threads.
+    """A client that posts batches to one server. Thread-safe.
 
     Args:
         asker: of the server.
@@ -107,12 +107,12 @@ class Scorer:
     def scores(
         self, batch: Mapping[str, Sequence[Any]], deadline: float, judge: Chat | None = None
     ) -> list[Score]:
-        """A score for each sample of a batch; of a batch that failed, the same exception for each.
+        """Return a score for each sample of a batch; for a failed batch, the same exception for each.
 
         Args:
-            batch: the columns; of one sample where a judge is asked.
-            deadline: of ``time.monotonic``, for all tries.
-            judge: asks and reads, where the server is a language model.
+            batch: the columns; of one sample if ``judge`` is given.
+            deadline: of ``time.monotonic``, for all attempts.
+            judge: builds the request and reads the response, if the server is a language model.
         """
         count = len(batch["completions"])
         extra = {name: values for name, values in batch.items() if name not in ("prompts", "completions")}
@@ -144,15 +144,15 @@ class Scorer:
 
 
 def read_scores(body: bytes, count: int, shown: Callable[[bytes | str], str]) -> list[Score]:
-    """The scores in a response.
+    """Read the scores in a response.
 
     Args:
         body: of the response.
         count: samples.
-        shown: a text as a message may show it.
+        shown: redacts and cuts a text for a message.
 
     Raises:
-        ScorerError: it is not the JSON that is expected, for ``count`` samples.
+        ScorerError: the response is not the expected JSON for ``count`` samples.
     """
     wanted = f'expected {{"scores": [...]}} with {count} finite numbers or nulls'
     try:

@@ -1,7 +1,7 @@
-"""The reward ``math``: is the response the same mathematics as the answer (math-verify)?
+"""The reward ``math``: checks that the response is the same mathematics as the answer (math-verify).
 
-math-verify's own time-outs are off: they need signals in a main thread and do not interrupt C. The
-reward's process is killed instead, so never run this reward with ``workers = 0`` on what a model wrote.
+math-verify's own timeouts are off: they need signals in a main thread and do not interrupt C. The reward's process is
+killed instead, so never run this reward with ``workers = 0`` on a model's responses.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the missing time-outs
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about the missing timeouts
 
 
 def same_mathematics(
     completion: str, answer: object, *, precision: int, strict: bool
 ) -> dict[str, float | str | None] | None:
-    """1 if the response's final expression equals the answer, else 0; None for a row without answer.
+    """Return 1 if the response's final expression equals the answer, else 0; None for a row without answer.
 
-    ``pred`` is the expression as text: that of the answer where the two are equal, so that all right
-    responses are one answer however they write it.
+    ``pred`` is the expression as text: that of the answer if the two are equal, so that all correct responses have the
+    same ``pred``.
 
     Args:
         completion: the response; the last ``\\boxed{}``, formula or number is taken.
         answer: LaTeX with or without dollars, a plain number, or a solution that ends in ``#### answer``.
         precision: decimals to which floating-point results are compared.
-        strict: names of variables and kinds of brackets count.
+        strict: compare names of variables and kinds of brackets, too.
 
     Raises:
         ValueError: the answer is no mathematics.

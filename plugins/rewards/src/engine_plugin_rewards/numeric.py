@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 
-# A sign counts where it cannot be a minus between two operands ("10-12" holds 10 and 12), and where
-# no space follows it ("- 5" may be an item of a list).
+# A sign counts if it cannot be a minus between two operands ("10-12" contains 10 and 12) and no space follows it
+# ("- 5" may be an item of a list).
 _NUMBER = re.compile(
     r"""(?:(?<![\w)}\]])[-+\u2212]\$?)?
         (?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)   # 1,234.5  1234.5  .5
@@ -24,7 +24,7 @@ _WIDE = Context(Emax=MAX_EMAX, Emin=MIN_EMIN)  # a million digits are a wrong an
 def numeric(
     completion: str, answer: object, *, tolerance: float, relative_tolerance: float, boxed: str
 ) -> dict[str, float | str | None] | None:
-    """1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
+    """Return 1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
 
     Numbers may have thousands separators (``1,234.5``), an exponent, or be a ratio (``3/4``,
     ``\\frac{3}{4}``).
@@ -37,7 +37,7 @@ def numeric(
         boxed: ``prefer`` the last ``\\boxed{...}`` of the response, look there ``only``, or ``ignore`` it.
 
     Raises:
-        ValueError: the answer holds no number.
+        ValueError: the answer contains no number.
     """
     if answer is None:
         return None
@@ -61,12 +61,12 @@ def _compared(
         return {"score": 0.0, "pred": None}
     allowed = max(Decimal(tolerance), Decimal(relative_tolerance) * abs(expected))
     right = abs(got - expected) <= allowed
-    # 72, 72.0 and what is within the tolerance of the answer are one answer
+    # 72, 72.0 and numbers within the tolerance of the answer have the same pred
     return {"score": float(right), "pred": f"{(expected if right else got).normalize():g}"}
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text that is one; a division by zero is none."""
+    """Return the last number of a text; None without one. A ratio with denominator 0 is no number."""
     for found in reversed(_NUMBER.findall(_FRACTION.sub(_ratio, text))):
         plain = re.sub(r"[\s,$+]", "", found).replace("\u2212", "-")
         upper, _, lower = plain.partition("/")
@@ -82,7 +82,7 @@ def _ratio(found: re.Match[str]) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}``, with balanced braces; None if there is none."""
+    """Return the content of the last ``\\boxed{...}``, with balanced braces; None without one."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None

@@ -1,4 +1,4 @@
-"""What each reward is called, which options it has, and where its function lies."""
+"""The hooks of this distribution: the name, options and function of each reward."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class PythonOptions(Options):
     @model_validator(mode="after")
     def _allowed(self, info: ValidationInfo) -> Self:
         folder = (info.context or {}).get("folder")
-        if folder is not None:  # the full path holds wherever the run is resumed from
+        if folder is not None:  # an absolute path stays valid when the run is resumed from another folder
             self.path = str((Path(folder) / self.path).resolve())
         if PurePath(self.path).suffix != ".py":
             raise ValueError(f"path = '{self.path}' must end in .py")
@@ -169,6 +169,7 @@ class PythonOptions(Options):
 
 @hookimpl
 def engine_rewards() -> Mapping[str, Reward]:
+    """Offer the rewards."""
     here = "engine_plugin_rewards"
     return {
         "code": Reward(
@@ -201,11 +202,13 @@ def engine_rewards() -> Mapping[str, Reward]:
 
 @hookimpl
 def engine_code_languages() -> Mapping[str, CodeLanguage]:
+    """Offer ``python``."""
     return {"python": CodeLanguage(load="engine_plugin_rewards.code_languages:python")}
 
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
+    """Offer ``reward_models`` and ``reward_workers``."""
     return {
         "reward_models": Part(load="engine_plugin_rewards.models.roles:REWARD_MODELS"),
         "reward_workers": Part(load="engine_plugin_rewards.worker_pool:REWARD_WORKERS"),
@@ -214,4 +217,5 @@ def engine_parts() -> Mapping[str, Part]:
 
 @hookimpl
 def engine_commands() -> Mapping[str, Command]:
+    """Offer ``serve-reward``."""
     return {"serve-reward": Command(load="engine_plugin_rewards.server.command:serve_reward")}

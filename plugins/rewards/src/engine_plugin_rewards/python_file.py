@@ -1,4 +1,4 @@
-"""The reward ``python``: a function from a file of the user's."""
+"""The reward ``python``: a function from a user's file."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def make_python(
     root: Path,
     allow_code: bool,
 ) -> Callable[..., Any]:
-    """The function, found in the file; the hash of what was run is logged.
+    """Import the file and return the function; the hash of the file is logged.
 
     Args:
         path: the file, below ``root``.
-        function: its name there.
+        function: its name in the file.
         allow_local_code: checked with the options.
         conversational: give prompts and completions as lists of messages.
         arguments: further arguments of the function.
         root: folder of the run file.
-        allow_code: files outside ``root`` are allowed too (``--allow-code``).
+        allow_code: files outside of ``root`` are allowed, too (``--allow-code``).
 
     Raises:
-        PluginError: the file is absent, lies outside ``root``, or does not import.
-        ConfigError: it has no such function.
+        PluginError: the file does not exist, lies outside of ``root``, or does not import.
+        ConfigError: the file has no such function.
     """
     module, _ = import_file(path, root, allow_code)
     found = getattr(module, function, None)
@@ -48,7 +48,7 @@ def make_python(
 
 
 def as_conversations(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` called with texts as one-message conversations, as TRL calls it for chat data."""
+    """Wrap ``function`` so that texts become one-message conversations, as TRL gives them for chat data."""
     roles = {"prompts": "user", "prompt": "user", "completions": "assistant", "completion": "assistant"}
 
     @functools.wraps(function)

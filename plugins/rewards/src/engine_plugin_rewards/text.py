@@ -9,14 +9,14 @@ from collections.abc import Callable
 def exact_match(
     completion: str, answer: object, *, after: str | None, ignore_case: bool, strip: bool
 ) -> dict[str, float | str | None] | None:
-    """1 if the response is the answer, else 0; None for a row without answer. ``pred`` is what is compared.
+    """Return 1 if the response is the answer, else 0; None for a row without answer. ``pred`` is the compared text.
 
     Args:
         completion: the response.
         answer: the column, compared as text.
-        after: compare what follows its last occurrence in the response.
+        after: compare only what follows its last occurrence in the response.
         ignore_case: compare case-folded.
-        strip: leave out white space at both ends.
+        strip: ignore white space at both ends.
     """
     if answer is None:
         return None
@@ -33,9 +33,9 @@ def exact_match(
 
 
 def make_format(pattern: str, match: str) -> Callable[[str], float]:
-    """A reward that is 1 where ``pattern`` matches the response, else 0.
+    """Make a reward that is 1 if ``pattern`` matches the response, else 0.
 
-    A pattern that backtracks without end is stopped by the reward's time-out.
+    The reward's timeout stops a pattern that backtracks without end.
     """
     compiled = re.compile(pattern, re.DOTALL)
     matches = compiled.fullmatch if match == "full" else compiled.search
@@ -47,15 +47,15 @@ def make_format(pattern: str, match: str) -> Callable[[str], float]:
 
 
 def soft_overlong(response_length: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """``-clip((length - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1) * penalty``.
+    """Return ``-clip((length - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1) * penalty``.
 
     DAPO, https://arxiv.org/abs/2503.14476, equation 13, with the penalty as a factor.
 
     Args:
         response_length: tokens after the prompt.
         max_tokens: length from which on the penalty is full.
-        buffer_tokens: tokens before that over which it grows.
-        penalty: the full one.
+        buffer_tokens: tokens before ``max_tokens`` over which the penalty grows.
+        penalty: the full penalty.
     """
     over = (response_length - (max_tokens - buffer_tokens)) / buffer_tokens
     return 0.0 - min(max(over, 0.0), 1.0) * penalty

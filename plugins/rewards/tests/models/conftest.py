@@ -25,7 +25,7 @@ SPECIAL = ["<pad>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
 def make_tokenizer(template=CHATML, first="<pad>"):
-    """A token a byte; ``first`` moves all ids by one, so that it is another tokenizer."""
+    """Make a tokenizer with a token for each byte; ``first`` shifts all ids, so that it is another tokenizer."""
     names = [first, *SPECIAL] if first != "<pad>" else SPECIAL
     vocabulary = {token: i for i, token in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -39,7 +39,7 @@ def make_tokenizer(template=CHATML, first="<pad>"):
 
 
 def make_folder(folder, kind=Qwen3ForSequenceClassification, tokenizer=None, labels=1, seed=0, **changes):
-    """A model folder with weights that tell texts apart, and its tokenizer."""
+    """Make a model folder, with weights that give different texts different scores, and its tokenizer."""
     tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -76,7 +76,7 @@ def tokenizer_of():
 
 @pytest.fixture
 def folder_of(tmp_path):
-    """``folder_of("rm", labels=2)``: a classifier's folder; ``kind=Qwen3ForCausalLM`` a language model's."""
+    """Return ``folder_of("rm", labels=2)``: a classifier's folder, or a language model's by ``kind``."""
 
     def write(name="rm", **settings):
         return make_folder(tmp_path / name, **settings)
@@ -87,7 +87,10 @@ def folder_of(tmp_path):
 
 @pytest.fixture
 def asking():
-    """``asking("model", path, actor=tokenizer, columns=("messages",), score_at="end")``: what asks the model of a real runtime."""
+    """Return ``asking("model", path, actor=tokenizer, columns=("messages",), score_at="end")``.
+
+    It makes a reward by a model on a real runtime.
+    """
     runtimes = []
 
     def make(kind, path, actor=None, columns=(), **settings):

@@ -18,7 +18,7 @@ def scorer(asking):
 
 
 def one_by_one(path, sequences):
-    """transformers' own score of each sequence alone, without padding."""
+    """Return transformers' own score of each sequence alone, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in sequences]
@@ -60,7 +60,7 @@ def test_a_tokenizer_that_is_not_the_actors_reads_the_text_through_its_own_templ
 
 
 def test_the_actors_own_tokens_are_scored_as_they_are(scorer, folder_of, tokenizer):
-    """Tokens that no text gives: tokenising the text anew would lose them."""
+    """Tokens that no text gives: tokenizing the text again would lose them."""
     path, odd = folder_of(), [2, 3, 4, 5, 0, 0, 9]
     rows = {"prompts": ["Q"], "completions": ["x"], "token_ids": [odd]}
     assert values(scorer(path, tokenizer).score(rows, 1)) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Verdicts that a model writes: what it is asked, how often, and how its words are read."""
+"""Verdicts that a model writes: its questions, the number of votes, and how its answers are read."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def judge_folder(folder_of):
 
 
 def greedy(path, tokenizer, word, most):
-    """What transformers writes, decoded as a rollout's text is."""
+    """Return what transformers writes, decoded as a rollout's text is."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     ids = torch.tensor([tokenizer(f"<|user|>Is {word} right?<eos>\n<|assistant|>")["input_ids"]])
     done = model.generate(ids, max_new_tokens=most, do_sample=False, eos_token_id=tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""What a judge is asked."""
+"""The questions to a judge."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which tokens a reward model is shown."""
+"""The tokens that a reward model reads."""
 
 import pytest
 

@@ -18,7 +18,7 @@ def columns_of(words):
 
 
 def by_hand(path, tokenizer, words, verdicts):
-    """Expected value and probability of all other tokens, from full logits in float64."""
+    """Return the expected value and the probability of all other tokens, from full logits in float64."""
     model = AutoModelForCausalLM.from_pretrained(path).double().eval()
     values, others = [], []
     for word in words:

@@ -1,4 +1,4 @@
-"""The server against clients that are wrong, slow, many or strangers."""
+"""The server against clients that are wrong, slow, many or unauthorized."""
 
 import contextlib
 import http.client
@@ -15,7 +15,7 @@ from engine_plugin_rewards.server.server import RewardServer, is_loopback
 
 
 class Service:
-    """Scores are lengths; ``fault`` is raised, ``gate`` is waited for."""
+    """A service whose scores are lengths; it raises ``fault`` and waits for ``gate``."""
 
     name = "lengths"
 
@@ -37,7 +37,7 @@ class Service:
 
 @pytest.fixture
 def serve():
-    """``serve(max_samples=2)``: a running server and its service; stopped at the end."""
+    """Return ``serve(max_samples=2)``: a running server and its service; stopped at the end."""
     running = []
 
     def start(**settings):
@@ -55,7 +55,7 @@ def serve():
 
 
 def ask(server, body=None, method="POST", path="/score", headers=(), host="127.0.0.1"):
-    """Status and JSON of one request; ``body`` is made JSON unless it is bytes."""
+    """Return status and JSON of one request; ``body`` is encoded as JSON unless it is bytes."""
     connection = http.client.HTTPConnection(host, server.server_port, timeout=60)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection.request(method, path, data, {"Content-Type": "application/json", **dict(headers)})
@@ -66,7 +66,7 @@ def ask(server, body=None, method="POST", path="/score", headers=(), host="127.0
 
 
 def free_again(server):
-    """Whether a place that was taken can be used again; until then a client is told to come again, or reset."""
+    """Return whether a slot that was taken can be used again; until then a client gets 503 or a reset."""
     for _ in range(1000):
         with contextlib.suppress(ConnectionError):
             if ask(server, samples("a"))[0] == 200:
@@ -124,8 +124,8 @@ def test_a_body_that_is_not_what_it_should_be_is_refused(serve, body, status, re
         ({"path": "/score", "method": "GET"}, 404),
         ({"path": "/health"}, 404),
         ({"method": "PUT"}, 501),
-        ({"headers": {"Content-Type": "text/plain"}}, 415),  # what a form of a page could send
-        ({"headers": {"Host": "evil.example"}}, 403),  # a name that was made to lead here
+        ({"headers": {"Content-Type": "text/plain"}}, 415),  # what an HTML form could send
+        ({"headers": {"Host": "evil.example"}}, 403),  # a host name that resolves to loopback
         ({"headers": {"Host": "localhost:1"}}, 200),
         ({"headers": {"Transfer-Encoding": "chunked"}}, 411),
         ({"headers": {"Content-Length": "-1"}}, 411),
@@ -192,7 +192,7 @@ def test_a_client_that_does_not_take_its_answer_loses_its_connection(serve):
             b"Content-Length: %d\r\n\r\n%s" % (len(request), request)
         )
         assert server.service.begun.wait(60)
-        places = [server.slots.acquire(timeout=60)]  # its place is free again, though it is still there
+        places = [server.slots.acquire(timeout=60)]  # its slot is free again, though it is still connected
     server.slots.release()
     assert places == [True]
 

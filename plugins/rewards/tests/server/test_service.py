@@ -49,7 +49,7 @@ def engine_rewards():
 
 @pytest.fixture
 def serve(tmp_path):
-    """``serve("short")``: a service of the run file, closed at the end."""
+    """Return ``serve("short")``: a service of the run file, closed at the end."""
     (tmp_path / "run.toml").write_text(RUN)
     (tmp_path / "rewards.py").write_text(PLUGIN)
     made = []

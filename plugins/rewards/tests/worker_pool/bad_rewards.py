@@ -21,22 +21,22 @@ def letters(completion):
 
 
 def where(completion):
-    """The worker's process id."""
+    """Return the worker's process id."""
     return float(os.getpid())
 
 
 def imported(completion):
-    """How many of the heavy libraries this process has imported."""
+    """Return how many of the heavy libraries this process has imported."""
     return float(sum(name in sys.modules for name in ("torch", "transformers", "datasets", "numpy")))
 
 
 def misbehave(completion):
-    """Does what the completion says; the value of a decent one is its length."""
+    """Do what the completion says; the value of any other completion is its length."""
     match completion.split():
         case ["sleep"]:
             time.sleep(60)
         case ["power"]:
-            return float(len(str(7**7**8)))  # one C call that never gives the interpreter back
+            return float(len(str(7**7**8)))  # one C call that never releases the interpreter
         case ["regex"]:
             return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))
         case ["raise"]:
@@ -54,7 +54,7 @@ def misbehave(completion):
         case ["input"]:
             input()
         case ["fork"]:
-            os.fork()  # both go on
+            os.fork()  # both continue
         case ["spawn"]:
             subprocess.Popen(["sleep", "61"])
             time.sleep(60)

@@ -1,4 +1,4 @@
-"""Runners of the rewards of ``bad_rewards.py``, and what they score."""
+"""Runners of the rewards of ``bad_rewards.py``, and their samples."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from engine_plugin_testing.text_rollouts import rollouts_of
 
 @pytest.fixture
 def rollouts():
-    """``rollouts("a", "bb", answer=["a", "b"])``: one rollout a text, groups of two."""
+    """Return ``rollouts("a", "bb", answer=["a", "b"])``: one rollout a text, in groups of two."""
     return rollouts_of
 
 
@@ -27,7 +27,9 @@ def runner_of(*rewards, live=(), **settings):
 
 @pytest.fixture
 def runner():
-    """``runner("exact", weight=2.0)``: a runner of rewards of ``bad_rewards.py`` or given as configs; closed at the end."""
+    """Return ``runner("exact", weight=2.0)``: a runner of rewards of ``bad_rewards.py`` or of configs; closed at the
+    end.
+    """
     made = []
 
     def make(*rewards, **settings):
@@ -41,7 +43,7 @@ def runner():
 
 @pytest.fixture(scope="module", params=["misbehave", "misbehave_in_lists"])
 def survivor(request):
-    """A runner of the function that does what the completion says, used by many tests; and its name."""
+    """Return a runner, shared by many tests, of the function that obeys the completion; and the reward's name."""
     one = runner_of(request.param, max_memory_gb=4, timeout_seconds=5)
     yield one, request.param
     one.close()

@@ -120,7 +120,7 @@ def test_other_rollouts_than_those_that_were_scored_are_refused(runner, rollouts
 
 
 def test_outcomes_that_are_known_stay_those_of_their_rollouts_whatever_was_scored_since(runner, rollouts):
-    """As those of groups that are sampled ahead: worked out, then others', and only then summed up."""
+    """As with groups sampled ahead: they are scored, then other groups, and only then are they summed up."""
     texts = [["a", "bb", "raise", "dddd"], ["eeeee", "x", "f", "gg", "h", "ii"]]
     late = [rollouts(*each, answer=["a"] * len(each)) for each in texts]
     early = copy.deepcopy(late)
@@ -130,7 +130,7 @@ def test_outcomes_that_are_known_stay_those_of_their_rollouts_whatever_was_score
     found = []
     for each, outcomes in zip(early, known, strict=True):
         for reward in scorer.scorers:
-            reward.std = type(reward.std)()  # as the others: a runner of its own for each step
+            reward.std = type(reward.std)()  # as in the other tests: a separate runner for each step
         found.append(scorer.score(each, 1, early=outcomes))
     assert found == expected
     for one, other in zip(late, early, strict=True):

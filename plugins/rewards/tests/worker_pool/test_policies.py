@@ -1,4 +1,4 @@
-"""Policies and columns of rewards that are worked out in processes of their own."""
+"""Policies and columns of rewards that run in worker processes."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Real processes, and every way a function can hurt them."""
+"""Real processes, and every way in which a function can break them."""
 
 import itertools
 import socket
@@ -257,7 +257,7 @@ def test_a_worker_that_cannot_start_is_told_with_its_last_output(runner, monkeyp
 
 @pytest.fixture
 def killing(monkeypatch):
-    """``killing(n)``: the next ``n`` workers are killed as soon as they are started."""
+    """Return ``killing(n)``, which kills the next ``n`` workers as soon as they are started."""
 
     def kill(count):
         left = itertools.count(count, -1)

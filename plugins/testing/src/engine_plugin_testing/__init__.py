@@ -1,4 +1,4 @@
-"""The conformance kit: what every plugin of one kind promises, as tests that it runs in five lines.
+"""The conformance kit: the promises of every plugin of one kind, as tests that it runs in five lines.
 
 ::
 
@@ -8,20 +8,19 @@
     class TestMine(TrainEngineSuite):
         backend = "mine"
 
-``pytest -v`` then shows one line a contract. Five suites: ``TrainEngineSuite``,
-``RolloutEngineSuite``, ``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``; their attributes are documented at the classes
-(``suite``, ``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``, ``transport_suite``), their contracts in
-docs/conformance.md, which
-``python -m engine_plugin_testing`` prints.
+``pytest -v`` then shows one line for each contract. Five suites: ``TrainEngineSuite``, ``RolloutEngineSuite``,
+``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``. Their attributes are documented at the classes (``suite``,
+``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``, ``transport_suite``), their contracts in
+docs/conformance.md, which ``python -m engine_plugin_testing`` prints.
 
-How it works: a *contract* is a function with a promise (``contracts``), in a module of cases
-(``train_outputs``, ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It is given a *bench*
-(``train_bench``, ``rollout_bench``, ``reward_bench``, ``transport_bench``) that builds the plugin as a run would, and
-compares with slow values of its own (``reference``). ``launcher`` starts the ``worker`` processes once
-for a class and has each contract run in all of them; contracts hold for any number of ranks.
+How it works: a *contract* is a function with a promise (``contracts``), in a module of cases (``train_outputs``,
+``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It receives a *bench* (``train_bench``,
+``rollout_bench``, ``reward_bench``, ``runtime_bench``, ``transport_bench``) that builds the plugin as a run would, and
+compares with slow independent values (``reference``). ``launcher`` starts the ``worker`` processes once for a class
+and has each contract run in all of them; contracts hold for any number of ranks.
 
-Left out on purpose: speed, memory, and how good a training run is. Suites of train engines need the extra ``torch``; those
-of rollout engines, runtimes and transports, and of engines of several ranks, ``processes``.
+Left out on purpose: speed, memory, and how good a training run is. Suites of train engines need the extra ``torch``;
+those of rollout engines, runtimes and transports, and of engines of several ranks, ``processes``.
 """
 
 from __future__ import annotations

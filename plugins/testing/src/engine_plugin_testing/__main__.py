@@ -1,4 +1,4 @@
-"""``python -m engine_plugin_testing``: the contracts as Markdown tables, for docs/conformance.md."""
+"""Prints the contracts as Markdown tables, for docs/conformance.md: ``python -m engine_plugin_testing``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def table(suite: type[Suite]) -> str:
-    """One row a contract: its test, what it promises, the planted faults that it catches."""
+    """Return a table with a row for each contract: its test, its promise, the planted faults that it catches."""
     rows = ["| test | what it promises | catches |", "|---|---|---|"]
     for made in suite.contracts.values():
         promise = made.promise.replace("``", "`")
@@ -22,6 +22,7 @@ def table(suite: type[Suite]) -> str:
 
 
 def main() -> None:
+    """Print the tables of all suites."""
     for name in kit.__all__:
         print(f"<!-- {name} -->\n{table(getattr(kit, name))}\n<!-- end of {name} -->\n")
 

@@ -1,4 +1,4 @@
-"""What every bench has: settings, a place, plugins loaded as a run would load them."""
+"""The base of all benches: settings, the worker's place, plugins loaded as a run loads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bench:
-    """Builds what a contract needs, in a worker, and puts it away after the contract.
+    """A builder of what a contract needs, in a worker; closes it after the contract.
 
     Args:
         settings: the suite's attributes.
@@ -34,12 +34,12 @@ class Bench:
 
     @property
     def shared(self) -> Path:
-        """A folder for both halves of a contract that goes on on another number of ranks."""
+        """The folder for both halves of a contract that continues on another number of ranks."""
         return Path(self.settings["shared"])
 
     @property
     def name(self) -> str:
-        """The name that is tested."""
+        """The name under test."""
         return str(self.settings["backend"])
 
     def __enter__(self) -> Self:
@@ -49,13 +49,13 @@ class Bench:
         self.stack.close()
 
     def load_plugins(self, **more: str) -> PluginSet:
-        """The plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
+        """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
         names = {self.kind: self.name, **more}
         plugins = tuple(self.settings["plugins"])
         return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]))
 
     def checked_options(self, plugins: PluginSet) -> Any:
-        """The suite's options through the plugin's own model, as the loader of a run file does it."""
+        """Validate the suite's options by the plugin's own model, as the loader of a run file does."""
         config = plugins.spec(self.kind, self.name).config
         return config.model_validate(
             dict(self.settings["options"]), context={"folder": self.settings["root"]}
@@ -78,6 +78,7 @@ class EngineBench(Bench):
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank: the suite's ``device``, else the default one."""
         import torch
 
         from engine_core.local.engine_host import default_device
@@ -90,7 +91,7 @@ class EngineBench(Bench):
         return torch.device(found.type, self.place.rank) if own else found
 
     def model(self, seed: int = 0, tied: bool = True, **changes: Any) -> str:
-        """The folder of a tiny model with its tokenizer; made once by the first rank."""
+        """Return the folder of a tiny model with its tokenizer; the first rank makes it once. Collective."""
         from engine_plugin_testing import reference
         from engine_plugin_testing.worker import resolve
 
@@ -115,7 +116,7 @@ class EngineBench(Bench):
 
 
 def _check_vocabulary(folder: Path, expected: int) -> None:
-    """The config that was written has the vocabulary that was asked for; one without ``vocab_size`` may pass."""
+    """Assert that the written config has the requested vocabulary; a config without ``vocab_size`` passes."""
     from engine_plugin_testing.reference import VOCABULARY
 
     assert expected >= VOCABULARY, (

@@ -1,7 +1,7 @@
-"""What a contract is: a function with a promise, run in the workers; and how it compares.
+"""Contracts, functions with a promise that run in the workers, and the comparisons that they share.
 
-A contract's docstring is its promise, its name is the test's name without ``test_``. It fails by
-``AssertionError`` with numbers that tell how far off the engine is.
+A contract's docstring is its promise, its name is the test's name without ``test_``. It fails by ``AssertionError``
+with numbers that show how far off the engine is.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REFUSALS = (EngineError, ValueError, RuntimeError, NotImplementedError)
-"""What an engine may raise to refuse a call; anything else is a crash, also a KeyError that happens to name what is missing."""
+"""Errors by which an engine may refuse a call; any other is a crash, also a KeyError that names the missing key."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """One test of a suite."""
+    """A test of a suite."""
 
     function: Callable[[Any], None]
     capability: str | None  # runs exactly when the spec declares it
     catches: tuple[str, ...]  # planted faults that only this contract must catch, for the docs
-    follow: Callable[[Any], None] | None = None  # its second half, on other numbers of ranks
+    follow: Callable[[Any], None] | None = None  # the second half, on other numbers of ranks
 
     @property
     def name(self) -> str:
+        """The name of the test."""
         return f"test_{self.function.__name__}"
 
     @property
     def case(self) -> str:
-        """``module:qualname``: how a worker finds it."""
+        """The path ``module:qualname`` by which a worker finds the function."""
         return _named(self.function)
 
     @property
     def follow_case(self) -> str:
-        """The same of the second half."""
+        """The path ``module:qualname`` of the second half."""
         assert self.follow is not None
         return _named(self.follow)
 
     @property
     def promise(self) -> str:
-        """The docstring's first paragraph on one line."""
+        """The first paragraph of the docstring on one line."""
         return " ".join((self.function.__doc__ or "").split("\n\n")[0].split())
 
 
@@ -64,8 +65,10 @@ def contract(
     """Mark a function of one bench as a contract.
 
     Args:
-        follow: a function that is run after it by each number of ranks of ``Suite.resumes_on``; the two share
-            the folder ``bench.shared``.
+        capability: the contract runs exactly if the spec declares this capability.
+        catches: planted faults that only this contract must catch, for the docs.
+        follow: a function that each number of ranks of ``Suite.resumes_on`` runs after the contract; the two share the
+            folder ``bench.shared``.
     """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -76,7 +79,7 @@ def contract(
 
 
 def contracts_of(*modules: ModuleType) -> list[Contract]:
-    """The contracts of some modules, in the order of their sources."""
+    """Return the contracts of some modules, in the order of their sources."""
     return [
         function.contract
         for module in modules
@@ -86,7 +89,15 @@ def contracts_of(*modules: ModuleType) -> list[Contract]:
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    """Every value within ``tolerance``, absolute; no value that is not a number."""
+    """Assert that all values are within ``tolerance`` (absolute) of ``expected``, and that none is NaN.
+
+    Args:
+        found: any shape.
+        expected: the shape of ``found``.
+
+    Raises:
+        AssertionError: with the number of wrong values, the largest gap and the first wrong value.
+    """
     assert found.shape == expected.shape, (
         f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}."
     )
@@ -102,7 +113,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
 
 
 def near(found: float, expected: float, tolerance: float, what: str) -> None:
-    """Relative to ``expected``, with a floor of 1e-6."""
+    """Assert that ``found`` is within the relative ``tolerance`` of ``expected``; a size below 1e-6 counts as 1e-6."""
     assert abs(found - expected) <= tolerance * max(abs(expected), 1e-6), (
         f"{what}: {found:.8g}, expected {expected:.8g} (relative tolerance {tolerance:g})."
     )
@@ -111,9 +122,13 @@ def near(found: float, expected: float, tolerance: float, what: str) -> None:
 def same_direction(
     found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str
 ) -> None:
-    """Two gradients, tensor by tensor: the difference's norm within ``tolerance`` of the norm.
+    """Assert for each tensor that the norm of the difference of two gradients is within ``tolerance`` of its norm.
 
-    A tensor whose gradient is tiny beside the whole is measured against a thousandth of the whole.
+    A tensor whose gradient is tiny compared with the whole is measured against a thousandth of the whole.
+
+    Args:
+        found: gradients by name, each in its weight's shape.
+        expected: the same names and shapes.
     """
     assert found.keys() == expected.keys(), (
         f"{what}: other names: {sorted(found.keys() ^ expected.keys())[:5]}."
@@ -129,7 +144,16 @@ def same_direction(
 
 
 def identical(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, exact: bool = True) -> None:
-    """Two sets of weights, bit for bit; with ``exact`` False within 1e-5 of each tensor's largest value."""
+    """Assert that two sets of weights are equal.
+
+    Args:
+        found: weights by name, in any shapes.
+        expected: the same names and shapes.
+        exact: bit for bit; False allows 1e-5 of each tensor's largest value.
+
+    Raises:
+        AssertionError: with the first weight that differs, and the largest gap.
+    """
     import torch
 
     assert found.keys() == expected.keys(), (
@@ -147,7 +171,11 @@ def identical(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, 
 
 @contextmanager
 def refused(what: str, *words: str) -> Iterator[None]:
-    """The block must raise a refusal (``REFUSALS``) whose message has these words."""
+    """Assert that the block raises one of ``REFUSALS`` with a message that contains ``words``.
+
+    Raises:
+        AssertionError: nothing is raised, or a word is missing.
+    """
     try:
         yield
     except REFUSALS as error:

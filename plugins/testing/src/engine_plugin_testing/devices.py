@@ -1,7 +1,8 @@
-"""Where the suites of engines run: on the CPU or whatever is there, or on the accelerators that ``ENGINE_TEST_DEVICE`` asks for.
+"""The devices of the suites of engines: the CPU, a default device, or the accelerators that ``ENGINE_TEST_DEVICE``
+names.
 
-With ``ENGINE_TEST_DEVICE=cuda`` each rank of a suite has the GPU of its number and talks over NCCL (over gloo where tensors
-lie on the CPU); a suite of more ranks than there are GPUs is skipped, with that reason.
+With ``ENGINE_TEST_DEVICE=cuda`` each rank of a suite uses the GPU of its number and communicates over NCCL (over gloo
+for CPU tensors). A suite with more ranks than GPUs is skipped with that reason.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ VARIABLE = "ENGINE_TEST_DEVICE"
 
 
 def asked_accelerator() -> str:
-    """The kind of device that the variable names, such as ``cuda``; empty where it is not set, or says ``cpu``."""
+    """Return the device type that the variable names, such as ``cuda``; empty if it is not set or names ``cpu``."""
     kind = os.environ.get(VARIABLE, "").partition(":")[0]
     return "" if kind == "cpu" else kind
 
 
 def lacking(kind: str, ranks: int) -> str:
-    """Why this many ranks cannot have a device each; empty where they can."""
+    """Return why this many ranks cannot have a device each; empty if they can."""
     import torch
 
     found = torch.get_device_module(kind).device_count()
@@ -29,8 +30,8 @@ def take_own(kind: str, rank: int, process_group: str) -> str:
     """Make the device of this rank the current one.
 
     Returns:
-        What to initialise ``torch.distributed`` with: gloo for the CPU, the device's own backend beside it, unless the suite
-        names something else.
+        The backend for ``torch.distributed``: gloo for the CPU and the device's default backend, unless the suite
+            names another one.
     """
     import torch
     import torch.distributed as dist

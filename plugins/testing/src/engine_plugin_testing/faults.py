@@ -1,14 +1,13 @@
-"""Named points at which a test may hurt the running engine: ``ENGINE_FAULT=point:action``.
+"""Named points at which a test may make the running engine fail: ``ENGINE_FAULT=point:action``.
 
-Unset, a point is one look at a module's variable. Set, ``ENGINE_FAULT`` is a comma-separated list of
-``POINT[@N]:ACTION``; the action happens at the N-th time that this process passes the point (default
-the first)::
+Unset, a point costs one look-up of a module's variable. Set, ``ENGINE_FAULT`` is a comma-separated list of
+``POINT[@N]:ACTION``; the action happens at the N-th time that this process passes the point (default the first)::
 
     ENGINE_FAULT=checkpoint.before_manifest:kill           SIGKILL to this process
     ENGINE_FAULT=checkpoint.after_state@2:nospace          OSError "No space left on device", the second time
     ENGINE_FAULT=step.generate:term,step.train:sleep=3     SIGTERM to this process; later a sleep
 
-Left out on purpose: any fault that production code would have to know of; points are passed, never asked.
+Left out on purpose: any fault that production code would have to know of.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine_core.errors import ConfigError, did_you_mean
 log = logging.getLogger("engine")
 
 POINTS = (
-    "checkpoint.begin",  # the partial folder is there
+    "checkpoint.begin",  # the partial folder exists
     "checkpoint.after_role",  # a role's files are written
     "checkpoint.before_state",
     "checkpoint.after_state",  # state.json is written, not synced
@@ -42,13 +41,13 @@ POINTS = (
     "step.reward",
     "step.log_probs",
     "step.train",
-    "step.after_backward",  # gradients are there, weights are the old ones
+    "step.after_backward",  # gradients exist, weights are the old ones
     "step.after_update",  # one optimizer step is done
     "step.sync",
     "step.eval",
     "step.before_metrics",  # trained, the line of metrics.jsonl not written
     "metrics.half_written",  # half of a line of metrics.jsonl is written
-    "rollouts.half_written",  # the rollouts of a step are in a file that has another name yet
+    "rollouts.half_written",  # the rollouts of a step are in a file with a temporary name
     "step.after_metrics",
     "run.setup",  # before any model is built
 )
@@ -65,10 +64,10 @@ class _Fault:
 
 
 def parse(text: str) -> list[_Fault]:
-    """The faults of a value of ``ENGINE_FAULT``.
+    """Parse a value of ``ENGINE_FAULT``.
 
     Raises:
-        ConfigError: an unknown point or action, or a form that is none.
+        ConfigError: an unknown point or action, or a malformed fault.
     """
     return [_parse_one(part.strip()) for part in text.split(",") if part.strip()]
 
@@ -90,13 +89,13 @@ def _parse_one(text: str) -> _Fault:
 
 
 class Faults:
-    """The part ``faults``: what a value of ``ENGINE_FAULT`` asks for; called with the name of each point that is passed.
+    """The part ``faults``, called with the name of each point that is passed; it acts as ``ENGINE_FAULT`` says.
 
     Args:
-        text: the value.
+        text: the value of ``ENGINE_FAULT``.
 
     Raises:
-        ConfigError: it is not understood.
+        ConfigError: the value is malformed.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,10 +1,10 @@
-"""Workers as forks of one process that has imported what most of them need: they start in milliseconds, not in seconds.
+"""Workers as forks of one process that has imported what most of them need: they start in milliseconds, not seconds.
 
-Asked for by ``ENGINE_TEST_FORK=1``, where a fork is (Linux); without it every worker is a fresh interpreter. It is
-``multiprocessing``'s fork server: begun with the first worker, it makes no tensor and ends with the process that asked for
-it. A worker whose suite has an environment of its own (``Suite.env``) or an accelerator is a fresh interpreter in any case:
-libraries read variables when they are imported, and a device is not shared over a fork. The others have the variables of
-the moment, but for what the libraries had read before.
+Requested by ``ENGINE_TEST_FORK=1`` on Linux; otherwise every worker is a fresh interpreter. The forking process is
+``multiprocessing``'s fork server: it starts with the first worker, makes no tensor and ends with the process that
+started it. A worker whose suite sets environment variables (``Suite.env``) or has an accelerator is always a fresh
+interpreter: libraries read variables when they are imported, and a device is not shared over a fork. The other workers
+have the present variables, except for what the libraries had read before.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ IMPORTED = (
 
 
 def wanted() -> bool:
-    """Whether ``ENGINE_TEST_FORK`` asks for forks, and there are such."""
+    """Return whether ``ENGINE_TEST_FORK`` requests forks and the platform supports them."""
     return os.environ.get(VARIABLE, "") not in ("", "0") and sys.platform == "linux"
 
 
 class Forked:
-    """A fork: as much of ``subprocess.Popen`` as a launcher needs.
+    """A forked process with the part of ``subprocess.Popen``'s interface that a launcher needs.
 
     Args:
-        process: that has been started.
+        process: a process that has been started.
         requests: descriptor of a pipe to its stdin.
-        replies: of one from its stdout.
+        replies: descriptor of a pipe from its stdout.
     """
 
     def __init__(self, process: BaseProcess, requests: int, replies: int) -> None:
@@ -55,7 +55,7 @@ class Forked:
         self.stdout = os.fdopen(replies, "rb", buffering=0)
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         if self.returncode is None and (code := self._process.exitcode) is not None:
             self.returncode = code
             atexit.unregister(self._process.kill)
@@ -63,10 +63,10 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status.
+        """Wait for the process and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it runs on after so many seconds.
+            subprocess.TimeoutExpired: the process still runs after ``timeout`` seconds.
         """
         if self.returncode is None:
             self._process.join(timeout)
@@ -75,18 +75,18 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """As ``Popen.send_signal``: nothing where it has ended."""
+        """Send a signal, as ``Popen.send_signal`` does; do nothing if the process has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self.pid, number)
 
 
 def fork(env: Mapping[str, str], stderr: int) -> Forked:
-    """A worker that waits for its order.
+    """Fork a worker that waits for its order.
 
     Args:
         env: its environment.
-        stderr: descriptor of where it writes.
+        stderr: descriptor for its stderr.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
@@ -94,16 +94,14 @@ def fork(env: Mapping[str, str], stderr: int) -> Forked:
     replies, stdout = multiprocessing.Pipe(duplex=False)
     with stdin, requests, replies, stdout, Connection(os.dup(stderr), readable=False) as errors:
         process = context.Process(target=_work, args=((stdin, stdout, errors), dict(env), os.getcwd()))
-        with patch.dict(
-            os.environ, env
-        ):  # what the libraries read of it, they read in the process that forks
+        with patch.dict(os.environ, env):  # the libraries read the environment in the fork server
             process.start()
-        atexit.register(process.kill)  # or the end of this process would wait for it
+        atexit.register(process.kill)  # otherwise the end of this process would wait for it
         return Forked(process, os.dup(requests.fileno()), os.dup(replies.fileno()))
 
 
 def _work(streams: tuple[Connection, ...], env: Mapping[str, str], folder: str) -> None:
-    """In a fork: a worker with a process group, streams, an environment and a folder of its own."""
+    """Run a worker in the fork, with a separate process group, streams, environment and folder."""
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)

@@ -1,4 +1,4 @@
-"""The contract that every plugin keeps: the module with its hooks is light."""
+"""The contract that every plugin keeps: importing the module with its hooks is cheap."""
 
 from __future__ import annotations
 

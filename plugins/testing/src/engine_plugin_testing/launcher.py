@@ -1,7 +1,7 @@
-"""Starts the workers of a suite once, has them run cases, ends them whatever happens.
+"""The launcher of a suite's workers: starts them once, has them run cases, and ends them in any case.
 
-A rank that dies, or does not answer by the deadline, fails the case with its exit code, its last
-lines and its stacks; the group is started again for the next case, a few times at most.
+If a rank dies, or does not answer by the deadline, the case fails with its exit code, its last lines and its stacks.
+The group is started again for the next case, up to ``MOST_LOSSES`` times.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, BinaryIO, cast
 from engine_plugin_testing import forking
 
 START_SECONDS = 300.0
-STRAGGLER_SECONDS = 20.0  # for the other ranks once one has failed: they may wait for it for ever
+STRAGGLER_SECONDS = 20.0  # for the other ranks once one has failed: they may wait for it forever
 MOST_LOSSES = 4
 SHOWN_CHARACTERS = 4000
 
 
 class CaseFailed(AssertionError):
-    """A contract does not hold, or a worker was lost; the message tells.
+    """An error: a contract does not hold, or a worker was lost.
 
     Args:
         message: what happened.
-        crashed: it was another exception than a failed assertion, or a worker was lost.
+        crashed: the cause is not a failed assertion but another exception, or a lost worker.
     """
 
     def __init__(self, message: str, crashed: bool = True) -> None:
@@ -42,7 +42,7 @@ class CaseFailed(AssertionError):
 
 
 class _Rank:
-    """One process, its pipes and the file that its output goes to."""
+    """A worker process, its pipes and the file of its output."""
 
     def __init__(self, rank: int, order: Mapping[str, Any], output: Path, env: Mapping[str, str]) -> None:
         self.rank, self.output = rank, output
@@ -55,11 +55,13 @@ class _Rank:
         self.send({**order, "rank": rank})
 
     def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message."""
         self.answer = None
-        with contextlib.suppress(BrokenPipeError):  # it died: told by `read`
+        with contextlib.suppress(BrokenPipeError):  # it died: `read` reports that
             self.requests.write(json.dumps(message).encode() + b"\n")
 
     def read(self) -> None:
+        """Read what has come: the last whole line is the answer, and no data means that the process is lost."""
         data = os.read(self.replies.fileno(), 1 << 16)
         self.lost = not data
         *lines, self.incoming = (self.incoming + data).split(b"\n")
@@ -67,14 +69,17 @@ class _Rank:
             self.answer = json.loads(lines[-1])
 
     def last_lines(self) -> str:
+        """Return the end of the output."""
         return self.output.read_bytes()[-SHOWN_CHARACTERS:].decode(errors="replace").strip()
 
     def how_it_ended(self) -> str:
+        """Return a sentence with the exit status or the signal, and the last lines."""
         code = self.popen.wait(10)
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return f"Worker {self.rank} {ending}. Its last lines:\n{self.last_lines()}"
 
     def kill(self) -> None:
+        """Kill the process group and close the pipes."""
         try:
             os.killpg(self.popen.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):  # it has ended, or does not lead its group yet
@@ -88,14 +93,14 @@ class Workers:
     """A group of worker processes.
 
     Args:
-        world_size: ranks; with more than one ``torch.distributed`` is initialised on loopback.
-        context: ``module:function`` or ``file.py:function``: a context manager of (rank, world_size)
-            that each worker enters once.
+        world_size: ranks; with more than one ``torch.distributed`` is initialized on loopback.
+        context: ``module:function`` or ``file.py:function``: a context manager of (rank, world_size) that each worker
+            enters once.
         root: folder that ``file.py`` is relative to.
         process_group: backend of ``torch.distributed``.
-        env: environment of the workers, besides this process's own.
+        env: environment variables of the workers, in addition to this process's.
         deadline: seconds of one case.
-        accelerator: kind of device of which each rank takes the one of its number (``devices``); empty: none is taken.
+        accelerator: device type; each rank takes the device of its number (``devices``). Empty: none is taken.
     """
 
     def __init__(
@@ -120,9 +125,9 @@ class Workers:
         }
         self.ranks: list[_Rank] = []
         self.starts = 0
-        self.losses = 0  # groups of which a rank died or did not answer
+        self.losses = 0  # groups in which a rank died or did not answer
         self.cases = 0
-        self.hopeless = ""  # why no more are started
+        self.hopeless = ""  # why no more workers are started
         self.folder = Path()  # made with the first workers
 
     def run(self, bench: str, case: str, settings: Mapping[str, Any]) -> None:
@@ -142,7 +147,7 @@ class Workers:
             rank.send({**request, "deadline": self.deadline})
         try:
             problem = self._wait(self.deadline)
-        except BaseException:  # the test was interrupted: nobody waits for the answers any more
+        except BaseException:  # the test was interrupted: the answers have no reader
             self._end()
             raise
         failures = [(r.rank, r.answer["failed"]) for r in self.ranks if r.answer and r.answer.get("failed")]
@@ -192,7 +197,7 @@ class Workers:
             raise CaseFailed(self.hopeless)
 
     def _wait(self, seconds: float) -> str:
-        """Until every rank has answered; what went wrong with the processes, else an empty string."""
+        """Wait until every rank has answered; return what went wrong with the processes, else an empty string."""
         end = time.monotonic() + seconds
         while waiting := [rank for rank in self.ranks if rank.answer is None and not rank.lost]:
             if any(
@@ -215,7 +220,7 @@ class Workers:
 
 
 def _begun(output: Path, env: Mapping[str, str], forks: bool) -> subprocess.Popen[bytes] | forking.Forked:
-    """A worker that waits for its order; what it starts is killed with it: it leads a process group."""
+    """Start a worker that waits for its order. It leads a process group, so that its children are killed with it."""
     with output.open("wb") as stderr:
         if forks:
             return forking.fork(env, stderr.fileno())
@@ -231,7 +236,7 @@ def _begun(output: Path, env: Mapping[str, str], forks: bool) -> subprocess.Pope
 
 
 def _ready(ranks: Sequence[_Rank], seconds: float) -> bool:
-    """Read what has come; False where nothing came in time."""
+    """Read what has come; return whether anything came in time."""
     if seconds <= 0:
         return False
     with selectors.DefaultSelector() as selector:
@@ -244,7 +249,7 @@ def _ready(ranks: Sequence[_Rank], seconds: float) -> bool:
 
 
 def _stacks(ranks: Sequence[_Rank]) -> list[str]:
-    """Where these ranks are: faulthandler writes to their output, at SIGUSR1."""
+    """Return the stacks of these ranks: on SIGUSR1 faulthandler writes them to their output."""
     for rank in ranks:
         rank.popen.send_signal(signal.SIGUSR1)
     time.sleep(0.5)

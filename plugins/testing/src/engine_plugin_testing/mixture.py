@@ -1,7 +1,7 @@
-"""Mixtures of experts with a weight for each expert, named as in a folder: what a reference is compared by.
+"""Mixtures of experts with a weight for each expert, named as in a folder: the reference of engines.
 
-transformers computes the experts of a layer from two tensors of all of them, and writes each expert's own into a folder, as
-engines name them. Here they are computed one after another, a token at a time as the formula has it.
+transformers computes the experts of a layer from two fused tensors, and writes a tensor for each expert into a folder,
+as engines name them. Here experts are computed one after another, as in the formula.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FUSED = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """``down (act(gate x) * up x)``.
+    """An expert: ``down (act(gate x) * up x)``.
 
     Args:
         gate_up: [2 * wide, hidden]: gate, then up.
@@ -41,15 +41,16 @@ class Expert(nn.Module):
             self.add_module(name, linear)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [N, hidden] to [N, hidden]."""
         found: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
         return found
 
 
 class Experts(nn.ModuleList):
-    """``sum_k share[t, k] expert[index[t, k]](x[t])``, in the place of transformers' fused experts."""
+    """A mixture: ``sum_k share[t, k] expert[index[t, k]](x[t])``, in the place of transformers' fused experts."""
 
     def forward(self, hidden: Tensor, index: Tensor, shares: Tensor) -> Tensor:
-        """[T, hidden], [T, k] and [T, k] to [T, hidden]."""
+        """Map [T, hidden], [T, K] and [T, K] to [T, hidden]."""
         found = torch.zeros_like(hidden)
         for number, expert in enumerate(self):
             tokens, place = (index == number).nonzero(as_tuple=True)
@@ -65,6 +66,6 @@ def split_experts(model: nn.Module) -> nn.Module:
         gate_up, down = (getattr(module, part).detach() for part in FUSED)
         act = getattr(module, "act_fn", None)
         if act is None or gate_up.shape[1] != 2 * down.shape[2]:
-            continue  # other than gate above up: gpt-oss has them side by side, with biases
+            continue  # gate is not stacked above up: gpt-oss interleaves them, with biases
         model.set_submodule(name, Experts([Expert(*pair, act) for pair in zip(gate_up, down, strict=True)]))
     return model

@@ -1,7 +1,7 @@
-"""Nodes that are network namespaces of one machine, joined by a virtual cable that can be cut.
+"""Nodes that are network namespaces of one machine, connected by a virtual cable that can be cut.
 
-A namespace has a loopback of its own, so whatever goes from one node to the other passes the cable. What they share:
-the disk, the clock, the processes' numbers. Making them needs rights that a container may not give (``why_not``).
+Each namespace has its own loopback interface, so all traffic between nodes passes the cable. The nodes share the disk,
+the clock and process ids. Making namespaces needs rights that a container may lack (``why_not``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import IO, Any
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    """The program of iproute2."""
+    """Run the program ``ip`` of iproute2."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; empty where there can."""
+    """Return why this machine cannot make network namespaces; empty if it can."""
     if shutil.which("ip") is None:
         return "no program 'ip' (iproute2) here"
     name = f"probe-{os.getpid()}"
@@ -35,7 +35,7 @@ def why_not() -> str:
 
 
 class Nodes:
-    """Two nodes: ``names``, ``addresses``, and the name of the network interface of each, ``cables``."""
+    """A pair of nodes: ``names``, ``addresses``, and ``cables``, the names of their network interfaces."""
 
     addresses = ("10.213.87.1", "10.213.87.2")
     cables = ("veth0", "veth1")
@@ -62,7 +62,7 @@ class Nodes:
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str], cwd: Path, said: IO[Any]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node; what it says goes into a file."""
+        """Start a command on a node; its output goes to the file ``said``."""
         words = ["ip", "netns", "exec", self.names[node], *command]
         return subprocess.Popen(words, env=dict(env), cwd=cwd, stdout=said, stderr=said)
 
@@ -76,20 +76,20 @@ class Nodes:
         )
 
     def cut(self) -> None:
-        """Nothing passes the cable any more, and nobody is told."""
+        """Cut the cable; neither end is notified."""
         _do("-n", self.names[0], "link", "set", self.cables[0], "down")
 
     def processes(self, node: int) -> list[int]:
-        """Ids of what runs on a node."""
+        """Return the ids of the processes on a node."""
         return [int(pid) for pid in ip("netns", "pids", self.names[node]).stdout.split()]
 
     def received(self, node: int) -> int:
-        """Bytes that came over the cable to a node."""
+        """Return the number of bytes that a node has received over the cable."""
         counter = f"/sys/class/net/{self.cables[node]}/statistics/rx_bytes"
         return int(self.run(node, ["cat", counter], os.environ, Path("/"), 20).stdout)
 
     def close(self) -> None:
-        """End both, with what runs there."""
+        """End both nodes and their processes."""
         for number, name in enumerate(self.names):
             for pid in self.processes(number):
                 with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """For a test, which is skipped where there can be none."""
+    """Yield two nodes to a test; skip it where namespaces cannot be made."""
     import pytest
 
     if why := why_not():

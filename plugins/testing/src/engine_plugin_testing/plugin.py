@@ -1,4 +1,4 @@
-"""What this distribution offers besides its suites: faults on purpose, for tests."""
+"""The hooks of this distribution, which offers in addition to its suites the part ``faults`` for tests."""
 
 from __future__ import annotations
 
@@ -10,4 +10,5 @@ from engine_core.specs import Part
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
+    """Offer ``faults``."""
     return {"faults": Part(load="engine_plugin_testing.faults:Faults")}

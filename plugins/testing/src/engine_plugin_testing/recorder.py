@@ -1,10 +1,10 @@
-"""A plugin of pytest: writes down which contracts each class of the kit kept, with the day and the versions.
+"""A plugin of pytest that records which contracts each class of the kit kept, with the day and the versions.
 
     pytest -p engine_plugin_testing.recorder --record-contracts FILE.json tests/
 
-The file has an entry for each class, ``path/of/test_file.py::TestClass``: what the class is of, when it ran, with which versions,
-and of each contract ``passed``, ``failed``, or the reason why it was skipped. A class that ran only in part (``-k``, an
-interrupt) is left as it was: a mixture of two runs is the record of none. Also under pytest-xdist.
+The file has an entry for each class, ``path/of/test_file.py::TestClass``: the settings of the class, the day, the
+versions, and for each contract ``passed``, ``failed``, or the reason why it was skipped. The entry of a class that ran
+only in part (``-k``, an interrupt) is left unchanged, so that no entry mixes two runs. Works under pytest-xdist.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     import pytest
 
 TOLD = ("backend", "name", "world_size", "resumes_on", "options", "model")
-"""Attributes that tell the settings of a suite apart; a suite has those of its kind."""
+"""Attributes that identify the settings of a suite; a suite has those of its kind."""
 COMPUTES = ("torch", "transformers")
 PASSED, FAILED = "passed", "failed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--record-contracts``."""
     parser.addoption(
         "--record-contracts",
         metavar="FILE",
@@ -40,16 +41,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register a ``Recorder`` if ``--record-contracts`` is given."""
     if file := config.getoption("--record-contracts"):
         config.pluginmanager.register(Recorder(Path(file), config), "engine-contracts")
 
 
 class Recorder:
-    """Collects outcomes while tests run, writes them at the end.
+    """A collector of outcomes that writes them at the end of the session.
 
     Args:
-        file: the record, read and written again; need not be there.
-        config: of this run of pytest. Under xdist the workers mark tests, and the process that started them writes.
+        file: the record, read and written; may be missing.
+        config: of this run of pytest. Under xdist the workers attach properties to tests, and the controller writes.
     """
 
     def __init__(self, file: Path, config: pytest.Config) -> None:
@@ -60,7 +62,7 @@ class Recorder:
         self.partly: list[str] = []
 
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
-        """Tell with each test of a suite what it is of: that travels with its reports."""
+        """Attach class, contract and settings to each test of a suite; its reports carry them."""
         for item in items:
             suite = getattr(item, "cls", None)
             name = getattr(item, "originalname", item.name)
@@ -70,7 +72,7 @@ class Recorder:
                 item.user_properties.append(("contract", [key, name, entry, [*suite.contracts]]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of three reports of a test (set up, run, put away) what went wrong stays."""
+        """Keep the outcome of a contract: of its three reports (setup, call, teardown) a failure takes precedence."""
         for what, told in report.user_properties:
             if what != "contract":
                 continue
@@ -82,6 +84,7 @@ class Recorder:
                 kept[name] = outcome
 
     def pytest_sessionfinish(self) -> None:
+        """Write the entries of the classes that ran completely."""
         if not self.writes:
             return
         record = read(self.file)
@@ -99,6 +102,7 @@ class Recorder:
             self.file.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n", "utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print how many classes were recorded and which entries were left unchanged."""
         if not self.writes:
             return
         written = len(self.outcomes) - len(self.partly)
@@ -108,22 +112,24 @@ class Recorder:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """A record; empty where there is no file."""
+    """Read a record; return an empty one if there is no file."""
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
 def settings(suite: type[Suite]) -> dict[str, Any]:
-    """What tells this suite from others of its kind, as JSON has it."""
+    """Return the attributes that identify this suite among others of its kind, as JSON values."""
     return {name: plain(getattr(suite, name)) for name in TOLD if hasattr(suite, name)}
 
 
 def versions(suite: type[Suite]) -> dict[str, str]:
-    """Of Python, of the plugin's distribution, and of what it requires itself; a plugin of one file has the core's."""
+    """Return the versions of Python, of the plugin's distribution and of its direct requirements; for a file, the
+    core's.
+    """
     offers = list(find(suite.kind, suite.offered()))
     names = {
         requirement.name
         for offer in offers
-        if offer.distribution.name != CORE  # which requires much that computes nothing
+        if offer.distribution.name != CORE  # most of its requirements compute nothing
         for requirement in map(Requirement, offer.distribution.requires)
         if requirement.marker is None
     }
@@ -132,12 +138,12 @@ def versions(suite: type[Suite]) -> dict[str, str]:
         try:
             found.setdefault(name, version(name))
         except PackageNotFoundError:
-            continue  # nothing of it ran
+            continue  # not installed, so not used
     return found
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
-    """None: this phase says nothing of the contract."""
+    """Return the outcome of a phase; None if it does not decide the contract's."""
     if report.failed:
         return FAILED
     if report.skipped:

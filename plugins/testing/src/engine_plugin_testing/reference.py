@@ -44,7 +44,7 @@ SHAPE: Mapping[str, Any] = {
 
 
 def write_model(folder: Path, changes: Mapping[str, Any], seed: int, tied: bool) -> None:
-    """A random model and its tokenizer, in the layout of ``save_pretrained``."""
+    """Write a random model and its tokenizer in the layout of ``save_pretrained``."""
     values = {**SHAPE, "tie_word_embeddings": tied, **changes}
     config = AutoConfig.for_model(**values)
     with torch.random.fork_rng(devices=[]):
@@ -55,7 +55,7 @@ def write_model(folder: Path, changes: Mapping[str, Any], seed: int, tied: bool)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each printable character of ASCII, ``<pad>`` 0 and ``<eos>`` 1."""
+    """Build a tokenizer with a token for each printable ASCII character, ``<pad>`` 0 and ``<eos>`` 1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", *LETTERS])}
@@ -68,13 +68,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_reference(path: str) -> nn.Module:
-    """The module of a folder, float64, eager attention; experts of a mixture one by one, named as in the folder."""
+    """Load a folder's module in float64 with eager attention; experts of a mixture are separate, named as in the
+    folder.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
     return split_experts(model).eval()
 
 
 def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
-    """[n] -> [n, V] of one sequence alone, from a module as the docs describe it: logits, or an object with them."""
+    """Return the logits [n, V] of one sequence alone.
+
+    Args:
+        module: gives logits [1, n, V], or an object with them, for ``input_ids`` and ``position_ids`` [1, n].
+        token_ids: [N].
+    """
     positions = torch.arange(len(token_ids), device=token_ids.device)[None]
     output = module(input_ids=token_ids[None], position_ids=positions)
     logits: Tensor = (output if isinstance(output, Tensor) else output.logits)[0]
@@ -82,7 +89,7 @@ def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
 
 
 def rows_of(module: nn.Module, batch: Batch) -> Tensor:
-    """[T, V] log-probs of each token's own distribution, at the batch's temperature; 0 at first tokens."""
+    """Return [T, V] log-probs of each token's own distribution, at the batch's temperature; 0 at first tokens."""
     found = []
     for ids in batch.token_ids.split(batch.lengths.tolist()):
         rows = torch.log_softmax(logits_of(module, ids) / batch.temperature, dim=-1)
@@ -91,7 +98,7 @@ def rows_of(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def outputs_of(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """``log_probs`` and ``entropy`` [T] of ``softmax(logits / temperature)`` at loss tokens, 0 elsewhere."""
+    """Return ``log_probs`` and ``entropy`` [T] of ``softmax(logits / temperature)`` at loss tokens, 0 elsewhere."""
     log_probs, entropies = [], []
     masks = batch["loss_mask"].split(batch.lengths.tolist())
     for ids, mask in zip(batch.token_ids.split(batch.lengths.tolist()), masks, strict=True):
@@ -105,12 +112,12 @@ def outputs_of(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def nll_loss(module: nn.Module, batch: Batch) -> Tensor:
-    """``-sum_t w_t log p_t``."""
+    """Return the scalar ``-sum_t w_t log p_t`` of the weights and log-probs [T]."""
     return -(batch["weights"] * outputs_of(module, batch)["log_probs"]).sum()
 
 
 def clipped_loss(module: nn.Module, batch: Batch, clip: float = 0.2) -> Tensor:
-    """``sum_t w_t max(-rho A, -clip(rho) A)``; ``rho`` against ``old_log_probs``."""
+    """Return the scalar ``sum_t w_t max(-rho A, -clip(rho) A)`` over [T]; ``rho`` is the ratio to ``old_log_probs``."""
     log_probs = outputs_of(module, batch)["log_probs"]
     ratio = (log_probs - batch["old_log_probs"]).exp()
     advantages = batch["advantages"]
@@ -119,7 +126,11 @@ def clipped_loss(module: nn.Module, batch: Batch, clip: float = 0.2) -> Tensor:
 
 
 def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of each parameter by name, tied ones once; 0 where there is none."""
+    """Return the gradient of each parameter by name, in its shape; tied ones once, 0 if there is none.
+
+    Args:
+        loss: a scalar.
+    """
     module.zero_grad(set_to_none=True)
     loss.backward()
     return {
@@ -129,5 +140,5 @@ def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def norm_of(gradient: Mapping[str, Tensor]) -> float:
-    """Global L2 norm."""
+    """Return the global L2 norm of tensors of any shape."""
     return sum(float(value.double().pow(2).sum()) for value in gradient.values()) ** 0.5

@@ -22,17 +22,18 @@ Sample = Mapping[str, Any]
 
 
 class RewardBench(Bench):
-    """What a contract of a reward is given."""
+    """A bench that scores samples by a reward."""
 
     kind = "rewards"
 
     @property
     def name(self) -> str:
+        """The name of the reward."""
         return str(self.settings["name"])
 
     @property
     def examples(self) -> list[tuple[list[Sample], list[float | None]]]:
-        """Groups of samples and their values; a single sample is a group of one."""
+        """The groups of samples with their values; a single sample is a group of one."""
         found = []
         for sample, value in self.settings["examples"]:
             group = sample if isinstance(sample, list) else [sample]
@@ -42,12 +43,12 @@ class RewardBench(Bench):
         return found
 
     def samples(self) -> tuple[list[Sample], list[int]]:
-        """All samples of the examples, and the group of each."""
+        """Return all samples of the examples, and the group of each."""
         groups = [group for group, _ in self.examples]
         return [s for group in groups for s in group], [i for i, group in enumerate(groups) for _ in group]
 
     def rollouts(self, samples: Sequence[Sample], groups: Sequence[int] | None = None) -> list[Rollout]:
-        """One rollout a sample; where no token ids are given, one token for each character."""
+        """Make one rollout a sample; without token ids it has one token for each character."""
         made = []
         for i, sample in enumerate(samples):
             text = sample.get("completion", "")
@@ -73,13 +74,13 @@ class RewardBench(Bench):
     def score(
         self, samples: Sequence[Sample], groups: Sequence[int] | None = None, workers: int = 0
     ) -> list[float | None]:
-        """Values by the core's ``RewardRunner``; a failed sample is an error that shows its traceback."""
+        """Score samples by the core's ``RewardRunner``; a failed sample is an assertion that shows its traceback."""
         return self.score_each([(samples, groups)], workers)[0]
 
     def score_each(
         self, calls: Sequence[tuple[Sequence[Sample], Sequence[int] | None]], workers: int = 0
     ) -> list[list[float | None]]:
-        """The same for several calls of one runner."""
+        """Score several calls by one runner, each as in ``score``."""
         plugins = self.load_plugins()
         config = RewardConfig(
             name=self.name,
@@ -102,7 +103,7 @@ class RewardBench(Bench):
             runner.close()
 
     def function(self) -> RewardFunction:
-        """The reward itself, with its options."""
+        """Load the reward function with its options."""
         plugins = self.load_plugins()
         options = self.checked_options(plugins).model_dump(mode="json")
         root, timeout = Path(self.settings["root"]), float(self.settings["timeout_seconds"])
@@ -111,7 +112,7 @@ class RewardBench(Bench):
     def columns(
         self, reward: RewardFunction, samples: Sequence[Sample], groups: Sequence[int]
     ) -> dict[str, list[Any]]:
-        """The arguments that the function is called with."""
+        """Return the arguments of the function for these samples."""
         found = arguments(self.name, reward.signature, self.rollouts(samples, groups))
         return {name: list(values) for name, values in found.items()}
 

@@ -1,4 +1,4 @@
-"""Contracts of a reward: right, pure, and safe with whatever a model writes."""
+"""Contracts of a reward: right, pure, and safe with any text that a model writes."""
 
 from __future__ import annotations
 

@@ -10,16 +10,15 @@ from engine_plugin_testing.suite import Suite
 
 
 class RewardSuite(Suite, modules=(imports, reward_cases)):
-    """Contracts of a reward. See ``Suite`` for the other attributes.
+    """A suite: the contracts of a reward. ``Suite`` has the other attributes.
 
     Attributes:
         name: the reward, as in ``[[reward]] name``.
         options: its table, as in ``[reward.NAME]``.
-        examples: pairs of a sample and its value: ``({"completion": "4", "answer": "4"}, 1.0)``; None
-            where it does not apply. A text stands for a sample with that completion. Known keys:
-            ``completion``, ``prompt``, ``completion_ids``, ``response_length``, ``finish_reason``; any
-            other is a column of the data. A list of samples with a list of values is one group, for
-            rewards that compare the samples of a group.
+        examples: pairs of a sample and its value: ``({"completion": "4", "answer": "4"}, 1.0)``; None if the reward
+            does not apply. A text is a sample with that completion. Known keys: ``completion``, ``prompt``,
+            ``completion_ids``, ``response_length``, ``finish_reason``; any other is a column of the data. A list of
+            samples with a list of values is one group, for rewards that compare the samples of a group.
         timeout_seconds: as in ``[[reward]]``.
     """
 
@@ -35,8 +34,10 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
 
     @classmethod
     def offered(cls) -> str:
+        """Return the name of the reward."""
         return cls.name
 
     @classmethod
     def table(cls) -> tuple[str, ...]:
+        """Return the path of the reward's options."""
         return (cls.section, cls.name, cls.name)

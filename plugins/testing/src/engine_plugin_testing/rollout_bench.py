@@ -25,28 +25,29 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
 
 TEXTS = ("2+2=", "Once upon a time", "x", "The answer to it is", "ab", "(a*b)-(c*d) = ?")
-MARGIN = 0.02  # logits of the two best tokens: nearer ones may swap by rounding
+MARGIN = 0.02  # between the logits of the two best tokens: closer ones may swap by rounding
 
 
 class RolloutBench(EngineBench):
-    """What a contract of a rollout engine is given."""
+    """A bench that builds rollout engines and their requests."""
 
     kind = "rollout_engines"
 
     @property
     def tolerance(self) -> float:
+        """The largest difference of a log-prob, in nats."""
         return float(self.settings["tolerance"])
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The run's tokenizer."""
+        """The tokenizer of the kit's models."""
         return tokenizer()
 
     def engine(self, path: str | None = None, **rollout: Any) -> RolloutEngine:
-        """A sampler on the tiny model (or ``path``), closed after the contract.
+        """Build a sampler on the tiny model (or ``path``) that is closed after the contract.
 
         Args:
-            path: of a model folder.
+            path: a model folder.
             rollout: keys of ``[rollout]``.
         """
         plugins = self.load_plugins()
@@ -70,7 +71,7 @@ class RolloutBench(EngineBench):
         return made
 
     def reference(self, path: str | None = None) -> nn.Module:
-        """The independent module, float64."""
+        """Load the independent module in float64."""
         load = self.settings["reference"]
         build = resolve(load, Path(self.settings["root"])) if load else load_reference
         module: nn.Module = build(path or self.model())
@@ -79,7 +80,9 @@ class RolloutBench(EngineBench):
     def requests(
         self, texts: Sequence[str] = TEXTS, group: int = 1, seed: int | None = 0, **sampling: Any
     ) -> list[Request]:
-        """``group`` requests for each text, with seeds of their own from ``seed`` on."""
+        """Make ``group`` requests for each text; request number i has the seed ``seed + i``, or none if ``seed`` is
+        None.
+        """
         made: list[Request] = []
         for i, text in enumerate(texts):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -91,20 +94,23 @@ class RolloutBench(EngineBench):
         return made
 
     def stream(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """The weights of a folder, as ``named_weights`` of an engine gives them."""
+        """Yield the weights of a folder in their own shapes, as ``named_weights`` of an engine does."""
         for file in sorted(Path(path).glob("*.safetensors")):
             yield from load_file(file).items()
 
 
 def response(rollout: Rollout) -> list[int]:
-    """The sampled tokens."""
+    """Return the sampled tokens."""
     found: list[int] = rollout.token_ids[rollout.prompt_length :].tolist()
     return found
 
 
 @torch.no_grad()
 def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Of each sampled token: log-prob, and log of the mass that was kept; of several right cuts, those of the one nearest to what it says."""
+    """Return for each of the N sampled tokens its log-prob [N] and the log of the probability mass kept [N].
+
+    If several cuts are right, those of the cut nearest to the rollout's own log-prob.
+    """
     logits = logits_of(module, rollout.token_ids)
     found = []
     for at in range(rollout.prompt_length, len(rollout.token_ids)):
@@ -119,7 +125,7 @@ def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) 
 
 @torch.no_grad()
 def greedy(module: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
-    """The most likely continuation, until it ends or two tokens are too near to tell."""
+    """Return the most likely continuation, up to its end or to two tokens within ``MARGIN``."""
     ids = list(prompt)
     for _ in range(count):
         best = logits_of(module, torch.tensor(ids))[-1].topk(2)
@@ -132,6 +138,6 @@ def greedy(module: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def plain_text(bench: RolloutBench, tokens: Sequence[int]) -> str:
-    """Decoded as rewards see it."""
+    """Decode tokens as rewards see them."""
     decoded: str = bench.tokenizer.decode(list(tokens), skip_special_tokens=True)
     return decoded

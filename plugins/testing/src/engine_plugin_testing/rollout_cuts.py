@@ -1,12 +1,12 @@
-"""What a sampler may draw from: the distribution that temperature, top-k and top-p leave, by every cut that is right.
+"""The distributions that a sampler may draw from: every correct cut by temperature, top-k and top-p.
 
-Top-p keeps the most likely tokens until their probabilities sum up to it. Two things of that are not exact in floating point,
-and nothing else is excused:
+Top-p keeps the most likely tokens until their probabilities sum up to it. Two things are not exact in floating point,
+and no other deviation is accepted:
 
-* the sum, where it comes within ``EDGE`` of top-p: a sampler may find it reached one token earlier or later;
-* the order of tokens whose probabilities are equal but for rounding (``TIED``). A sampler that searches for a threshold, as
-  vLLM's kernel does (18 halvings of the range of probabilities), cannot come between such tokens: it keeps all of
-  them or none.
+* the sum, if it comes within ``EDGE`` of top-p: a sampler may find it reached one token earlier or later;
+* the order of tokens whose probabilities are equal but for rounding (``TIED``). A sampler that searches for a
+  threshold, as vLLM's kernel does (18 halvings of the range of probabilities), cannot separate such tokens: it keeps
+  all of them or none.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ CUTTING: tuple[dict[str, Any], ...] = (
 )
 """Sampling options that cut the distribution: each alone, and all together at another temperature."""
 SHARP: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_p": 0.6})
-"""Those that leave few tokens."""
+"""Sampling options that leave few tokens."""
 ONE: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
-"""Leaves the most likely token alone."""
+"""Sampling options that leave the most likely token alone."""
 
-EDGE = 1e-3  # of a sum of probabilities, and of which of two tokens is the more likely one
-TIED = 1e-4  # relative: of probabilities that a search for a threshold does not tell apart
+EDGE = 1e-3  # tolerance of a sum of probabilities (absolute), and of the order of two tokens (relative)
+TIED = 1e-4  # relative difference of probabilities that a search for a threshold does not separate
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A distribution that is sampled from."""
+    """A distribution that tokens are sampled from."""
 
     log_probs: Tensor  # [V] float64, after temperature; -inf where cut
-    log_mass: float  # of what was kept
+    log_mass: float  # log of the probability mass kept
 
     def keeps(self) -> set[int]:
-        """The tokens that are left."""
+        """Return the tokens that are left."""
         return set(self.log_probs.isfinite().nonzero().flatten().tolist())
 
 
 def cuts(logits: Tensor, sampling: Sampling) -> list[Cut]:
-    """All cuts that are right, the exact one first.
+    """Return all correct cuts, the exact one first.
 
     Args:
         logits: [V].
-        sampling: temperature (0 counts as 1), top-k, then top-p on what that left.
+        sampling: temperature (0 counts as 1), top-k, then top-p on what top-k left.
     """
     probs = torch.softmax(logits.double() / (sampling.temperature or 1.0), -1)
     ranked, order = probs.sort(descending=True)
@@ -71,10 +71,10 @@ def cuts(logits: Tensor, sampling: Sampling) -> list[Cut]:
 
 
 def _counts(left: Tensor, top_p: float) -> list[int]:
-    """How many of the most likely tokens top-p may keep.
+    """Return the numbers of most likely tokens that top-p may keep.
 
     Args:
-        left: [n] probabilities, falling.
+        left: [N] probabilities, descending.
         top_p: below 1.
     """
     sums = left.cumsum(0)
@@ -90,7 +90,13 @@ def _counts(left: Tensor, top_p: float) -> list[int]:
 
 
 def _first(order: Tensor, ranked: Tensor, count: int) -> Iterator[Tensor]:
-    """The ``count`` most likely tokens; and with the next one in place of the last, where they are as likely."""
+    """Yield the ``count`` most likely tokens, then the same with the next token in place of the last if they are as
+    likely.
+
+    Args:
+        order: [V] token ids, the most likely first.
+        ranked: [V] their probabilities.
+    """
     yield order[:count]
     if count < len(order) and float(ranked[count - 1]) < (1 + EDGE) * float(ranked[count]):
         yield torch.cat([order[: count - 1], order[count : count + 1]])

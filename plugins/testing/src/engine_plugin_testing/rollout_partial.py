@@ -1,4 +1,4 @@
-"""Contracts of the capability ``partial``: a response can be stopped in its midst, and goes on from there."""
+"""Contracts of the capability ``partial``: a response can be stopped between two tokens and continued later."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LONG = 48  # tokens of a response: more than an engine takes in a step
-STEPS = (1, 4, 16)  # after which requests are stopped, the first that give a token
-MANY = 40  # requests for a text: more than end before their time is looked at
+STEPS = (1, 4, 16)  # steps before requests are stopped: the first number that gives a token
+MANY = 40  # requests for a text: more than end before their timeout is checked
 # an engine's steps are short where its run may stop responses
 STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
 
 
 def _stopped(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
-    """Return what was sampled after the fewest steps that gave a token, in the order of the requests; also of finished ones.
+    """Return the rollouts, stopped or finished, after the fewest steps that gave a token, in the order of the
+    requests.
 
     The first steps of an engine in another process may end before its first token.
     """
@@ -47,7 +48,7 @@ def _stopped(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
 
 
 def _in_the_midst(rollouts: Sequence[Rollout]) -> list[int]:
-    """Which were stopped between their first token and their last."""
+    """Return the indices of the rollouts that were stopped between their first token and their last."""
     found = [
         at
         for at, rollout in enumerate(rollouts)

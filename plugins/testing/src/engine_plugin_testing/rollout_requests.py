@@ -1,4 +1,4 @@
-"""Contracts of ``add``, ``step``, ``abort``, ``pause``: every request is answered once, as it was asked."""
+"""Contracts of ``add``, ``step``, ``abort``, ``pause``: every request is answered once, as it was requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
-    """Step until nothing is left."""
+    """Step until no request is unfinished and return the rollouts."""
     done: list[Rollout] = []
     for _ in range(calls):
         done += engine.step()

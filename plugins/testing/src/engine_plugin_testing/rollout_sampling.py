@@ -93,7 +93,11 @@ def samples_follow_the_distribution(bench: RolloutBench) -> None:
 
 
 def _unlike(cut: Cut, tokens: Tensor) -> str:
-    """What tells that samples are not of this distribution; nothing where they may be."""
+    """Return why samples are not of this distribution; empty if they may be.
+
+    Args:
+        tokens: [N] sampled token ids.
+    """
     values = cut.log_probs[tokens]
     if not bool(values.isfinite().all()):
         return "tokens were sampled that it cuts away."
@@ -125,7 +129,7 @@ def temperature_0_is_greedy(bench: RolloutBench) -> None:
 
 
 def _greedy_story(bench: RolloutBench) -> tuple[str, list[int]]:
-    """A prompt and its greedy response with many different tokens: somewhere to stop."""
+    """Return a prompt and its greedy response with many different tokens, so that there is a token to stop at."""
     module = bench.reference()
     best: tuple[str, list[int]] = ("", [])
     for text in ("The answer", "x", "2+2=", "ab", "Once", "Hm", "(q", "Zz9"):
@@ -139,7 +143,7 @@ def _greedy_story(bench: RolloutBench) -> tuple[str, list[int]]:
 
 
 def _first_times(tokens: list[int]) -> list[int]:
-    """Positions at which a token comes for the first time."""
+    """Return the positions at which a token occurs for the first time."""
     return [at for at, token in enumerate(tokens) if token not in tokens[:at]]
 
 

@@ -18,22 +18,22 @@ from engine_plugin_testing.suite import Suite
 class RolloutEngineSuite(
     Suite, modules=(imports, rollout_requests, rollout_partial, rollout_sampling, rollout_weights)
 ):
-    """Contracts of ``engine_core.contracts.engines.RolloutEngine``. See ``Suite`` for the other attributes.
+    """A suite: the contracts of ``engine_core.contracts.engines.RolloutEngine``. ``Suite`` has the other attributes.
 
     Attributes:
         backend: name of the engine.
         options: its table, as in ``[rollout.NAME]``. Choose float32 here: lower precision hides mistakes.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
-        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it
-            writes the folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it writes the
+            folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
             ``tie_word_embeddings`` filled in; use its ``vocab_size``. Default: ``reference.write_model``.
         reference: as in ``TrainEngineSuite``.
-        train_backend: the train engine whose weights, or module, the sampler follows in two contracts. With a
-            model of your own: your own.
-        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if there is one, else
-            the CPU.
+        train_backend: the train engine whose weights, or module, the sampler follows in two contracts. With a custom
+            model: your engine.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if one exists,
+            else the CPU.
         tolerance: largest difference of a log-prob, in nats.
-        process: the engine runs in a process of its own, with these keys of ``[rollout.process]``; None: it does not.
+        process: keys of ``[rollout.process]``: the engine runs in a separate process; None: it does not.
     """
 
     kind = "rollout_engines"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _check_policy(
     bench: RolloutBench, engine: RolloutEngine, module: nn.Module, version: int, what: str
 ) -> None:
-    """What the engine samples now is of ``module``, and says ``version``."""
+    """Assert that the engine samples from ``module`` now and reports ``version``."""
     requests = bench.requests(("2+2=", "Once upon a time"), seed=5)
     for request, rollout in zip(requests, engine.generate(requests), strict=True):
         expected, _ = expected_log_probs(module, rollout, request.sampling)
@@ -82,7 +82,7 @@ def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
         assert engine.version == 0, (
             f"After {what} the version is {engine.version}; expected 0, the last whole one."
         )
-        with contextlib.suppress(*REFUSALS):  # refusing to sample until a whole update came is right, too
+        with contextlib.suppress(*REFUSALS):  # refusing to sample until a whole update is also correct
             _check_policy(bench, engine, bench.reference(), 0, f"after {what} was refused")
         engine.abort([request.id for request in bench.requests()])
         engine.update_weights(bench.stream(other), 4)
@@ -90,7 +90,7 @@ def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
 
 
 def _trained(bench: RolloutBench) -> TrainEngine:
-    """A train engine on the same model (``train_backend``), a step ahead."""
+    """Return a train engine on the same model (``train_backend``) after one step."""
     name = str(bench.settings["train_backend"])
     plugins = bench.load_plugins(train_engines=name)
     options = plugins.spec("train_engines", name).config.model_validate({})

@@ -1,4 +1,4 @@
-"""What a contract of runtimes is given: a runtime as a run starts it, with engines that write down what reaches them."""
+"""The bench of runtimes: a runtime as a run starts it, with engines that log what reaches them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from engine_core.types import Batch, Prompt, Request, Sampling
 from engine_plugin_testing import reference, runtime_probe
 
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
-PATIENCE = 30.0  # seconds in which a loss is found
-ENDING = 10.0  # seconds in which processes are gone
+PATIENCE = 30.0  # seconds within which a loss is detected
+ENDING = 10.0  # seconds within which processes end
 
 
 class RuntimeBench:
-    """One runtime for many contracts; those that break it start one of their own.
+    """A bench with one runtime for many contracts; a contract that breaks the runtime starts another.
 
     Args:
         backend: of ``[runtime]``.
@@ -49,19 +49,19 @@ class RuntimeBench:
         self._count = 0
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the shared runtime and remove the files."""
         self.end_shared()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def end_shared(self) -> None:
-        """End the runtime of the contracts that share one; the next one starts another."""
+        """End the runtime that contracts share; the next contract starts another."""
         shared, self._shared = self._shared, None
         if shared is not None:
             shared[0].close()
 
     @property
     def shared(self) -> tuple[Runtime, dict[str, WorkerGroup], Path]:
-        """Runtime, groups and journals that contracts share which leave it whole."""
+        """The runtime, groups and journals of all contracts that do not break them."""
         if self._shared is None:
             self._shared = self._start({}, {})
         return self._shared
@@ -70,7 +70,7 @@ class RuntimeBench:
     def started(
         self, changes: Mapping[str, Any] | None = None, engine: Mapping[str, Any] | None = None
     ) -> Iterator[tuple[Runtime, dict[str, WorkerGroup], Path]]:
-        """A runtime of the contract's own; one at a time.
+        """Start a separate runtime for the contract and close it after the block; the shared one is ended first.
 
         Args:
             changes: keys of the run file.
@@ -86,7 +86,7 @@ class RuntimeBench:
     def make(
         self, changes: Mapping[str, Any], engine: Mapping[str, Any], journal: Path, size: int
     ) -> Runtime:
-        """A runtime that is not started."""
+        """Build a runtime without starting it."""
         settings = {
             "plugins": [*self.plugins, runtime_probe.__file__],
             "model.path": str(self.folder / "model"),
@@ -121,7 +121,7 @@ class RuntimeBench:
             return runtime, runtime.start(ROLES, 4), journal
 
     def new_journal(self) -> Path:
-        """A folder for what engines write down."""
+        """Make a folder for what engines log."""
         self._count += 1
         journal = self.folder / str(self._count)
         journal.mkdir()
@@ -130,7 +130,7 @@ class RuntimeBench:
     # -- what contracts look at ---------------------------------------------
 
     def written(self, journal: Path, role: str, method: str = "") -> list[list[dict[str, Any]]]:
-        """By rank, what reached a role; of one method, or all."""
+        """Return by rank the lines that a role logged: of ``method``, or all if it is empty."""
         found = []
         for file in sorted(journal.glob(f"{role}.*.jsonl"), key=lambda path: int(path.suffixes[0][1:])):
             lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -138,11 +138,11 @@ class RuntimeBench:
         return found
 
     def processes(self, journal: Path) -> set[int]:
-        """Process ids of the ranks that were asked for something."""
+        """Return the process ids of the ranks that logged a call."""
         return {line["pid"] for role in ROLES for lines in self.written(journal, role) for line in lines}
 
     def gone(self, pids: set[int]) -> bool:
-        """Whether these processes end in time."""
+        """Return whether these processes end within ``ENDING`` seconds."""
         deadline = time.monotonic() + ENDING
         while any(_runs(pid) for pid in pids - {os.getpid()}):
             if time.monotonic() > deadline:
@@ -152,12 +152,12 @@ class RuntimeBench:
 
     @staticmethod
     def batch(lengths: list[int]) -> Batch:
-        """Sequences of these lengths; no two tokens are the same."""
+        """Make sequences of these lengths in which no two tokens are the same."""
         return Batch(torch.arange(sum(lengths)), torch.tensor(lengths))
 
     @staticmethod
     def requests(count: int, **columns: Any) -> list[Request]:
-        """With prompts of different lengths."""
+        """Make requests with prompts of different lengths."""
         made = []
         for i in range(count):
             prompt = Prompt(f"p{i}", list(range(3 + i % 4)), "", dict(columns))

@@ -1,4 +1,4 @@
-"""Contracts of a runtime: calls, their order, where they go, what crosses."""
+"""Contracts of a runtime: calls, their order, their receivers and the bytes that are sent."""
 
 from __future__ import annotations
 

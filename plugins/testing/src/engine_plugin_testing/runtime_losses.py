@@ -1,4 +1,4 @@
-"""Contracts of a runtime: errors, lost workers, and what is left."""
+"""Contracts of a runtime: errors, lost workers and leftover processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Engines without a model, for the suite of runtimes: they write down what reaches them, and fail as they are told.
+"""Engines without a model, for the suite of runtimes: they log the calls that reach them and fail on request.
 
-A plugin file: workers load it by its path. Each rank appends to ``FOLDER/ROLE.RANK.jsonl`` a line for each call.
+A plugin file: workers load it by its path. Each rank appends a line per call to ``FOLDER/ROLE.RANK.jsonl``.
 """
 
 import hashlib
@@ -24,6 +24,8 @@ FAILURES = {"DataError": errors.DataError, "ConfigError": errors.ConfigError, "K
 
 
 class ProbeOptions(Options):
+    """The options of both probe engines."""
+
     folder: str = ""
     """Where ranks write down what reaches them."""
     fail: str = ""
@@ -31,7 +33,7 @@ class ProbeOptions(Options):
 
 
 class Journal:
-    """What reached one rank."""
+    """A log of the calls that reached one rank."""
 
     def __init__(self, options, role, rank):
         self.path = Path(options.folder) / f"{role}.{rank}.jsonl"
@@ -39,12 +41,13 @@ class Journal:
             raise FAILURES[options.fail]("told to fail")
 
     def write(self, method, **fields):
+        """Append a line: the method, this process's id and ``fields``."""
         with self.path.open("a") as file:
             file.write(json.dumps({"method": method, "pid": os.getpid(), **fields}) + "\n")
 
 
 def happens(what):
-    """``raise:CLASS``, ``kill``, ``freeze`` or ``sleep:SECONDS``."""
+    """Carry out ``raise:CLASS``, ``kill`` or ``sleep:SECONDS``; ignore other text."""
     kind, _, detail = what.partition(":")
     if kind == "raise":
         raise FAILURES[detail]("told to fail")
@@ -57,7 +60,7 @@ def happens(what):
 
 
 class ProbeTrain(TrainEngine):
-    """``infer`` gives each token doubled (``double``), or does what the name of an output says on one rank."""
+    """A train engine whose ``infer`` doubles tokens (``double``), or does on one rank what an output's name says."""
 
     def __init__(self, config, model_config, context, *, trainable=True):
         super().__init__(config, model_config, context, trainable=trainable)
@@ -112,7 +115,9 @@ class ProbeTrain(TrainEngine):
 
 
 class ProbeSampler(RolloutEngine):
-    """Answers with the request's index, one request a step; a prompt's column ``do`` says what happens before."""
+    """A rollout engine that finishes one request a step with the request's index; a prompt's column ``do`` is carried
+    out first.
+    """
 
     def __init__(self, config, model_config, context):
         super().__init__(config, model_config, context)
@@ -135,6 +140,7 @@ class ProbeSampler(RolloutEngine):
         return [self.answer(self.queue.pop(request.id), "stop")]
 
     def answer(self, request, reason):
+        """Return the rollout of ``request``: its prompt, its index and the version of the weights."""
         prompt = request.prompt.token_ids
         ids = torch.tensor([*prompt, request.index, self.version])
         mask = torch.tensor([False] * len(prompt) + [True] * 2)
@@ -160,9 +166,11 @@ def _bytes(batch):
 
 @hookimpl
 def engine_train_engines():
+    """Offer ``probe``."""
     return {"probe": TrainBackend(load=ProbeTrain, config=ProbeOptions)}
 
 
 @hookimpl
 def engine_rollout_engines():
+    """Offer ``probe_sampler``."""
     return {"probe_sampler": RolloutBackend(load=ProbeSampler, config=ProbeOptions)}

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class RuntimeSuite(Suite, modules=(runtime_calls, runtime_losses)):
-    """Contracts of ``engine_core.contracts.runtime.Runtime``. See ``Suite`` for the other attributes.
+    """A suite: the contracts of ``engine_core.contracts.runtime.Runtime``. ``Suite`` has the other attributes.
 
-    The contracts are run in the process of the test, which is the controller; engines have no model.
-    With ``world_size`` over 1 the runtime's table must know ``processes``.
+    The contracts run in the process of the test, which is the controller; engines have no model. With ``world_size``
+    over 1 the runtime's table must have ``processes``.
 
     Attributes:
         backend: name of the runtime.
         options: its table, as in ``[runtime.NAME]``.
-        processes: workers are processes: they can be killed, and pools lie in different ones.
+        processes: whether workers are processes, which can be killed and belong to one pool each.
     """
 
     kind = "runtimes"
@@ -38,11 +38,13 @@ class RuntimeSuite(Suite, modules=(runtime_calls, runtime_losses)):
 
     @classmethod
     def setup_class(cls) -> None:
+        """Prepare the suite; ``processes`` is a capability."""
         super().setup_class()
         cls._capabilities = cls._capabilities | ({"processes"} if cls.processes else set())
 
     @classmethod
     def teardown_class(cls) -> None:
+        """Close the bench."""
         super().teardown_class()
         if cls._bench is not None:
             cls._bench.close()
@@ -57,6 +59,6 @@ class RuntimeSuite(Suite, modules=(runtime_calls, runtime_losses)):
         try:
             made.function(cls._bench)
         except Exception:
-            cls._bench.end_shared()  # the next contract finds it whole
+            cls._bench.end_shared()  # the next contract starts another
             return traceback.format_exc()
         return ""

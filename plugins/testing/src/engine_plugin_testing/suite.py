@@ -1,6 +1,6 @@
-"""What the suites share: contracts become tests, workers are started once for a class.
+"""The base of all suites: contracts become tests, and workers are started once for a class.
 
-No torch here beyond what the contracts' modules import: the tests run in the workers.
+Imports no torch beyond what the contracts' modules import: the tests run in the workers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NOWHERE_ELSE = "`resumes_on` of this suite names no other number of ranks"
 
 
 class Suite:
-    """Base of the suites. Attributes of a subclass say what is tested and where.
+    """The base of the suites. Attributes of a subclass say what is tested and where.
 
     Attributes:
         plugins: as in a run file: names of the group ``engine.plugins``, and ``.py`` files relative to
             the folder of the test's file.
-        unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "why"}``.
+        unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "reason"}``.
         world_size: ranks.
         resumes_on: other numbers of ranks that must load what ``world_size`` ranks saved; none: not tested.
         worker_context: ``module:function`` or ``file.py:function``, a context manager called with
@@ -47,8 +47,8 @@ class Suite:
 
     kind: ClassVar[str] = ""  # the table hook: train_engines, rollout_engines, rewards
     section: ClassVar[str] = ""  # the table of a run file that chooses it
-    bench: ClassVar[str] = ""  # module:class of what a contract is given
-    fields: ClassVar[tuple[str, ...]] = ()  # attributes that travel to the workers
+    bench: ClassVar[str] = ""  # module:class of the bench that contracts receive
+    fields: ClassVar[tuple[str, ...]] = ()  # attributes that are sent to the workers
     contracts: ClassVar[Mapping[str, Contract]] = {}
 
     plugins: Sequence[str] = ()
@@ -62,7 +62,7 @@ class Suite:
 
     _workers: ClassVar[Workers | None] = None
     _others: ClassVar[dict[int, Workers]] = {}  # by number of ranks, of `resumes_on`
-    _problem: ClassVar[str] = ""  # why nothing can be tested: one failure, the other tests are skipped
+    _problem: ClassVar[str] = ""  # why nothing can be tested: fails one test and skips the others
     _told: ClassVar[bool] = False
     _capabilities: ClassVar[frozenset[str]] = frozenset()
 
@@ -86,7 +86,7 @@ class Suite:
 
     @classmethod
     def _check_attributes(cls) -> None:
-        """Refuse ``option = ...``, which nobody would read."""
+        """Raise TypeError for an attribute such as ``option = ...``: a misspelled name that no suite reads."""
         known = [name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")]
         for name, value in vars(cls).items():
             if name.startswith("_") or name in known or callable(value) or hasattr(value, "__get__"):
@@ -99,6 +99,7 @@ class Suite:
 
     @classmethod
     def setup_class(cls) -> None:
+        """Check the plugin and its options, and prepare the workers."""
         cls._problem, cls._told = "", False
         try:
             plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
@@ -118,11 +119,12 @@ class Suite:
 
     @classmethod
     def accelerator(cls) -> str:
-        """Kind of the devices that ``ENGINE_TEST_DEVICE`` gives the ranks; empty: the class decides."""
+        """Return the device type that ``ENGINE_TEST_DEVICE`` gives the ranks; empty if the class decides."""
         return asked_accelerator() if getattr(cls, "device", None) == "" else ""
 
     @classmethod
     def teardown_class(cls) -> None:
+        """End the workers."""
         if cls._workers is not None:
             for workers in (cls._workers, *cls._others.values()):
                 workers.close()
@@ -130,29 +132,29 @@ class Suite:
 
     @classmethod
     def offered(cls) -> str:
-        """The name that is tested."""
+        """Return the name under test."""
         return str(getattr(cls, "backend", ""))
 
     @classmethod
     def table(cls) -> tuple[str, ...]:
-        """Where a run file holds its options: ``("actor", "fast")``."""
+        """Return the path of the plugin's options in a run file: ``("actor", "fast")``."""
         return (cls.section, split(cls.offered())[1])
 
     @classmethod
     def _hint(cls) -> str:
-        """What to do about a name that nobody offers."""
+        """Return what to do about a name that no installed plugin offers."""
         if cls.plugins or split(cls.offered())[1] in known_names(cls.kind):
             return ""
         return "\nInstall the package that offers it (pip install -e .), or give its file: plugins = ['NAME.py']."
 
     @classmethod
     def root(cls) -> Path:
-        """Folder of the test's file."""
+        """Return the folder of the test's file."""
         return Path(inspect.getfile(cls)).parent.resolve()
 
     @classmethod
     def settings(cls) -> dict[str, Any]:
-        """What travels to the workers: plain values."""
+        """Return the values that are sent to the workers, as JSON values."""
         made = {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in cls.fields}}
         if kind := cls.accelerator():
             made["device"] = kind
@@ -178,7 +180,7 @@ class Suite:
             pytest.fail(f"{made.promise}\n\n{failure}", pytrace=False)
 
     def _report_problem(self) -> None:
-        """The first test fails with it, the others point there."""
+        """Fail the first test with ``_problem`` and skip the others."""
         __tracebackhide__ = True
         if self._told:
             pytest.skip("nothing can be tested; see the failure of this class")
@@ -210,7 +212,7 @@ def _test_of(made: Contract) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Tuples and mappings as JSON has them."""
+    """Convert tuples and mappings to JSON values."""
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

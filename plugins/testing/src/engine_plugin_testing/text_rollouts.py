@@ -1,4 +1,4 @@
-"""Rollouts of given texts, as a sampler might have given them: for tests of what scores them or learns from them."""
+"""Rollouts of given texts, in a sampler's format: for tests of what scores them or learns from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def rollout_of(text: str, index: int = 0, group: int = 0, prompt: str = "Q", **c
 
     Args:
         text: the response.
-        index: within its group; its prompt is ``train:INDEX``.
-        group: of the rollout.
-        prompt: its text.
-        columns: of its row.
+        index: of the rollout within its group; its prompt is ``train:INDEX``.
+        group: id of the rollout's group.
+        prompt: text of the prompt.
+        columns: of the prompt's row.
     """
     token_ids = torch.tensor([7, 8, *range(len(text))])
     return Rollout(

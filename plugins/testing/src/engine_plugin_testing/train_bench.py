@@ -1,7 +1,7 @@
 """The bench of train engines: builds them, splits a batch over data-parallel ranks, gathers results.
 
-Contracts are written once for any number of ranks: every rank holds the whole batch, gives its engine
-the sequences that are its share, and compares with values computed from the whole.
+Contracts are written once for any number of ranks: every rank holds the whole batch, gives its engine its share of the
+sequences, and compares with values computed from the whole.
 """
 
 from __future__ import annotations
@@ -31,28 +31,32 @@ LENGTHS = (7, 23, 1, 12, 5, 12, 2, 9)
 PROMPT = 2  # tokens of each sequence before its loss tokens
 
 MEASURE = {"lr": 1.0, "eps": 1.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 0.0}
-"""AdamW whose first step tells the gradient: ``w0 - w1 = lr g / (|g| + eps)``; SGD with ``lr`` 1 does, too."""
+"""AdamW whose first step reveals the gradient: ``w0 - w1 = lr g / (|g| + eps)``; so does SGD with ``lr`` 1."""
 
 
 class TrainBench(EngineBench):
-    """What a contract of a train engine is given."""
+    """A bench that builds train engines and compares them with a reference."""
 
     kind = "train_engines"
 
     @property
     def tolerance(self) -> float:
+        """The largest difference of a log-prob, in nats."""
         return float(self.settings["tolerance"])
 
     @property
     def gradient_tolerance(self) -> float:
+        """The largest difference of a gradient, as a share of its norm."""
         return float(self.settings["gradient_tolerance"])
 
     @property
     def norm_tolerance(self) -> float:
+        """The largest difference of a gradient's norm, as a share of it."""
         return float(self.settings["norm_tolerance"])
 
     @property
     def exact(self) -> bool:
+        """Whether a resumed run must continue bit for bit."""
         return bool(self.settings["bit_exact"])
 
     def engine(
@@ -65,7 +69,7 @@ class TrainBench(EngineBench):
         role: str = "actor",
         total_steps: int = 10,
     ) -> TrainEngine:
-        """An engine on the tiny model (or ``path``), closed after the contract."""
+        """Build an engine on the tiny model (or ``path``) that is closed after the contract."""
         plugins = self.load_plugins(losses="ppo_clip")
         config = RoleConfig(
             backend=self.name,
@@ -88,7 +92,9 @@ class TrainBench(EngineBench):
         return made
 
     def reference(self, path: str | None = None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """The independent module on ``path``, with ``weights`` (of ``named_weights``) if given."""
+        """Load the independent module of ``path``, with ``weights`` (of ``named_weights``, in their own shapes) if
+        given.
+        """
         load = self.settings["reference"]
         build = resolve(load, self.root) if load else load_reference
         module: nn.Module = build(path or self.model())
@@ -101,6 +107,7 @@ class TrainBench(EngineBench):
 
     @property
     def root(self) -> Path:
+        """The folder of the test's file."""
         from pathlib import Path
 
         return Path(self.settings["root"])
@@ -108,7 +115,7 @@ class TrainBench(EngineBench):
     # -- batches ------------------------------------------------------------
 
     def batch(self, lengths: Sequence[int] = LENGTHS, seed: int = 0, temperature: float = 1.0) -> Batch:
-        """Random tokens; weights that differ from token to token, 0 outside of the loss mask."""
+        """Make a batch of random tokens whose weights differ from token to token and are 0 outside of the loss mask."""
         generator = torch.Generator().manual_seed(seed)
         total = sum(lengths)
         mask = torch.cat([torch.arange(n) >= PROMPT for n in lengths])
@@ -128,7 +135,7 @@ class TrainBench(EngineBench):
         )
 
     def share(self, engine: TrainEngine, batch: Batch) -> tuple[list[int], Batch]:
-        """The sequences of this rank's data-parallel slice: every ``dp_size``-th one."""
+        """Return this rank's data-parallel slice, every ``dp_size``-th sequence: their indices and their batch."""
         layout = engine.layout
         indices = list(range(layout.dp_rank, len(batch), layout.dp_size))
         return indices, batch.select(indices)
@@ -136,7 +143,11 @@ class TrainBench(EngineBench):
     def infer(
         self, engine: TrainEngine, batch: Batch, outputs: Sequence[str] = ("log_probs",)
     ) -> dict[str, Tensor]:
-        """``infer`` on all ranks; the outputs of the whole batch on every rank."""
+        """Run ``infer`` on all ranks and return the outputs of the whole batch on every rank.
+
+        Returns:
+            By output: [T], or [T, K] for outputs with K values a token.
+        """
         indices, share = self.share(engine, batch)
         found = engine.infer(share, outputs)
         offsets = batch.offsets.tolist()
@@ -159,25 +170,25 @@ class TrainBench(EngineBench):
         return whole
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """In place, on the CPU; values that are not of this rank must be 0."""
+        """Sum a CPU tensor of any shape over ranks, in place; a rank sets values that are not its own to 0."""
         if self.place.world_size > 1:
             import torch.distributed as dist
 
             dist.all_reduce(tensor)
 
     def forward_backward(self, engine: TrainEngine, batch: Batch, loss: LossCall = NLL) -> TrainOutput:
-        """``forward_backward`` on all ranks, each with its share."""
+        """Run ``forward_backward`` on all ranks, each with its share."""
         return engine.forward_backward(self.share(engine, batch)[1], loss)
 
     def step(self, engine: TrainEngine, batch: Batch, loss: LossCall = NLL) -> StepOutput:
-        """One optimizer step on the whole batch."""
+        """Take one optimizer step on the whole batch."""
         self.forward_backward(engine, batch, loss)
         return engine.optimizer_step()
 
     # -- weights ------------------------------------------------------------
 
     def weights(self, engine: TrainEngine) -> dict[str, Tensor]:
-        """Copies of the weights, on the CPU; a name that comes twice is an error."""
+        """Return copies of the weights on the CPU, in their own shapes; fail if a name comes twice."""
         found: dict[str, Tensor] = {}
         for name, value in engine.named_weights():
             assert name not in found, f"named_weights gives '{name}' twice."
@@ -185,7 +196,10 @@ class TrainBench(EngineBench):
         return found
 
     def gradient(self, engine: TrainEngine, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradient that ``MEASURE``'s first step used, from the weights before and after it."""
+        """Work out the gradient that ``MEASURE``'s first step used from the weights ``before`` it and those of now.
+
+        Every tensor has the shape of its weight.
+        """
         found = {}
         for name, after in self.weights(engine).items():
             change = before[name].double() - after.double()
@@ -201,7 +215,7 @@ class TrainBench(EngineBench):
         budget: int = 4096,
         optim: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Tensor], TrainOutput, StepOutput]:
-        """Gradient, loss and step of a fresh engine on one batch."""
+        """Return the gradient (each in its weight's shape), the loss and the step of a fresh engine on one batch."""
         engine = self.engine(budget=budget, optim={**MEASURE, **(optim or {})})
         before = self.weights(engine)
         trained = self.forward_backward(engine, batch, loss)
@@ -210,7 +224,7 @@ class TrainBench(EngineBench):
 
 
 def _shape_of(output: str, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:
-    """What a token has of an output, and its type."""
+    """Return the shape of an output's value for one token, and its type."""
     if output == "log_probs_at":
         return tuple(batch["candidate_ids"].shape[1:]), torch.float32
     width = (batch.top_k,) if output in ("top_ids", "top_log_probs") else ()

@@ -1,4 +1,4 @@
-"""Contracts of ``TrainEngine.infer``: what is computed, and that nothing else happens."""
+"""Contracts of ``TrainEngine.infer``: its outputs are right, and it has no side effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine_plugin_testing.train_bench import NLL, POLICY, TrainBench
 
 
 def _vocabulary(bench: TrainBench) -> int:
-    """Tokens of the model: the width of the reference's logits."""
+    """Return the model's vocabulary size: the width of the reference's logits."""
     with torch.no_grad():
         return logits_of(bench.reference(), torch.tensor([2, 3])).shape[-1]
 
@@ -43,7 +43,7 @@ def log_probs_are_over_the_support(bench: TrainBench) -> None:
     vocabulary = _vocabulary(bench)
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :6].int()
-    ids[:, 0] = batch.token_ids  # it was drawn, so it is one of them
+    ids[:, 0] = batch.token_ids  # the token was drawn, so the support contains it
     again = (ids[:, 1:] == ids[:, :1]).any(-1)
     ids[:, 1:] = torch.where(again[:, None], -1, ids[:, 1:])
     ids[::3] = -1

@@ -1,4 +1,4 @@
-"""Contracts of ``save`` and ``load``: a run that stopped goes on as if it had not."""
+"""Contracts of ``save`` and ``load``: a run that was stopped continues as if it had not been."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
 
 
 def _goes_on(bench: TrainBench) -> None:
-    """The second half of the contract below."""
+    """Run the second half of ``a_run_goes_on_on_another_number_of_ranks``."""
     engine = bench.engine(optim=OPTIM, path=bench.model(seed=1))
     try:
         engine.load(bench.shared / "state")

@@ -163,7 +163,9 @@ def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
 
 
 def _poisoned(batch: Batch) -> Batch:
-    """One token, of the last sequence, whose gradient is not finite: one rank alone sees it."""
+    """Return the batch with one infinite weight, in the last sequence, so that one rank alone has a non-finite
+    gradient.
+    """
     weights = batch["weights"].clone()
     weights[-1] = math.inf
     return batch.with_columns({"weights": weights})

@@ -10,24 +10,24 @@ from engine_plugin_testing.suite import Suite
 
 
 class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, train_weights, train_state)):
-    """Contracts of ``engine_core.contracts.engines.TrainEngine``. See ``Suite`` for the other attributes.
+    """A suite: the contracts of ``engine_core.contracts.engines.TrainEngine``. ``Suite`` has the other attributes.
 
     Attributes:
         backend: name of the engine.
         options: its table, as in ``[actor.NAME]``. Choose float32 here: lower precision hides mistakes.
-        on_accelerator: options besides, where ``ENGINE_TEST_DEVICE`` has the suite run on accelerators: float32, where the
-            engine would choose by the device.
+        on_accelerator: further options where ``ENGINE_TEST_DEVICE`` selects accelerators: float32, where the engine
+            would choose by the device.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
-        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it
-            writes the folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
+        write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it writes the
+            folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
             ``tie_word_embeddings`` filled in; use its ``vocab_size``. Default: ``reference.write_model``.
-        reference: ``module:function`` or ``file.py:function``; called with a model folder it gives the
-            module to compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits``
-            [1, n, V], parameters named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
-        optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are read off the
+        reference: ``module:function`` or ``file.py:function``; called with a model folder it returns the module to
+            compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits`` [1, n, V], parameters
+            named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
+        optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are derived from the
             weights before and after a step. With another one, declare the contracts of gradients unsupported.
-        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if there is one, else
-            the CPU.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if one exists,
+            else the CPU.
         tolerance: largest difference of a log-prob, in nats.
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
         norm_tolerance: largest difference of a gradient's norm, as a share of it.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _published(folder: str | Path) -> dict[str, Tensor]:
-    """What ``save_pretrained`` wrote."""
+    """Load the weights that ``save_pretrained`` wrote."""
     found: dict[str, Tensor] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         found |= load_file(file)

@@ -1,7 +1,7 @@
-"""What a contract of transports is given: links between the ranks of the suite, weights to send, a process that dies.
+"""The bench of weight transports: links between the ranks of the suite, weights to send, a process that is killed.
 
-Every rank is a process, as in a run. Rank 0 of a link sends, the others take. What the ends tell each other before they
-are joined, and when all have come so far, goes through files: a process that stands in for a rank is none of the group.
+Every rank is a process, as in a run. Rank 0 of a link sends, the other ranks receive. Ranks exchange the addresses of
+a link, and wait for each other, through files: a process that replaces a rank is not in the process group.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from engine_plugin_testing.worker import Place, resolve
 
 T = TypeVar("T")
 BUCKET_BYTES = 4096  # so that the weights are several buckets, and some are larger than one
-SLACK_SECONDS = 30.0  # in which a time-out of a few seconds must have been seen
+SLACK_SECONDS = 30.0  # within which a timeout of a few seconds must have expired
 MEET_SECONDS = 60.0
 POLL_SECONDS = 0.01
 FAILED = "failed-"
 
 
 class TransportBench(EngineBench):
-    """See the module and ``EngineBench``."""
+    """A bench whose ranks are the endpoints of a weight transport."""
 
     kind = "weight_transports"
 
     def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
         super().__init__({"model": {}, "write_model": "", **settings}, place)
-        self._members: dict[str, list[int]] = {}  # of each link
+        self._members: dict[str, list[int]] = {}  # the ranks of each link
 
     def __enter__(self) -> Self:
         if self.device.type != "cpu":
@@ -53,21 +53,22 @@ class TransportBench(EngineBench):
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is not None:
-            (self.folder / f"{FAILED}{self.rank}").touch()  # who waits for this rank is told
+            (self.folder / f"{FAILED}{self.rank}").touch()  # fails the ranks that wait for this one
         super().__exit__(*raised)
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank's weights: the suite's ``device``, else the CPU."""
         return super().device if self.settings["device"] else torch.device("cpu")
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 sends."""
+        """The rank of this process; rank 0 sends."""
         return self.place.rank
 
     @property
     def ranks(self) -> range:
-        """All of the suite."""
+        """All ranks of the suite."""
         return range(self.place.world_size)
 
     # -- links --------------------------------------------------------------
@@ -75,12 +76,13 @@ class TransportBench(EngineBench):
     def link(
         self, label: str = "link", ranks: Sequence[int] = (), soon: bool = False
     ) -> WeightTransport | None:
-        """This rank's end of a link, joined with the others; None where it has none. Every rank of the link calls it.
+        """Open and join this rank's endpoint of a link; return None for a rank outside of it. Collective over its
+        ranks.
 
         Args:
-            label: of the link, another one for each of a contract.
-            ranks: by index, rank 0 first; default: all.
-            soon: with the suite's options ``soon``, so that what is late is told within seconds.
+            label: unique name of the link within a contract.
+            ranks: the link's ranks by index, the sender first; default: all.
+            soon: with the suite's options ``soon``, so that timeouts expire within seconds.
         """
         members = list(ranks or self.ranks)
         if self.rank not in members:
@@ -113,20 +115,31 @@ class TransportBench(EngineBench):
     def update(
         self, link: WeightTransport, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate
     ) -> Any:
-        """One update at this rank's end: what ``send`` returns, or the list of what was received; in time."""
+        """Run one update at this endpoint, within ``SLACK_SECONDS``.
+
+        Args:
+            stream: names and tensors of any shape; read by the sender alone.
+
+        Returns:
+            What ``send`` returns at the sender; at a receiver the list of (name, tensor) received.
+        """
         if link.endpoint.index == 0:
             return self.in_time(lambda: link.send(iter(stream), update))
         return self.in_time(lambda: list(link.receive(update)))
 
     def whole(self, link: WeightTransport, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> Any:
-        """``update`` at every end; none goes on, and closes what others still read, before all have it."""
+        """Run ``update`` and wait until every endpoint has it, so that none closes what another still reads.
+
+        Args:
+            stream: names and tensors of any shape; read by the sender alone.
+        """
         found = self.update(link, stream, update)
         members = self._members[link.endpoint.link_id]
         self.told(f"whole-{link.endpoint.link_id}-{update.number}", True, members)
         return found
 
     def goes_on(self, label: str = "again", ranks: Sequence[int] = ()) -> None:
-        """After an update that failed: a link made anew brings a whole one, as in a run. Every rank of it calls it."""
+        """Check that a new link carries a whole update after a failed one, as in a run. Collective over its ranks."""
         link = self.link(label, ranks)
         if link is None:
             return
@@ -139,7 +152,11 @@ class TransportBench(EngineBench):
     # -- weights ------------------------------------------------------------
 
     def weights(self, seed: int = 0) -> dict[str, Tensor]:
-        """By name, the same on every rank, on its device: of several types and shapes, some of more than a bucket."""
+        """Return test weights by name on this rank's device, the same on every rank.
+
+        Several types and shapes: [300, 7], [7], [40, 33] (a transpose), [0, 3], [3, 8, 24] (strided), [] (a scalar),
+        [501] and [90, 31]; some exceed a bucket.
+        """
         made = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> Tensor:
@@ -159,7 +176,9 @@ class TransportBench(EngineBench):
 
     @contextlib.contextmanager
     def damage(self) -> Iterator[None]:
-        """Within it the second bucket of an update is damaged between its checksum and its receiver; at the sender."""
+        """Damage the second bucket of an update between its checksum and its receiver, within the block; for the
+        sender.
+        """
         made = resolve(self.settings["damage"], Path(self.settings["root"]))
         with made():
             yield
@@ -167,7 +186,14 @@ class TransportBench(EngineBench):
     # -- ranks --------------------------------------------------------------
 
     def told(self, what: str, value: Any, ranks: Sequence[int] = ()) -> list[Any]:
-        """A plain value of every rank, in their order; each gives its own."""
+        """Exchange JSON values: wait for every rank's value and return them in the order of ``ranks``. Collective over
+        them.
+
+        Args:
+            what: unique name of the exchange.
+            value: this rank's value.
+            ranks: default: all.
+        """
         ranks = ranks or self.ranks
         mine = self.folder / f"{what}-{self.rank}"
         mine.with_suffix(".partial").write_text(json.dumps(value))
@@ -186,11 +212,16 @@ class TransportBench(EngineBench):
         return [json.loads(file.read_text()) for file in files]
 
     def all_here(self, what: str) -> None:
-        """Wait for the other ranks."""
+        """Wait until every rank has called this with the same ``what``."""
         self.told(f"here-{what}", True)
 
     def in_time(self, work: Callable[[], T]) -> T:
-        """What it returns or raises; an assertion fails where it has not ended in a time that every time-out is within."""
+        """Run ``work`` in a thread and return its result or raise its error.
+
+        Raises:
+            BaseException: the error of ``work``.
+            AssertionError: ``work`` still runs after ``SLACK_SECONDS``, which every timeout is within.
+        """
         found: list[T] = []
         errors: list[BaseException] = []
 
@@ -214,7 +245,7 @@ class TransportBench(EngineBench):
         return found[0]
 
     def dies(self, label: str) -> None:
-        """A process in this rank's place takes part in a link, and is killed in the middle of its first update."""
+        """Start a process in place of this rank that joins a link and is killed in the middle of its first update."""
         order = {
             "settings": dict(self.settings), "label": label, "path": sys.path, "rank": self.rank,
             "world_size": self.place.world_size, "cache": str(self.place.cache), "folder": str(self.folder),
@@ -236,7 +267,7 @@ die(order)
 
 
 def die(order: Mapping[str, Any]) -> None:
-    """The process of ``TransportBench.dies``."""
+    """Run the process of ``TransportBench.dies``: kill it in the middle of an update."""
     place = Place(order["rank"], order["world_size"], Path(order["cache"]), Path(order["folder"]))
     with TransportBench(order["settings"], place) as bench:
         link = bench.link(order["label"], soon=True)
@@ -244,7 +275,7 @@ def die(order: Mapping[str, Any]) -> None:
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for number, entry in enumerate(bench.weights().items()):
-                if number == 4:  # a bucket is on its way
+                if number == 4:  # a bucket is in flight
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield entry
 
@@ -256,12 +287,18 @@ def die(order: Mapping[str, Any]) -> None:
 
 
 def name_of(index: int, rank: int) -> str:
-    """As links of a run name their ends."""
+    """Return the name of an endpoint, in the form that the links of a run use."""
     return f"actor[{rank}] on sender" if index == 0 else f"rollout[{rank}] on receiver{index}"
 
 
 def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor], what: str) -> None:
-    """Names in their order, types, shapes and bits."""
+    """Assert that names, their order, types, shapes and bits are equal.
+
+    Args:
+        found: names and tensors received, each of the shape that was sent.
+        sent: tensors of any shape by name, in the order sent.
+        what: words for the failure's message.
+    """
     names = [name for name, _ in found]
     assert names == list(sent), f"Weights {what}: got {names}; expected {list(sent)}, in this order."
     for name, tensor in found:
@@ -276,7 +313,12 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
 def refusal(
     bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
 ) -> TrainingFailed:
-    """The error of an end; it is a ``TrainingFailed`` that names the transport, this end and the other side."""
+    """Return the ``TrainingFailed`` that ``work`` raises; it must name the transport, this endpoint and the other
+    side.
+
+    Raises:
+        AssertionError: ``work`` raises none, or the error lacks one of these names.
+    """
     try:
         work()
     except TrainingFailed as error:
@@ -295,7 +337,7 @@ def refusal(
 def whole_or_told(
     bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
 ) -> bool:
-    """Whether an end came through; if not, by an error as in ``refusal``. It does not wait for long in any case."""
+    """Return whether an endpoint completed the update; an error that it raises must satisfy ``refusal``."""
     done: list[object] = []
     try:
         refusal(bench, link, lambda: done.append(work()), what)

@@ -1,4 +1,4 @@
-"""Damage for the kit of transports: what is between the sender's checksum and the receiver's."""
+"""The default damage of the suite of transports: a bit flipped between the sender's checksum and the receiver's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def after_the_checksum() -> Iterator[None]:
-    """One bit of the second bucket of ``flat_buckets`` is turned once its checksum was worked out."""
+    """Flip one bit of the second bucket of ``flat_buckets`` after its checksum was computed, within the block."""
     fill, filled = bucketing.fill, 0
 
     def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""Contracts of updates that fail: refused and told with both sides, in time, and a link made anew goes on."""
+"""Contracts of updates that fail: refused with both sides named, in time, and a new link carries the next update."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def a_receiver_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
 
 
 def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
-    """As the worker and an engine that is asleep do."""
+    """Refuse a stream as the worker and an engine that is asleep do."""
     with contextlib.suppress(TrainingFailed), closing_stream(stream):
         raise TrainingFailed("asleep")
 
@@ -176,17 +176,17 @@ def a_receiver_that_dies_is_told_in_time(bench: TransportBench) -> None:
 
 
 def _is_last(link: WeightTransport) -> bool:
-    """Whether this end is the receiver that is unlike the others."""
+    """Return whether this endpoint is the receiver that misbehaves."""
     return 0 < link.endpoint.index == len(link.endpoint.names) - 1
 
 
 def _others(bench: TransportBench, link: WeightTransport, what: str) -> None:
-    """The update at this end, which does as it should: it comes through, or is told in time."""
+    """Run the update at an endpoint that behaves correctly: it completes, or raises ``TrainingFailed`` in time."""
     whole_or_told(bench, link, lambda: bench.update(link, bench.weights().items(), UPDATE), what)
 
 
 def _again(bench: TransportBench, link: WeightTransport, what: str) -> None:
-    """Once all ranks have come so far, ``what`` that is, a link made anew brings a whole update."""
+    """Wait until all ranks have come to ``what``, then check that a new link carries a whole update."""
     bench.all_here(what)
     link.close()
     bench.goes_on()

@@ -12,18 +12,20 @@ LEAST_RANKS = 2
 
 
 class TransportSuite(Suite, modules=(imports, transport_updates, transport_failures)):
-    """Contracts of ``engine_core.contracts.weight_transport.WeightTransport``. See ``Suite`` for the other attributes.
+    """A suite: the contracts of ``engine_core.contracts.weight_transport.WeightTransport``. ``Suite`` has the other
+    attributes.
 
-    Each rank is a process with one end of the link, as in a run: rank 0 sends, the others take.
+    Each rank is a process with one endpoint of the link, as in a run: rank 0 sends, the other ranks receive.
 
     Attributes:
         backend: name of the transport.
         options: its table, as in ``[rollout.NAME]``.
-        soon: options besides, with which it gives up within a few seconds; for contracts of what is late.
-        damage: ``module:function`` or ``file.py:function``, a context manager within which the second bucket of an update is
-            damaged between its checksum and its receiver; entered by the sender. Default: of what ``flat_buckets`` gives.
-        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the CPU. Without an index each rank
-            has the one of its number.
+        soon: further options, with which timeouts expire within a few seconds; for contracts of late peers.
+        damage: ``module:function`` or ``file.py:function``, a context manager within which the second bucket of an
+            update is damaged between its checksum and its receiver; entered by the sender. Default: for transports on
+            ``flat_buckets``.
+        device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the CPU. Without an index each
+            rank uses the device of its number.
     """
 
     kind = "weight_transports"
@@ -40,6 +42,7 @@ class TransportSuite(Suite, modules=(imports, transport_updates, transport_failu
 
     @classmethod
     def setup_class(cls) -> None:
+        """Prepare the suite; refuse a transport without links, and fewer than two ranks."""
         super().setup_class()
         if cls._problem:
             return

@@ -1,4 +1,4 @@
-"""Contracts of updates that go well: everything, once, in order, to everybody, and theirs to keep."""
+"""Contracts of updates that succeed: every weight reaches every receiver once, in order, and stays unchanged."""
 
 from __future__ import annotations
 
@@ -117,7 +117,12 @@ def _gathered(
     group: Any,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As a sharded engine streams: each tensor is put together when it is asked for, by all ranks that hold rows."""
+    """Stream like a sharded engine: all ranks that hold rows assemble each tensor when it is requested.
+
+    Args:
+        own: this rank's rows by name, [rows, columns].
+        whole: the tensors by name, [sum of all rows, columns].
+    """
     for name, part in own.items():
         rows = [len(each) for each in whole[name].chunk(len(senders))]
         parts = [torch.zeros(count, part.shape[1], dtype=part.dtype) for count in rows]

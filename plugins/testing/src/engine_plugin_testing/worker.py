@@ -1,15 +1,15 @@
 """A worker of the conformance kit: ``python -m engine_plugin_testing.worker``, one rank of a group.
 
-Told by JSON lines on stdin, answering by JSON lines::
+It reads JSON lines from stdin and answers by JSON lines::
 
     {"rank": 0, "world_size": 1, "path": [...], "folder": "/tmp/...", "context": "", ...}   the order
     -> {"ready": true}
     {"bench": "module:Class", "case": "module:function", "settings": {...}, "folder": "...", "deadline": 120}
     -> {"failed": "", "crashed": false}   or the failure's text, and whether it was no failed assertion
 
-The answers go to a private copy of stdout; what engines print goes to stderr, and stdin is empty, so
-nothing can disturb the protocol. A watchdog in C ends the process past the deadline, whoever holds the
-interpreter, and prints every stack.
+The answers go to a private copy of stdout. What engines print goes to stderr, and stdin is empty, so that nothing can
+disturb the protocol. Past the deadline a watchdog in C prints every stack and ends the process, even while another
+thread holds the interpreter.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0  # after the launcher's own deadline
-INTERNAL = ("worker.py", "contextlib.py")  # frames that tell nothing about a failure
+INTERNAL = ("worker.py", "contextlib.py")  # frames that say nothing about a failure
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands."""
+    """A worker's rank and the folders that it shares with the other ranks."""
 
     rank: int
     world_size: int
@@ -101,7 +101,11 @@ def _enter(stack: contextlib.ExitStack, order: dict[str, Any]) -> None:
 
 
 def run(request: dict[str, Any], order: dict[str, Any]) -> tuple[str, bool]:
-    """Run one case on its bench; the failure's text, empty where it holds, and whether it crashed."""
+    """Run one case on its bench.
+
+    Returns:
+        The failure's text, empty if the case holds; and whether the failure is no failed assertion.
+    """
     place = Place(order["rank"], order["world_size"], Path(order["cache"]), Path(request["folder"]))
     try:
         bench = resolve(request["bench"])
@@ -114,7 +118,7 @@ def run(request: dict[str, Any], order: dict[str, Any]) -> tuple[str, bool]:
 
 
 def resolve(name: str, root: Path | None = None) -> Any:
-    """``module:qualname``, or ``file.py:qualname`` relative to ``root``."""
+    """Import ``module:qualname``, or ``file.py:qualname`` relative to ``root``."""
     module, _, qualname = name.partition(":")
     if module.endswith(".py"):
         from engine_core.plugins.modules import import_file
@@ -128,7 +132,7 @@ def resolve(name: str, root: Path | None = None) -> Any:
 
 
 def _told(exc: BaseException) -> str:
-    """Message first, then the traceback without our own frames."""
+    """Return the error's message and its traceback without ``INTERNAL`` frames."""
     frames = [f for f in traceback.extract_tb(exc.__traceback__) if Path(f.filename).name not in INTERNAL]
     kind = "" if isinstance(exc, AssertionError) else f"{type(exc).__name__}: "
     return f"{kind}{exc}\n\n{''.join(traceback.format_list(frames))}".rstrip()

@@ -1,20 +1,19 @@
-"""What would make a run quicker: from the seconds of its phases, whether sampling ahead, more samplers or more trainers.
+"""Advice on a run's speed, from the seconds of its phases: sampling ahead, more samplers or more trainers.
 
-Of a run whose steps sample, then train, with medians over steps (the first is left out):
+For a run whose steps sample, then train, with medians over steps (without the first):
 
 - ``g`` seconds of sampling, ``w`` of a whole step, ``w - g`` of everything else.
-- A sampler on devices of its own beside a trainer that keeps all of its: at best ``max(g, w - g)`` a step.
-- The same devices shared out between the two: no work goes away, so ``w`` or more. What can be gained is the time in
-  which most responses are done and the last ones still go on: a sampler that is never without requests needs at
-  best ``g * mean / max`` of the responses' lengths, so ``w - g + g * mean / max`` is a lower bound.
+- A sampler on further, dedicated devices, while the trainer keeps all of its own: at best ``max(g, w - g)`` a step.
+- The same devices divided between the two: the work stays the same, so at least ``w``. The possible gain is the time
+  in which most responses are done and the last ones still run: a sampler that always has requests needs at best
+  ``g * mean / max`` of the responses' lengths, so ``w - g + g * mean / max`` is a lower bound.
 
-Of one that samples ahead: ``m`` seconds in which the sampler had work and ``g`` in which the step waited for rollouts,
-or an update of weights for the sampler.
-The side that the other waits for is the one to strengthen, at best down to the other's time: ``w - g`` with more
-samplers, ``m`` with more trainers. One after the other they would take ``w - g + m``, if neither were slowed down by
-the other.
+For a run that samples ahead: ``m`` seconds in which the sampler had work, and ``g`` in which the step waited for
+rollouts, or for an update of the sampler's weights. More devices help the side that the other waits for, at best down
+to the other's time: ``w - g`` with more samplers, ``m`` with more trainers. In turn the two would take ``w - g + m``,
+if neither slowed the other down.
 
-Bounds, not promises: everything is taken to scale as the devices do.
+These are bounds, not promises: everything is assumed to scale with the devices.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-WORTH = 1.1  # times as quick: less is not worth a change
+WORTH = 1.1  # speed-up below which a change is not worth it
 
 
 def advice(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What to change, with the numbers; empty where there are too few steps, or nothing is sampled and trained.
+    """Return what to change, with numbers; empty for too few steps, or if the run does not both sample and train.
 
     Args:
-        lines: metrics of steps, the first one included.
+        lines: metrics of steps, including the first.
     """
     usable = [line for line in lines if line.get("step", 1) and line.get("time/train")][1:]
     if len(usable) < 2 or not all("time/generate" in line for line in usable):
@@ -45,7 +44,7 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _in_turn(medians: Mapping[str, float]) -> str:
-    """Of a run that samples, then trains."""
+    """Return the advice for a run that samples, then trains."""
     step, sampling = medians["time/step"], medians["time/generate"]
     rest = max(step - sampling, 0.0)
     longest = medians.get("response_length/max", 0.0)
@@ -70,7 +69,7 @@ def _in_turn(medians: Mapping[str, float]) -> str:
 
 
 def _ahead(medians: Mapping[str, float]) -> str:
-    """Of a run that samples ahead."""
+    """Return the advice for a run that samples ahead."""
     step, stood, busy = medians["time/step"], medians.get("time/sync_wait", 0.0), medians["time/sampling"]
     waited = medians["time/generate"] + stood
     rest = max(step - waited, 0.0)

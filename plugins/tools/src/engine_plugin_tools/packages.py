@@ -1,4 +1,4 @@
-"""Packages that only some uses of this distribution need: its extras."""
+"""Packages that only some uses of this distribution need, installed by its extras."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def require_package(package: str, extra: str, user: str, otherwise: str = "") ->
 
     Args:
         package: its name; it is imported by that name, with ``_`` for ``-``.
-        extra: of engine-plugin-tools, which installs it.
-        user: what needs it; the message begins with it.
-        otherwise: what to do instead, for the end of the message.
+        extra: of engine-plugin-tools, which installs the package.
+        user: the feature that needs the package; the message begins with it.
+        otherwise: an alternative, for the end of the message.
 
     Raises:
-        PluginError: it is not installed.
+        PluginError: the package is not installed.
     """
     try:
         found = importlib.util.find_spec(package.replace("-", "_")) is not None
-    except ValueError:  # imported already, and without a spec
+    except ValueError:  # imported already, without a spec
         found = True
     if not found:
         raise PluginError(

@@ -1,4 +1,4 @@
-"""What this distribution offers: commands that look at runs and machines, and trackers."""
+"""The hooks of this distribution: commands for runs and machines, and trackers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine_plugin_tools.tracker_options import TensorBoardOptions, WandbOptions
 
 @hookimpl
 def engine_trackers() -> Mapping[str, TrackerSpec]:
+    """Offer ``tensorboard`` and ``wandb``."""
     return {
         "tensorboard": TrackerSpec(
             load="engine_plugin_tools.trackers:TensorBoard", config=TensorBoardOptions
@@ -21,11 +22,13 @@ def engine_trackers() -> Mapping[str, TrackerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
+    """Offer ``advice``."""
     return {"advice": Part(load="engine_plugin_tools.advice:advice")}
 
 
 @hookimpl
 def engine_commands() -> Mapping[str, Command]:
+    """Offer the commands."""
     here = "engine_plugin_tools.commands."
     measure = "Measure the parts of a run on this machine."
     start = "Start a plugin or a run file from a template."

@@ -1,10 +1,10 @@
-"""A step of a run once more: its stored rollouts, and the state that it started from. Nothing of the run is touched.
+"""Replay of a step of a run from its stored rollouts and its initial state. The run is only read.
 
-The state before step N is the newest good checkpoint of an earlier step, or the model where there is none.
-Steps between the two are learned again from their own rollouts, so that on the same machine with unchanged
-settings the numbers of step N are those that were recorded.
+The state before step N is the newest good checkpoint of an earlier step, or the model if there is none. Steps in
+between are replayed from their own rollouts, so that on the same machine with unchanged settings the numbers of step N
+equal the recorded ones.
 
-Left out on purpose: sampling again. What a step learned from is what was written.
+Left out on purpose: sampling again. A replay learns from the rollouts that were written.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 NOT_OF_A_STEP = ("time", "throughput/", "memory/", "sync/")
-"""Metrics that are another machine's business."""
+"""Prefixes of metrics that depend on the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """From where a step is done again.
+    """The state from which a step is replayed.
 
     Args:
         step: of the checkpoint; 0: the model itself.
-        again: steps after it, before the one in question, that are learned again.
-        left_out: such steps whose rollouts were not kept, or are not wanted.
+        checkpoint: its folder.
+        again: steps between the checkpoint and the replayed step that are replayed first.
+        left_out: such steps that are skipped, because their rollouts were not kept, or by ``only``.
     """
 
     step: int
@@ -58,12 +59,12 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What came of a step that was done again.
+    """The result of a replayed step.
 
     Args:
-        start: from where.
+        start: the state before.
         metrics: of the step, now.
-        recorded: the line of the step in the run's ``metrics.jsonl``; empty where it did not come so far.
+        recorded: the line of the step in the run's ``metrics.jsonl``; empty if the run did not finish the step.
     """
 
     start: Start
@@ -71,30 +72,30 @@ class Replayed:
     recorded: Mapping[str, Any]
 
     def rows(self) -> list[tuple[str, float | None, float]]:
-        """Name, recorded value and value now of each metric; times and memory are left out."""
+        """Return name, recorded value and present value of each metric, without times and memory."""
         names = sorted(name for name in self.metrics if not name.startswith(NOT_OF_A_STEP))
         return [(name, self.recorded.get(name), self.metrics[name]) for name in names]
 
 
 def find_start(run: TrainingRun, folder: RunFolder, step: int, only: bool = False) -> Start:
-    """From where ``step`` can be done again.
+    """Find the state from which ``step`` can be replayed.
 
     Args:
         run: of the run's config.
         folder: of the run.
         step: from 1.
-        only: leave the steps between out, also where their rollouts were kept.
+        only: skip the steps in between, even if their rollouts were kept.
 
     Raises:
-        DataError: its rollouts were not kept.
-        ConfigError: the trainer samples nothing, so that steps between cannot be left out.
+        DataError: the rollouts of ``step`` were not kept.
+        ConfigError: the trainer samples nothing, so that steps in between cannot be skipped.
     """
     if only and not run.samples:
         raise ConfigError(
             f"--only: trainer '{run.config.trainer}' samples nothing; which rows a step takes follows from the steps before it."
         )
     if run.samples:
-        RolloutFile(folder.rollout_file(step))  # or says which there are
+        RolloutFile(folder.rollout_file(step))  # raises an error that names the existing ones
     checkpoints = Checkpoints(folder.checkpoints)
     good = [s for s in checkpoints.steps() if s < step and not problems(checkpoints.path(s))]
     start = good[-1] if good else 0
@@ -108,17 +109,17 @@ def find_start(run: TrainingRun, folder: RunFolder, step: int, only: bool = Fals
 
 
 def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Replayed:
-    """Do a step again.
+    """Replay a step.
 
     Args:
         run: a trainer of the run's config, perhaps with changed settings; not set up.
         folder: of the run; only read.
         step: from 1.
-        start: what ``find_start`` gave for them.
+        start: the result of ``find_start`` for these.
 
     Raises:
         ConfigError: a changed setting does not fit the checkpoint.
-        TrainingFailed: the step fails, as it may have then.
+        TrainingFailed: the step fails, as it may have in the run.
     """
     found = Resume.at(start.checkpoint) if start.checkpoint else None
     if found:
@@ -140,7 +141,11 @@ def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Repl
 
 
 def check_step(step: int, folder: RunFolder) -> None:
-    """Refuse a step that the run never came to."""
+    """Raise for a step that the run never began.
+
+    Raises:
+        DataError: with the last step of the run.
+    """
     steps = [line["step"] for line in folder.read_metrics() if line["step"]]
     last = max(steps, default=0)
     if step > last + 1:  # the next one may have failed

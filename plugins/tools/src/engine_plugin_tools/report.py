@@ -1,7 +1,7 @@
-"""A run as one page: ``report.html`` (self-contained, nothing is fetched) and ``curves.png``.
+"""A run as one page: ``report.html`` (self-contained, loads nothing) and ``curves.png``.
 
-It is made from the files of the run folder alone, so it can be made of a run that still goes, that
-died, or that came from another machine.
+It is made from the files of the run folder alone, so the run may still be running, may have died, or may come from
+another machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write_report(run_path: Path | str) -> Path:
 
     Raises:
         PluginError: matplotlib, which draws the curves, is not installed.
-        DataError: there is no such run, or it has no metrics yet.
+        DataError: the run does not exist, or has no metrics yet.
     """
     import jinja2
 
@@ -119,7 +119,7 @@ def _facts(environment: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, 
 
 
 def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the numbers that a reader looks for first."""
+    """Return (label, value, remark) of the most important numbers."""
     tiles = [("steps", str(metrics[-1]["step"]), "")]
     rewarded = any("reward/mean" in line for line in metrics)
     for label, name, form in (
@@ -134,7 +134,7 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
         _, values = _points(metrics, name)
         if not values or (label == "loss" and rewarded):
             continue
-        # Of a noisy curve: the mean of its first and of its last tenth.
+        # For a noisy curve, the means of its first and last tenth.
         part, remark = max(1, len(values) // 10), "at first"
         if name.startswith("eval/"):
             part, remark = 1, "before"
@@ -146,7 +146,7 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
 
 
 def _samples(run: RunFolder) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Completions to read: of the first and last evaluation, else of the first and last step."""
+    """Return completions of the first and last evaluation, or else of the first and last step."""
     held_out = sorted((run.rollouts_dir / "eval").rglob("step_*.parquet"), key=lambda file: file.name)
     files = held_out or sorted(run.rollouts_dir.glob("step_*.parquet"))
     shown: list[tuple[str, list[dict[str, Any]]]] = []
@@ -167,7 +167,7 @@ def _samples(run: RunFolder) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def _svg(figure: Figure) -> str:
-    """The picture as markup for a page: without the XML prolog, whose doctype names an address."""
+    """Return the picture as markup for a page, without the XML prolog, whose doctype contains an address."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
@@ -198,19 +198,19 @@ def _figure(metrics: Metrics) -> Figure:
 
 
 def _scores(metrics: Metrics) -> dict[str, str]:
-    """Metrics of held-out sets that have a panel of their own, with their labels."""
+    """Return the metrics of held-out sets that the run has, with their labels."""
     names = dict.fromkeys(name for line in metrics for name in line if SCORE.fullmatch(name))
     return {name: name.removeprefix("eval/").replace("/", " ") for name in names}
 
 
 def _points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, where it has one."""
+    """Return the steps and values of a metric, for the lines that have it."""
     found = [line for line in metrics if line.get(name) is not None]
     return [line["step"] for line in found], [line[name] for line in found]
 
 
 def _draw_lines(metrics: Metrics, title: str, labels: Mapping[str, str], axes: Axes) -> None:
-    """Each metric as a faint line and its running mean; evaluations as dots."""
+    """Draw each metric as a faint line and its running mean; evaluations as dots."""
     axes.set_title(title)
     for color, (name, label) in zip(COLORS, labels.items(), strict=False):
         steps, values = _points(metrics, name)
@@ -229,13 +229,13 @@ def _draw_lines(metrics: Metrics, title: str, labels: Mapping[str, str], axes: A
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Mean over a window of a twentieth of the curve, centred, cut at the ends."""
+    """Return the mean over a centered window of a twentieth of the curve, cut at the ends."""
     half = max(1, len(values) // 40)
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _draw_phases(metrics: Metrics, phases: Sequence[str], axes: Axes) -> None:
-    """Seconds of each phase, one above the other."""
+    """Draw the seconds of each phase as a stack."""
     axes.set_title("Seconds per step, by phase")
     lines = [line for line in metrics if any(f"time/{phase}" in line for phase in phases)]
     seconds = [[line.get(f"time/{phase}") or 0.0 for line in lines] for phase in phases]

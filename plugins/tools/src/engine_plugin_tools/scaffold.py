@@ -1,7 +1,7 @@
-"""Start something new from the templates in the wheel: a plugin, or a run file.
+"""New plugins and run files, from the templates in the wheel.
 
-The plugin template, ``templates/plugin``, is a working plugin. Copying replaces a few exact words, so what is tested
-there is what is written here.
+The plugin template, ``templates/plugin``, is a working plugin. Copying replaces a few exact words, so the tested
+template is what gets written.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def new_plugin(name: str, folder: Path) -> Path:
     """Write a complete plugin that offers one reward called ``name``.
 
     Args:
-        name: letters, digits, ``_`` and ``-``; the name that run files will use (with ``_``). A leading
-            ``engine-plugin-`` is left out, as the folder gets it anyway.
-        folder: where the plugin's own folder ``engine-plugin-NAME`` is put.
+        name: letters, digits, ``_`` and ``-``; run files will use this name (with ``_``). A leading ``engine-plugin-``
+            is ignored, since the folder's name has it anyway.
+        folder: parent of the plugin's own folder ``engine-plugin-NAME``.
 
     Returns:
         The plugin's folder.
 
     Raises:
-        ConfigError: the name cannot be one, or a file of the plugin exists; nothing was written.
+        ConfigError: the name is not valid, or a file of the plugin exists; nothing was written.
     """
     python_name = _python_name(name)
     distribution = _distribution(python_name)
@@ -46,7 +46,7 @@ def new_plugin(name: str, folder: Path) -> Path:
 
 
 def taken(name: str) -> str:
-    """Why a plugin of this name would get in the way of another one; empty where it would not."""
+    """Return why a plugin of this name would conflict with another one; empty if it would not."""
     reward = _python_name(name)
     own = _distribution(reward)
     offers = {(offer.kind, offer.name): offer.distribution.name for offer in installed()}
@@ -64,7 +64,7 @@ def taken(name: str) -> str:
 
 
 def _python_name(name: str) -> str:
-    """The name that run files and modules use."""
+    """Return the name that run files and modules use."""
     found = name.replace("-", "_").removeprefix("engine_plugin_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", found) or keyword.iskeyword(found):
         raise ConfigError(
@@ -83,10 +83,10 @@ def _distribution(python_name: str) -> str:
 
 
 def new_run(folder: Path) -> Path:
-    """Write a starting run file and a few rows of data.
+    """Write a run file to start from and a few rows of data.
 
     Args:
-        folder: where ``run.toml`` and ``data/train.jsonl`` are put; made if absent.
+        folder: for ``run.toml`` and ``data/train.jsonl``; made if absent.
 
     Returns:
         The path of the run file.

@@ -1,4 +1,4 @@
-"""JSON schema of a run file, for editors: the core's tables with every installed plugin's mounted."""
+"""The JSON schema of a run file, for editors: the core's tables with those of every installed plugin."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Schema = dict[str, Any]
 
 
 def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
-    """The schema of a whole run file.
+    """Return the schema of a whole run file.
 
     Args:
-        specs: kind -> name -> spec, of everything whose tables are to be known.
+        specs: kind -> name -> spec, for all tables to include.
     """
-    schema = EngineConfig.model_json_schema(mode="serialization")  # without what the loader fills in
+    schema = EngineConfig.model_json_schema(mode="serialization")  # without the loader's own fields
     definitions = schema["$defs"]
     tables = {model_of(section): choices for section, choices in CHOICES.items()}  # actor and ref are one
     for model, choices in tables.items():
@@ -30,7 +30,7 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
             table = schema if model is EngineConfig else definitions[model.__name__]
             _mount(table, key, kind, specs.get(kind, {}), definitions)
     for name, spec in [item for named in specs.values() for item in named.items()]:
-        # what the name's own table chooses
+        # names that the name's own table chooses
         own = definitions.get(f"{spec.kind}.{name}.{spec.config.__name__}")
         for key, kind in getattr(spec.config, "chooses", {}).items() if own else ():
             _offer(own["properties"][key], specs.get(kind, {}))
@@ -50,7 +50,7 @@ def _mount(table: Schema, key: str, kind: str, specs: Mapping[str, Spec], defini
     _offer(table["properties"][key], [*specs, *(word for of, word in AUTO.items() if of == kind)])
     for name, spec in specs.items():
         if name in table["properties"] and "." not in table["properties"][name].get("$ref", ""):
-            continue  # a name like a core key or table has no table
+            continue  # a name that equals a core key or table has no table
         prefix = f"{spec.kind}.{name}."
         options = spec.config.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
         for inner, definition in options.pop("$defs", {}).items():
@@ -64,7 +64,7 @@ def _mount(table: Schema, key: str, kind: str, specs: Mapping[str, Spec], defini
 
 
 def _offer(chooser: Schema, specs: Collection[str]) -> None:
-    """The names that a key, or each element of it, may have."""
+    """Restrict a key, or each element of its list, to the names."""
     names = {"anyOf": [{"enum": sorted(specs)}, {"type": "string", "pattern": ":"}]}  # "dist:name"
     if chooser.get("type") == "array":
         chooser["items"] = names
@@ -74,7 +74,7 @@ def _offer(chooser: Schema, specs: Collection[str]) -> None:
 
 
 def schema_at(schema: Schema, path: str) -> Schema:
-    """The part of ``json_schema`` for one table: ``actor.torch``, ``reward.format``.
+    """Return the part of ``json_schema`` for one table: ``actor.torch``, ``reward.format``.
 
     Raises:
         ConfigError: there is no such table.
@@ -90,7 +90,7 @@ def schema_at(schema: Schema, path: str) -> Schema:
 
 
 def _table(node: Schema, schema: Schema) -> Schema:
-    """The table behind a reference, an optional one or an array of them."""
+    """Return the table behind a reference, an optional reference or an array of references."""
     while True:
         if "$ref" in node:
             node = schema["$defs"][node["$ref"].removeprefix("#/$defs/")]

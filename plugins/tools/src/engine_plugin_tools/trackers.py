@@ -1,4 +1,4 @@
-"""Trackers. Their libraries are imported in the tracker's own thread, on its first use."""
+"""Trackers, whose libraries are imported in the tracker's own thread, on first use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Tracker):
-    """Event files below the run folder: ``tensorboard --logdir runs``."""
+    """A tracker that writes event files below the run folder: ``tensorboard --logdir runs``."""
 
     def __init__(self, options: TensorBoardOptions | None = None) -> None:
         super().__init__(options or TensorBoardOptions())
         _require_package("tensorboard")
 
     def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        """Open the event files."""
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps at or after purge_step that an earlier attempt wrote are hidden.
@@ -28,24 +29,27 @@ class TensorBoard(Tracker):
         self._writer = SummaryWriter(str(run.path / self.options.folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Close the event files."""
         self._writer.close()
 
 
 class Wandb(Tracker):
-    """Weights & Biases. Its key comes from ``wandb login`` or ``WANDB_API_KEY``, never from the TOML."""
+    """A tracker for Weights & Biases. Its key comes from ``wandb login`` or ``WANDB_API_KEY``, never from the TOML."""
 
     def __init__(self, options: WandbOptions | None = None) -> None:
         super().__init__(options or WandbOptions())
         _require_package("wandb")
 
     def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
+        """Start the run, or resume it under its stored id."""
         import wandb
 
-        id_file = run.path / "wandb_id.txt"  # under which W&B knows the run, also when it is resumed
+        id_file = run.path / "wandb_id.txt"  # the run's id at W&B, also after a resume
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
@@ -60,12 +64,14 @@ class Wandb(Tracker):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 def _require_package(name: str) -> None:
-    """Refuse a tracker, before the first step, whose package of the same name is not installed."""
+    """Raise ``PluginError`` before the first step if the tracker's package, of the same name, is not installed."""
     require_package(name, name, f"Tracker '{name}'", ", or take it out of tracking.trackers")

@@ -1,4 +1,4 @@
-"""Shapes and what a token of them costs, against figures published by others."""
+"""Shapes and the cost of a token, against published figures."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_train_counts_every_token_of_the_mini_batch_and_plans_as_a_run_does(engi
     assert (found["tokens_per_step"], found["micro_batches"]) == (120, 3)
     assert found["tokens_per_s"] == pytest.approx(120 / found["step_s"])
     assert (found["backend"], found["model"], found["device"]) == ("torch", "tiny", "cpu")
-    assert "mfu" not in found  # nobody knows the peak of this device
+    assert "mfu" not in found  # the peak of this device is unknown
 
 
 def test_rollout_samples_full_groups_of_full_length(engine, rl_run):
@@ -99,7 +99,7 @@ def test_bad_words_are_refused(engine, sft_run, words, message):
 
 @pytest.fixture
 def known_cpu(monkeypatch):
-    """A data sheet for this device, made up."""
+    """Add a made-up data sheet for this device."""
     made = Device(flops=1e12, bandwidth=1e10)
     monkeypatch.setitem(DEVICES, "cpu", made)
     return made

@@ -29,7 +29,7 @@ NAMES = [
 
 @pytest.fixture
 def checked(tmp_path, capsys):
-    """checked(name): the exit code and the lines by name."""
+    """Return ``checked(name)``: the exit code and the lines by name."""
 
     def check(name):
         code = check_template(str(save(name, tmp_path / name)), as_json=True)

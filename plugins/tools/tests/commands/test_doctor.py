@@ -27,7 +27,7 @@ NAMES = [
 
 
 def expected_names():
-    """``NAMES``, and a line before "plugins" for each installed train engine that has something to say of the machine."""
+    """Return ``NAMES``, with a line before "plugins" for each installed train engine that reports on the machine."""
     installed = sorted(known_names("train_engines"))
     plugins = PluginSet.load({"train_engines": installed})
     told = [f"train_engine {name}" for name in installed if plugins.spec("train_engines", name).health]

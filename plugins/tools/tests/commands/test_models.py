@@ -102,7 +102,7 @@ steps = 1
 
 @pytest.fixture
 def with_sets(engine, rl_run):
-    """A finished run that evaluated three sets."""
+    """Return a finished run that evaluated three sets."""
     (rl_run.parent / "few.jsonl").write_text("".join(f'{{"prompt": "{i}*{i}="}}\n' for i in range(5)))
     (rl_run.parent / "sets.toml").write_text(SETS)
     answer = engine("train", "sets.toml")

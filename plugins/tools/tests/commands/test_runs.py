@@ -12,7 +12,7 @@ from engine_core.runs.tracking import RunFolder
 
 @pytest.fixture
 def finished(engine, rl_run):
-    """A run of two steps of GRPO."""
+    """Return a run of two steps of GRPO."""
     assert engine("train", "rl.toml").code == 0
     return rl_run.parent / "runs" / "first"
 

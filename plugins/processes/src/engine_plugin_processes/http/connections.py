@@ -1,4 +1,4 @@
-"""Connections to one server, never used for longer than a try may take."""
+"""Connections to one server, never used for longer than an attempt may take."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FAULTS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, Val
 
 
 class Passing(Exception):
-    """A try that failed of what may pass.
+    """An error: an attempt failed, and another one may succeed.
 
     Args:
-        reason: for the message of the last try.
+        reason: for the message of the last attempt.
         wait: seconds that the server asks for.
     """
 
@@ -33,7 +33,7 @@ class Passing(Exception):
 
 
 class Connections:
-    """One connection for each thread that asks, kept while it lasts. Proxies of the environment are not used.
+    """A connection for each thread, kept open between requests. Proxies of the environment are not used.
 
     Args:
         url: of the server.
@@ -54,17 +54,17 @@ class Connections:
         most: int,
         path: str | None = None,
     ) -> tuple[Any, bytes | None]:
-        """The response, whatever its status, and its body as it came; None for one of more than ``most`` bytes.
+        """Return the response, whatever its status, and its raw body; None for a body of more than ``most`` bytes.
 
         Args:
-            body: to post; None: the address is read (GET).
+            body: to post; None: a GET request.
             headers: to send.
             seconds: for everything, from the connection to the last byte.
             most: bytes of the body.
-            path: instead of that of ``url``.
+            path: instead of the path of ``url``.
 
         Raises:
-            Passing: there is none, or it broke off.
+            Passing: no response came in time, or the connection broke.
         """
         until = time.monotonic() + seconds
         connection = self._connected(until, seconds)
@@ -80,7 +80,7 @@ class Connections:
         finally:
             if not whole or ended.is_set():
                 connection.close()
-        if ended.is_set():  # what was cut off may look like an end
+        if ended.is_set():  # a response that was cut off may look complete
             raise Passing(f"no whole answer within {seconds:.3g} s")
         return response, answer
 
@@ -112,7 +112,11 @@ class Connections:
         return response, b"".join(parts)
 
     def _connected(self, until: float, seconds: float) -> HTTPConnection:
-        """This thread's connection if it still stands, else a new one."""
+        """Return this thread's connection if it is still open, else a new one.
+
+        Raises:
+            Passing: no connection in time.
+        """
         kept: HTTPConnection | None = getattr(self.own, "connection", None)
         if kept is not None:
             with contextlib.suppress(ValueError, OSError):
@@ -140,12 +144,12 @@ class Connections:
 
 @contextlib.contextmanager
 def _cut_off(sock: Any, seconds: float, ended: threading.Event) -> Iterator[None]:
-    """End what is done with a socket after so long, and tell ``ended``: its own time-out begins again with each byte."""
+    """Shut a socket down after ``seconds`` and set ``ended``: the socket's own timeout restarts with each byte."""
 
     def cut() -> None:
         ended.set()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # under TLS, whose own shutdown would talk first
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, whose shutdown would send bytes first
 
     timer = threading.Timer(seconds, cut)
     timer.daemon = True
@@ -157,11 +161,11 @@ def _cut_off(sock: Any, seconds: float, ended: threading.Event) -> Iterator[None
 
 
 def _late(error: Exception) -> bool:
-    if isinstance(error, urllib3.exceptions.NewConnectionError):  # a time-out too, for this library
+    if isinstance(error, urllib3.exceptions.NewConnectionError):  # a subclass of urllib3's timeout errors
         return False
     return isinstance(error, TimeoutError | urllib3.exceptions.TimeoutError)
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the objects that the library's messages begin with."""
+    """Return the error's message without the objects with which the library's messages begin."""
     return str(error).rpartition(": ")[2] or type(error).__name__

@@ -12,7 +12,7 @@ from engine_core.specs import Options
 
 
 class ServerOptions(Options):
-    """What is asked of every server; a subclass adds what it is for."""
+    """The options of every server; a subclass adds those of its purpose."""
 
     renamed = {"try_seconds": "attempt_timeout_seconds"}
 
@@ -42,7 +42,7 @@ class ServerOptions(Options):
             raise ValueError(
                 "spaces, backslashes, @ and what is not ASCII are read differently by different programs."
             )
-        _ = parts.port  # refuses one that is no number
+        _ = parts.port  # raises ValueError for a port that is no number
         return url
 
     @field_validator("token_env")
@@ -54,7 +54,7 @@ class ServerOptions(Options):
 
 
 def says_it_is_secret(variable: str) -> None:
-    """Refuse a variable whose value no log would hide.
+    """Raise for a variable whose value logs would not redact.
 
     Raises:
         ValueError: its name does not say that it holds a secret.

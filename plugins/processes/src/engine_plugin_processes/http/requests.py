@@ -1,4 +1,6 @@
-"""Questions to one server: with secrets that no message shows, at a pace, tried again where it may help."""
+"""Requests to one server: secrets are redacted in messages, the rate is limited, and failures that may pass are
+retried.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ PASSING = {429, *range(500, 600)}  # statuses that another try may change
 
 
 class NoAnswer(Exception):
-    """A request that has no answer, for good.
+    """An error: a request failed for good.
 
     Args:
-        reason: fit for a log.
-        status: of the response, where there was one; 0 else.
+        reason: safe for a log.
+        status: of the response; 0 without a response.
     """
 
     def __init__(self, reason: str, status: int = 0) -> None:
@@ -36,7 +38,7 @@ class NoAnswer(Exception):
 def secret_parts(
     token_env: str | None, secret_headers: Mapping[str, str], table: str
 ) -> tuple[dict[str, str], list[str]]:
-    """The headers whose values come from the environment, and the values.
+    """Return the headers whose values come from the environment, and these values.
 
     Args:
         token_env: variable of the token.
@@ -44,7 +46,7 @@ def secret_parts(
         table: of the run file, for messages.
 
     Raises:
-        ConfigError: a variable is not set, or holds what is no token.
+        ConfigError: a variable is not set, or its value cannot be a token.
     """
     headers, secrets = {}, []
     if token_env is not None:
@@ -66,10 +68,10 @@ def _secret(table: str, key: str, variable: str) -> str:
 
 
 class Pace:
-    """At most so many requests a second, evenly; used by several threads.
+    """A rate limit: requests are spaced evenly. Thread-safe.
 
     Args:
-        rate: requests a second; None: as they come.
+        rate: requests a second; None: no limit.
     """
 
     def __init__(self, rate: float | None) -> None:
@@ -77,7 +79,9 @@ class Pace:
         self.next, self.lock = 0.0, threading.Lock()
 
     def wait(self, deadline: float) -> bool:
-        """Wait for a place; False, at once and without taking one, where it lies after the deadline."""
+        """Wait for the next slot and return True; return False at once, without taking it, if it is after the
+        deadline.
+        """
         with self.lock:
             place = max(self.next, time.monotonic())
             if place >= deadline:
@@ -88,15 +92,15 @@ class Pace:
 
 
 class Asker:
-    """Asks one server; used by several threads.
+    """A client of one server. Thread-safe.
 
     Args:
         connections: to the server.
-        headers: sent with every request, with ``secrets`` in them, which are never written down.
-        secrets: what no message shows.
-        attempt_timeout_seconds: for one try.
-        retries: further tries.
-        backoff_seconds: before the second try.
+        headers: sent with every request; contain ``secrets`` and are never logged.
+        secrets: texts that are redacted in messages.
+        attempt_timeout_seconds: for one attempt.
+        retries: further attempts.
+        backoff_seconds: before the second attempt.
         max_bytes: longest response.
         pace: of all requests.
         longest_key: the option that allows a longer response, for the message.
@@ -124,29 +128,32 @@ class Asker:
         self.headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
-            "Accept-Encoding": "identity",  # and what is packed all the same is never unpacked
+            "Accept-Encoding": "identity",  # a body that is compressed nevertheless is never decompressed
             **headers,
         }
-        self.random = random.Random()  # not the run's: a pause must not change what is drawn elsewhere
+        self.random = random.Random()  # not the run's: a pause must not change other random draws
 
     def shown(self, text: bytes | str, last: bool = False) -> str:
-        """The beginning or the end of a text for a message; servers quote what they were sent, so secrets go before it is cut."""
+        """Return the beginning, or the end, of a text for a message.
+
+        Secrets are redacted before the text is cut: servers quote requests.
+        """
         whole = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         for secret in self.secrets:
             whole = whole.replace(secret, "[redacted]")
         return whole[-SHOWN:] if last else whole[:SHOWN]
 
     def answer(self, body: bytes | None, deadline: float, path: str | None = None) -> bytes:
-        """The body of a response with status 200.
+        """Return the body of a response with status 200.
 
         Args:
-            body: to post; None: the address is read.
-            deadline: of ``time.monotonic``, for all tries.
-            path: instead of that of the server's address.
+            body: to post; None: a GET request.
+            deadline: of ``time.monotonic``, for all attempts.
+            path: instead of the path of the server's address.
 
         Raises:
-            TimeoutError: there was none before the deadline.
-            NoAnswer: there was another response, or none after all tries.
+            TimeoutError: no such response before the deadline.
+            NoAnswer: another status that is not retried, a too long response, or no success after all attempts.
         """
         for number in range(self.retries + 1):
             left = deadline - time.monotonic()
@@ -180,7 +187,7 @@ class Asker:
 
 
 def _pause_asked_for(response: Any) -> float | None:
-    """Seconds of its ``Retry-After``; None where it has none, or one that is neither a number nor a date."""
+    """Return the seconds of ``Retry-After``; None if the header is missing, or neither a number nor a date."""
     try:
         return Retry().get_retry_after(response)
     except urllib3.exceptions.InvalidHeader:

@@ -1,10 +1,10 @@
-"""Weights by broadcast: one process group over the sender and all receivers, gloo or, where all are on CUDA, NCCL.
+"""Weights by broadcast: one process group over the sender and all receivers, gloo or, if all are on CUDA, NCCL.
 
-The group is none of ``torch.distributed``'s default ones, in which every pool is a world of its own. Each bucket is
-three broadcasts: two lengths, what is in it, its bytes. The next one is gathered while the last one is on its way.
-Words go through host memory by gloo in any case, bytes by NCCL from device to device where that can be: who waits for
-a word is told when nobody will send it, and a kernel of NCCL is begun when the bytes are there.
-Whether NCCL works between these GPUs is tried where the ends are joined; where it does not, bytes too go by gloo.
+The group is separate from ``torch.distributed``'s default groups, in which every pool is its own world. Each bucket
+takes three broadcasts: two lengths, the header, the bytes. The next bucket is gathered while the last one is in
+flight. Lengths and headers always go through host memory by gloo, so that a receiver's wait fails when the sender has
+gone. Bytes go from device to device by NCCL where possible, and a kernel of NCCL starts only when the bytes are ready.
+Whether NCCL works between these GPUs is tried when the endpoints join; otherwise bytes go by gloo, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine_plugin_processes.transports.bucketing import FlatBucket, flat_bucket
 from engine_plugin_processes.transports.devices import gpu_uuid
 
 MAX_HEADER_BYTES = 1 << 31
-SPIN_SECONDS = 0.05  # a bucket takes a millisecond; who waits longer waits for somebody
+SPIN_SECONDS = 0.05  # a bucket takes a millisecond; a longer wait is for a slow peer
 NAP_SECONDS = 0.001
 
 log = logging.getLogger("engine")
@@ -38,8 +38,8 @@ log = logging.getLogger("engine")
 class Broadcast(WeightTransport):
     """The transport ``broadcast``: a process group over the sender and all receivers."""
 
-    group: Any = None  # of words, and of bytes where these go through host memory
-    bytes_group: Any = None  # of NCCL
+    group: Any = None  # gloo, for lengths and headers, and for bytes that go through host memory
+    bytes_group: Any = None  # NCCL, for bytes between GPUs
     device = torch.device("cpu")
 
     def open(self) -> Any:
@@ -47,6 +47,7 @@ class Broadcast(WeightTransport):
         return gpu_uuid(self.endpoint.device) if dist.is_nccl_available() else ""
 
     def join(self, peers: Sequence[Any]) -> None:
+        """Make the gloo group and, if every endpoint has its own GPU and NCCL works between them, the NCCL group."""
         seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
         store = store_at(self.endpoint.rendezvous, len(peers), seconds)
         index, size = self.endpoint.index, len(peers)
@@ -60,7 +61,7 @@ class Broadcast(WeightTransport):
             )
             return
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * seconds  # past it NCCL ends the process: this module says before what is late
+        options._timeout = 2 * seconds  # then NCCL ends the process; this module's timeout expires before
         data = dist.PrefixStore(f"{self.endpoint.link_id}/bytes", store)
         self.bytes_group, why = self._tried(lambda: dist.ProcessGroupNCCL(data, index, size, options))
         if self.bytes_group is not None:
@@ -72,9 +73,12 @@ class Broadcast(WeightTransport):
             )  # fmt: skip
 
     def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
-        """A group that has carried a first word between GPUs, or None and why not; the same answer on every end."""
+        """Return the group that ``make`` builds if a test broadcast works on every endpoint, else None; and why not.
+
+        The decision is the same on every endpoint.
+        """
         group, why = None, ""
-        seconds = self.options.timeout_seconds / 2  # the others still wait for the answer then
+        seconds = self.options.timeout_seconds / 2  # the other endpoints still wait for the answer then
         try:
             group = make()
             word = torch.zeros(8, dtype=torch.uint8, device=self.endpoint.device)
@@ -135,7 +139,7 @@ class Broadcast(WeightTransport):
     # -- one broadcast ------------------------------------------------------
 
     def _post(self, header: Mapping[str, Any], flat: FlatBucket | None, update: WeightUpdate) -> list[Any]:
-        """Send a header, and the bytes of a bucket; what is under way, with the tensors that it reads."""
+        """Start the broadcasts of a header and of a bucket's bytes; return them with the tensors that they read."""
         words = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         lengths = torch.tensor([len(words), flat.bucket.size if flat else 0])
         tensors = [lengths, words, *([flat.data] if flat and flat.bucket.size else [])]
@@ -177,21 +181,21 @@ class Broadcast(WeightTransport):
                 raise self._unusable(update, _first_line(error)) from error
 
     def _leave(self) -> None:
-        """Free the groups. One of NCCL is ended at once: what it still waits for does not come."""
+        """Free the groups. The NCCL group is aborted: what it still waits for does not come."""
         group, self.group, self.bytes_group = self.bytes_group, None, None
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
     def _unusable(self, update: WeightUpdate, what: str) -> TrainingFailed:
-        """The group cannot be used any more; said by whoever sees it first."""
+        """Free the groups after a failed broadcast and return the error of this update."""
         self._leave()
         if "imed out" in what:
             return self.endpoint.timeout(update, f"nothing went on ({what})", self.options.timeout_seconds)
         return self.endpoint.failure(update, what)
 
     def _drain(self, update: WeightUpdate) -> None:
-        """Take the rest without looking at it, so that nobody waits for this end."""
+        """Receive and discard the rest, so that no endpoint waits for this one."""
         while self.group is not None:
             try:
                 header = self._header(update)
@@ -199,11 +203,13 @@ class Broadcast(WeightTransport):
                     return
                 self._payload(header, update)
             except TrainingFailed:
-                return  # who sends is gone, too
+                return  # the sender has gone, too
 
 
 def _done(work: Any, seconds: float) -> bool:
-    """Whether what a GPU was given is done in that time. ``Work.wait`` with a time looks once in a millisecond."""
+    """Return whether ``work`` on a GPU completes in that time. ``Work.wait`` with a timeout polls
+    once a millisecond.
+    """
     start = time.monotonic()
     while not work.is_completed():
         waited = time.monotonic() - start

@@ -1,4 +1,4 @@
-"""What the transports of this distribution share: a weight stream as flat buckets, each with its number and its checksum."""
+"""The bucketing that transports share: a weight stream as flat buckets, each with a number and a checksum."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class FlatBucket:
-    """Some tensors of an update as one run of bytes."""
+    """A bucket: some tensors of an update as one contiguous run of bytes."""
 
     number: int  # within the update, from 0
     bucket: Bucket
     data: Tensor  # [size] uint8
 
     def header(self, update: WeightUpdate) -> dict[str, Any]:
-        """Return what a receiver must know of the bytes, as plain values; see ``verify``."""
+        """Return the fields that ``verify`` and the unpacking of the bytes need, as plain values."""
         return {
             "update": update.number, "version": update.version, "bucket": self.number,
             "sum": self.bucket.sum, "size": self.bucket.size, "entries": [list(entry) for entry in self.bucket.entries],
@@ -33,16 +33,18 @@ class FlatBucket:
 
 
 class PrivateBuffer:
-    """A buffer that only this process sees, as an ``Arena``."""
+    """An ``Arena`` in memory that only this process sees."""
 
     def __init__(self, device: torch.device) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> None:
+        """Make the buffer at least ``size`` bytes long; its contents may be lost."""
         if size > len(self._bytes):
             self._bytes = torch.empty(size, dtype=torch.uint8, device=self._bytes.device)
 
     def view(self, offset: int, size: int) -> Tensor:
+        """Return bytes ``offset`` to ``offset + size`` of the buffer, [SIZE] uint8."""
         return self._bytes[offset : offset + size]
 
 
@@ -51,13 +53,13 @@ def flat_buckets(
 ) -> Iterator[FlatBucket]:
     """Cut a stream into buckets and copy each into one of two buffers in turn.
 
-    So the sender can transfer a bucket while the next one is gathered and copied. It must have finished with a bucket before
-    it asks for the one after the next.
+    The sender can transfer a bucket while the next one is gathered and copied. It must have finished with a bucket
+    before it requests the one after the next.
 
     Args:
-        stream: names and tensors, of any device.
+        stream: names and tensors of any shape, on any device.
         device: of the buffers to allocate.
-        buffers: to use instead of allocating two.
+        buffers: used instead of allocating two.
     """
     buffers = buffers or (PrivateBuffer(device), PrivateBuffer(device))
     for number, tensors in enumerate(grouped(stream)):
@@ -68,7 +70,7 @@ def flat_buckets(
 
 
 def weight_bytes(bucket: Bucket) -> int:
-    """Return the bytes of the tensors of a bucket, without the gaps between them."""
+    """Return the number of bytes of a bucket's tensors, without the gaps between them."""
     total = 0
     for _, dtype, shape, _ in bucket.entries:
         total += torch.Size(shape).numel() * getattr(torch, dtype).itemsize
@@ -78,14 +80,14 @@ def weight_bytes(bucket: Bucket) -> int:
 def verify(
     endpoint: TransportEndpoint, update: WeightUpdate, header: Mapping[str, Any], expected: int, data: Tensor
 ) -> None:
-    """Refuse a bucket that is not the next one of this update, or whose bytes are not those that were sent.
+    """Raise for a bucket that is not the next one of this update, or whose bytes differ from those that were sent.
 
     Args:
-        endpoint: the receiver's.
+        endpoint: of the receiver.
         update: that the receiver expects.
         header: as ``FlatBucket.header`` returned it at the sender.
         expected: number of the bucket.
-        data: [size] uint8, as received.
+        data: [SIZE] uint8, as received.
 
     Raises:
         TrainingFailed: the message names both sides.

@@ -37,7 +37,7 @@ def choose(config: EngineConfig, plugins: PluginSet, topology: Topology) -> str:
     """Return the name of the transport; log it with the reason.
 
     Raises:
-        ConfigError: the one that the file names does not serve this topology.
+        ConfigError: the transport that the file names does not serve this topology.
     """
     wanted = config.rollout.transport
     if wanted == AUTO[KIND]:
@@ -62,7 +62,7 @@ def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Weig
 
 
 def by_topology(topology: Topology) -> tuple[str, str]:
-    """Return what ``auto`` means here, and the reason."""
+    """Return the name that ``auto`` means here, and the reason."""
     receivers = len(topology.devices) - 1
     if not topology.apart:
         return "same_process", "the sampler is in the actor's processes"

@@ -1,7 +1,7 @@
-"""Weights through files: safetensors parts in a folder of the update, and its manifest last.
+"""Weights through files: safetensors parts in a folder of the update, and the manifest last.
 
-For processes that share nothing but a disk. Receivers read when the manifest is there, and never a part of an update. At
-most two updates lie in the folder: the one that is written and the one before.
+For processes that share nothing but a disk. Receivers start to read when the manifest exists, and so never read a
+partial update. The folder holds at most two updates: the one being written and the one before.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ class Folder(WeightTransport):
 
     @classmethod
     def check(cls, options: Any, one_machine: bool) -> None:
+        """Raise if no folder is named and the processes need not be on one machine.
+
+        Raises:
+            ConfigError: as above.
+        """
         if not options.path and not one_machine:
             raise ConfigError(
                 "rollout.folder.path: missing. The processes of this run need not be on one machine: name a folder that all see."
             )
 
     def open(self) -> Any:
+        """Return the folder of the link; the sender makes it."""
         self.root = (
             Path(self.options.path or self.endpoint.shared_folder) / f"weights-{self.endpoint.link_id}"
         )
@@ -48,10 +54,10 @@ class Folder(WeightTransport):
         return str(self.root)
 
     def join(self, peers: Sequence[Any]) -> None:
-        """Every end must see the sender's folder.
+        """Wait until this endpoint sees the sender's folder.
 
         Raises:
-            ConfigError: this one does not.
+            ConfigError: it does not see the folder within the timeout.
         """
         self.root = Path(peers[0])
         deadline = time.monotonic() + self.options.timeout_seconds
@@ -71,14 +77,14 @@ class Folder(WeightTransport):
             for number, tensors in enumerate(grouped(stream)):
                 file = folder / _part(number)
                 save_tensors(file, dict(tensors))
-                names = [name for name, _ in tensors]  # a file has an order of its own
+                names = [name for name, _ in tensors]  # a safetensors file does not keep the order
                 parts.append({"sum": _sum_of(file), "bytes": file.stat().st_size, "names": names})
                 sent += sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
         except BaseException as error:
             _publish(folder, {"break": f"{type(error).__name__}: {error}"})
             raise
         _publish(folder, {"update": update.number, "version": update.version, "parts": parts})
-        # it was taken before the last one was asked for
+        # the update before the last was received before the last one began
         shutil.rmtree(self._of(update.number - 2), ignore_errors=True)
         return sent
 
@@ -103,6 +109,7 @@ class Folder(WeightTransport):
             yield from ((name, tensors[name]) for name in part["names"])
 
     def close(self) -> None:
+        """Remove the folder of the link, at the sender."""
         if self.endpoint.index == 0 and self.root != Path():
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -133,7 +140,7 @@ def _sum_of(file: Path) -> str:
 
 
 def _publish(folder: Path, manifest: dict[str, Any]) -> None:
-    """The manifest appears whole, after everything that it tells of."""
+    """Write the manifest atomically, after all the files that it names."""
     made = folder / f"{MANIFEST}.partial"
     made.write_text(json.dumps(manifest), encoding="utf-8")
     os.replace(made, folder / MANIFEST)

@@ -1,10 +1,9 @@
-"""Weights through memory that both ends see: a GPU's (CUDA IPC), or the machine's; words over a connection to each receiver,
-a socket in the run's private folder.
+"""Weights through shared memory: a GPU's (CUDA IPC), or the machine's; headers over a connection to each receiver, a socket in
+the run's private folder.
 
-For processes of one machine, also where they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
-fills one again when every receiver has said that it has its copy. On GPUs the buffers are on the sender's, and a receiver copies
-from there to its own, where it sees that one too; else they are files in memory without a name.
-Between GPUs this is experimental: it has not run on one.
+For processes of one machine, also if they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
+refills a buffer when every receiver has confirmed its copy. On GPUs the buffers are on the sender's GPU, and each
+receiver that sees that GPU copies from there to its own; otherwise they are memory files without a name.
 """
 
 from __future__ import annotations
@@ -46,14 +45,19 @@ class IPC(TCP):
 
     buffers: tuple[Any, Any] | None = None  # of the sender
     on_device = False
-    source = torch.device("cpu")  # the sender's GPU, by its number in this process
+    source = torch.device("cpu")  # the sender's GPU, by its index in this process
 
     def __init__(self, options: Options, endpoint: TransportEndpoint) -> None:
         super().__init__(options, endpoint)
-        self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: what was told of it, and the memory
+        self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: its path or handle, and the open memory
 
     @classmethod
     def check(cls, options: Any, one_machine: bool) -> None:
+        """Raise unless all processes run on one machine with Linux.
+
+        Raises:
+            ConfigError: as above.
+        """
         if not one_machine or not Path("/proc/self/fd").is_dir():
             raise ConfigError(
                 "rollout.transport: got 'ipc', which needs a run that has started all its processes itself, on one machine with "
@@ -129,7 +133,7 @@ class IPC(TCP):
             self._taken(channel, index, update)
 
     def _data(self, message: Any, update: WeightUpdate) -> Tensor:
-        """A copy of the bucket, on this end's device where it came over a GPU."""
+        """Return a copy of the bucket: on this endpoint's device if the buffers are on a GPU, else on the CPU."""
         try:
             memory = self._memory(message["bucket"] % 2, message["memory"])
             shown: Tensor = memory.view(0, message["size"])
@@ -147,7 +151,7 @@ class IPC(TCP):
             raise self._broken(error, update, "the next bucket did not come") from error
 
     def _memory(self, number: int, told: Any) -> Any:
-        """That of one buffer, opened once."""
+        """Return the opened memory of a buffer; open it again if its path or handle has changed."""
         known, memory = self._opened.get(number, (None, None))
         if known != told:
             if memory is not None:

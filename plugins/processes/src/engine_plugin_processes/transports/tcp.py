@@ -1,7 +1,7 @@
-"""Weights over a connection to each receiver: a copy for each, one after another.
+"""Weights over TCP: a separate connection and copy for each receiver, one after another.
 
-Nothing but sockets is needed, and a receiver that is gone hurts no other update. A connection is made for an update and
-ends with it; who does not know the run's token is sent away.
+Needs nothing but sockets, and a lost receiver affects no other update. A connection lasts for one update; a peer that
+does not know the run's token is rejected.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class TCP(WeightTransport):
         return name if isinstance(name, str) else list(name[:2])
 
     def join(self, peers: Sequence[Any]) -> None:
+        """Keep the addresses of the receivers."""
         self.addresses = [
             each if isinstance(each, str) else (str(each[0]), int(each[1])) for each in peers[1:]
         ]
 
     def _place(self) -> str:
-        """Where this endpoint listens; see ``listen``."""
+        """Return where this endpoint listens, as ``listen`` takes it."""
         return self.endpoint.host
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
@@ -99,12 +100,12 @@ class TCP(WeightTransport):
             self.listener.close()
 
     def _data(self, message: Any, update: WeightUpdate) -> Tensor:
-        """The bytes of a bucket."""
+        """Return the bytes of a bucket, [SIZE] uint8."""
         data: Tensor = message["data"]
         return data
 
     def _took(self, channel: Channel, number: int, update: WeightUpdate) -> None:
-        """Called with the number of each bucket that was verified. Sends nothing here: each receiver has its own copy of the bytes."""
+        """Confirm a verified bucket. Sends nothing here: each receiver has its own copy of the bytes."""
 
     def _connected(self, address: Address, index: int, update: WeightUpdate) -> Channel:
         try:
@@ -117,7 +118,7 @@ class TCP(WeightTransport):
         return channel
 
     def _accepted(self, update: WeightUpdate) -> Channel:
-        """The sender; strangers are passed over."""
+        """Return a channel to the sender; peers without the token are skipped."""
         assert self.listener is not None
         seconds = self.options.timeout_seconds
         with contextlib.closing(

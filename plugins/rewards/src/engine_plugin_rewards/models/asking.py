@@ -1,4 +1,6 @@
-"""What both kinds of judge share: questions to all samples of a round, failures told apart from what does not apply."""
+"""The base of both kinds of judge: questions about all samples of a round, and failures kept apart from missing
+values.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class AskingReward(abc.ABC):
-    """A reward that a language model is asked for; a subclass gets the answers.
+    """A reward by a language model's answers, which a subclass obtains.
 
     Args:
-        questions: to it.
+        questions: to the model.
         limit: longest question in tokens.
     """
 
@@ -30,13 +32,14 @@ class AskingReward(abc.ABC):
 
     @abc.abstractmethod
     def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
-        """The outcome of each question; ``found`` then holds metrics of them."""
+        """Return the outcome of each question; ``found`` then holds their metrics."""
 
     def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the last round."""
         return self.found
 
     def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Outcome]:
-        """An outcome for each sample; None where the row lacks what the question names."""
+        """Return an outcome for each sample; its value is None if the row lacks what the question names."""
         outcomes = [Outcome(None)] * count
         asked: dict[int, list[int]] = {}
         for i in range(count):

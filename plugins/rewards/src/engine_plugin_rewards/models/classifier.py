@@ -21,13 +21,13 @@ Infer = Callable[[Batch, tuple[str, ...]], Mapping[str, "Tensor"]]
 
 
 class ClassifierReward:
-    """Scores all samples of a round in one call of the engine, which plans the micro-batches.
+    """A reward that scores all samples of a round in one call of the engine, which plans the micro-batches.
 
     Args:
-        sequences: how a sample becomes tokens.
+        sequences: converts a sample to tokens.
         infer: of the reward model's engine.
         limit: longest sequence in tokens.
-        reuse_token_ids: the tokenizer is the actor's: take the sampled tokens.
+        reuse_token_ids: take the sampled tokens, because the tokenizer is the actor's.
     """
 
     names: tuple[str, ...] = ("prompts", "completions", "messages", "token_ids")
@@ -42,10 +42,10 @@ class ClassifierReward:
         )
 
     def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Outcome]:
-        """An outcome for each sample: its score as a float32 number.
+        """Return an outcome for each sample: its score as a float32 number.
 
         Args:
-            columns: ``names``, each of ``count`` entries; ``messages`` where the data has them.
+            columns: ``names``, each of ``count`` entries; ``messages`` if the data has them.
             count: samples.
         """
         outcomes: list[Outcome | None] = [None] * count
@@ -64,6 +64,7 @@ class ClassifierReward:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def metrics(self) -> Mapping[str, float]:
+        """Return no metrics."""
         return {}
 
     def _ids(self, sample: Mapping[str, Any]) -> list[int]:
@@ -86,7 +87,7 @@ class ClassifierReward:
 
 
 def batch_of(sequences: Sequence[Sequence[int]]) -> Batch:
-    """Token ids one after another."""
+    """Return a batch of these sequences of token ids."""
     return Batch(
         token_ids=torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64),
         lengths=torch.tensor([len(ids) for ids in sequences], dtype=torch.int64),
@@ -94,10 +95,10 @@ def batch_of(sequences: Sequence[Sequence[int]]) -> Batch:
 
 
 def failure(message: str) -> Outcome:
-    """A sample that got no value; the reward's ``on_error`` says what that means."""
+    """Return the outcome of a sample without a value; the reward's ``on_error`` decides what follows."""
     return Outcome(failure="error", message=message.rstrip("."))
 
 
 def out_of_bounds(length: int, limit: int) -> str:
-    """What to say of a sample that the model cannot read."""
+    """Return the message for a sample that is too long or empty."""
     return f"it has {length} tokens, and the reward's model takes 1 to {limit} (max_tokens)"

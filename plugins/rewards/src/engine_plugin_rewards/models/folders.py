@@ -1,4 +1,4 @@
-"""What is looked at before a reward's model is built: its config, its weights' names, its tokenizer."""
+"""Checks before a reward's model is built: its config, its weights' names, its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_folder(model: ModelConfig, table: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Config and tokenizer of a model folder, which fit each other.
+    """Return the config and the tokenizer of a model folder, after checking that they fit each other.
 
     Args:
         model: the model's own table.
@@ -38,16 +38,16 @@ def open_folder(model: ModelConfig, table: str) -> tuple[PretrainedConfig, PreTr
 
 
 def check_classifier(config: PretrainedConfig, path: str, table: str, remote: bool = False) -> None:
-    """Refuse a folder that holds no trained score of one label.
+    """Raise for a folder without a trained score of one label.
 
     Args:
         config: of the folder.
         path: of the folder.
         table: ``reward.helpful.model``, for messages.
-        remote: somebody else holds the weights; those of the folder are not looked at.
+        remote: another process holds the weights; those of the folder are not checked.
 
     Raises:
-        DataError: it is a language model, has several labels or lacks the weights of its head.
+        DataError: the folder holds a language model, has several labels or lacks the weights of the head.
     """
     kinds: Any = getattr(config, "architectures", None) or []
     wanted = (
@@ -64,7 +64,7 @@ def check_classifier(config: PretrainedConfig, path: str, table: str, remote: bo
 
 
 def weight_names(folder: Path) -> Collection[str]:
-    """Names of all weights of a folder in safetensors, read from headers alone."""
+    """Return the names of all weights of a safetensors folder, read from headers alone."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -79,7 +79,7 @@ def weight_names(folder: Path) -> Collection[str]:
 
 
 def longest(config: PretrainedConfig, wanted: int | None) -> int:
-    """Tokens that a sequence may have: what the run file says, at most what the model has positions for."""
+    """Return the tokens that a sequence may have: the run file's limit, at most the model's positions."""
     text: Any = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None) or 1 << 30
     return min(wanted or most, most)

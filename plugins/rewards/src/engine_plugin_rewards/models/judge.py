@@ -1,7 +1,7 @@
-"""``[reward.judge]``: a language model writes about each response, and the reward is read from its words.
+"""``[reward.judge]``: a language model writes about each response, and the reward is read from its answer.
 
-Several votes are sampled with seeds that follow from the question itself, so that a sample gets the same
-votes in whatever company it is asked, and again after a resume.
+Votes are sampled with seeds derived from the question itself, so that a sample gets the same votes in any batch, and
+again after a resume.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Generate = Callable[[Sequence[Request]], Sequence[Rollout]]
 
 
 class JudgeReward(AskingReward):
-    """See the module.
+    """A reward that reads verdicts from sampled answers of a language model.
 
     Args:
         questions: to the model.
@@ -59,7 +59,7 @@ class JudgeReward(AskingReward):
         ]
 
     def _text(self, rollout: Rollout) -> str:
-        """What it wrote; not every engine makes tokens text."""
+        """Return the answer's text; some engines return tokens alone."""
         if rollout.text:
             return rollout.text
         written = rollout.token_ids[rollout.prompt_length :].tolist()
@@ -81,7 +81,7 @@ class JudgeReward(AskingReward):
 
 
 class VerdictReader:
-    """Finds the verdict in what a judge wrote.
+    """A reader that finds the verdict in a judge's answer.
 
     Args:
         config: ``pattern``, ``verdicts``, ``scale``.
@@ -96,7 +96,7 @@ class VerdictReader:
         self.pattern = re.compile(own, re.IGNORECASE if self.values else 0)
 
     def read(self, text: str) -> float | None:
-        """The value of the last verdict in ``text``; None where there is none, or one that is out of bounds."""
+        """Return the value of the last verdict in ``text``; None without a verdict, or for one out of bounds."""
         found = None
         for found in self.pattern.finditer(text):  # noqa: B007
             pass

@@ -1,4 +1,4 @@
-"""What a judge is asked: a template filled in with one sample, as the tokens of a prompt."""
+"""The questions to a judge: a template filled in with one sample, as the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ QUESTION = "question"
 
 
 class Questions:
-    """Fills a template in and renders it for one model.
+    """A template that is filled in and rendered for one model.
 
     Args:
         table: ``prompt`` and ``system``.
-        tokenizer: the judge's; its chat template is used where it has one.
+        tokenizer: the judge's; its chat template is used if it has one.
         where: the table's name, for messages.
 
     Raises:
-        DataError: a system message, and no chat template to put it in.
+        DataError: a system message, but no chat template that renders it.
 
     Attributes:
         names: columns that the template reads, by the names of a reward's arguments.
-        required: those that the data must have.
+        required: columns that the data must have.
     """
 
     def __init__(self, table: Asked, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -47,10 +47,10 @@ class Questions:
         self.names = (*named, "prompt", "messages") if asks else named
 
     def text(self, sample: Mapping[str, Any]) -> str | None:
-        """The template with the sample's values, each put in once and as it is; None where a value is missing.
+        """Fill in the template, each value once and unchanged; return None if a value is missing.
 
         Args:
-            sample: ``names``; what the data has no column for is left out.
+            sample: ``names``; columns that the data lacks are left out.
         """
         values = {name: sample.get(name) for name in self.required}
         values[QUESTION] = sample.get(QUESTION) or _question(sample)
@@ -59,7 +59,8 @@ class Questions:
         return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), self.table.prompt)
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the filled-in template as a prompt that the judge answers; a chat template makes control tokens in it plain text.
+        """Return the filled-in template as a prompt that the judge answers; with a chat template, control tokens are
+        plain text.
 
         Raises:
             BadRow: the chat template or the tokenizer refuses it.
@@ -71,7 +72,7 @@ class Questions:
 
 
 def _question(sample: Mapping[str, Any]) -> Any:
-    """The last message of the user; of plain text all of it."""
+    """Return the last message of the user, or the whole prompt if it is plain text."""
     asked = [m["content"] for m in sample.get("messages") or () if m["role"] == "user"]
     return asked[-1] if asked else sample.get("prompt")
 

@@ -1,4 +1,4 @@
-"""Which roles the rewards of a run need, and what asks them for values."""
+"""The roles that the rewards of a run need, and the rewards that query them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ROLES: Mapping[str, Role] = {
     "judge": Role("rollout", told="judge", phase=PHASE),
     "verdict": Role("train", trainable=False, told="judge", phase=PHASE),
 }
-"""By the table of a reward."""
+"""Roles by the table of a reward."""
 
 
 def reward_roles(config: EngineConfig) -> dict[str, Role]:
-    """The models of the rewards, by role: ``reward.NAME``."""
+    """Return the models of the rewards, by role: ``reward.NAME``."""
     return {reward.role: ROLES[kind] for reward in config.reward for kind in reward.models}
 
 
@@ -44,14 +44,17 @@ def model_rewards(
     tokenizer: Any = None,
     columns: Collection[str] = (),
 ) -> dict[str, ModelReward]:
-    """What asks the models of the rewards, by reward; everything that can be refused is refused here.
+    """Build the rewards by models, by name, and check all that can be checked before a model is built.
 
     Args:
         config: of the run.
-        plugins: of the run; where one builds models of its own, their folders are not judged.
-        group_of: the workers of a role, which need exist only when a value is wanted.
+        plugins: of the run; if one builds custom models, their folders are not checked.
+        group_of: returns the workers of a role; called only when a value is needed.
         tokenizer: the actor's; None: there are no sampled tokens, only texts.
         columns: of the data.
+
+    Raises:
+        EngineError: a model's folder, template or limit does not suit its reward.
     """
     makers: dict[str, Callable[..., ModelReward]] = {
         "model": _classifier,
@@ -68,7 +71,7 @@ def model_rewards(
 
 @dataclass(frozen=True)
 class _Asked:
-    """One reward's model, as far as it is there before it is built."""
+    """One reward's model, before it is built."""
 
     config: EngineConfig
     reward: RewardConfig
@@ -77,16 +80,18 @@ class _Asked:
     table: str  # its name, for messages
 
     def open(self) -> tuple[Any, Any]:
-        """Its config and tokenizer."""
+        """Return its config and tokenizer."""
         return open_folder(self.config.model_of(self.reward.role), self.table)
 
     def infer(self, batch: Batch, outputs: tuple[str, ...]) -> Mapping[str, Any]:
+        """Run ``infer`` of the role's workers."""
         found: Mapping[str, Any] = (
             self.group_of(self.reward.role).call("infer", batch, outputs=outputs).result()
         )
         return found
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Rollout]:
+        """Run ``generate`` of the role's workers."""
         done: Sequence[Rollout] = self.group_of(self.reward.role).call("generate", requests=requests).result()
         return done
 
@@ -131,7 +136,7 @@ def _judge(asked: _Asked, tokenizer: Any, columns: Collection[str]) -> JudgeRewa
 
 
 class RewardModels:
-    """The part ``reward_models``; see ``engine_core.contracts.parts.RewardModels``."""
+    """The part ``reward_models``, as ``engine_core.contracts.parts.RewardModels`` specifies."""
 
     roles = staticmethod(reward_roles)
     rewards = staticmethod(model_rewards)

@@ -1,9 +1,9 @@
-"""A prompt and its response as the token ids that a reward model reads, and where its score stands.
+"""A prompt and its response as the token ids that a reward model reads, and the position of its score.
 
-A reward model has learned whole sequences as its own chat template ends them (plain text: with the end of
-sequence), and its score is read at the last token. So that is how they are made here: sampled tokens
-are taken as they are where the tokenizers are the same, text is rendered again where they are not. Control
-tokens that a message or a response spells out are plain text there, so that no response forges a turn.
+A reward model was trained on whole sequences that end as its own chat template ends them (plain text: with the end of
+sequence), and its score is read at the last token. Sequences are made in the same way here: sampled tokens are reused
+if the tokenizers are the same, otherwise text is rendered again. Control tokens spelled out in a message or a response
+are plain text, so that no response forges a turn.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-MARK = "\u2042 response \u2042"  # stands for a response where only what follows one is wanted
+MARK = "\u2042 response \u2042"  # placeholder for a response, to find the tokens that follow one
 
 
 class Sequences:
-    """Makes token ids for one reward model.
+    """A maker of token ids for one reward model.
 
     Args:
         tokenizer: the reward model's.
-        chat_template: render with it; None: where the row is a conversation.
-        end: whether a sequence goes on to the end that the template writes.
+        chat_template: render with it; None: only for rows that are conversations.
+        end: extend a sequence to the end that the template writes.
         table: of the run file, for messages.
 
     Raises:
-        DataError: the tokenizer lacks the template or the end that is asked for.
+        DataError: the tokenizer lacks the required template or end of sequence.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Sequences:
         self._end_ids: list[int] | None = None
 
     def from_tokens(self, token_ids: Sequence[int], conversation: bool) -> list[int]:
-        """Sampled tokens, ended as the template ends a response.
+        """Return sampled tokens, ended as the template ends a response.
 
         Args:
-            token_ids: prompt and response, of a tokenizer that is the reward model's.
-            conversation: whether the template rendered the prompt.
+            token_ids: prompt and response, by the reward model's tokenizer.
+            conversation: the template rendered the prompt.
         """
         ids = list(token_ids)
         if not self.end:
@@ -63,15 +63,16 @@ class Sequences:
         return ids + (ending[1:] if ending and ids[-1:] == ending[:1] else ending)
 
     def from_text(self, prompt: str, messages: list[Message] | None, completion: str) -> list[int]:
-        """Return the tokens of a prompt and its response, rendered as text; control tokens in messages and the response are text.
+        """Return the tokens of a prompt and its response, rendered as text; control tokens in messages and the
+        response are text.
 
         Args:
-            prompt: as the actor saw it; read where there are no messages.
-            messages: of the prompt, where the row is a conversation.
+            prompt: as the actor saw it; read if there are no messages.
+            messages: of the prompt, if the row is a conversation.
             completion: the response.
 
         Raises:
-            DataError: a conversation, and no template that renders it.
+            DataError: a conversation, but no template that renders it.
         """
         if messages is None and self.chat_template:
             messages = [{"role": "user", "content": prompt}]
@@ -106,7 +107,9 @@ class Sequences:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text_ids(self, text: str) -> list[int]:
-        """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
+        """Return the tokens with the tokenizer's own special tokens, except an end of sequence, since the response
+        follows.
+        """
         ids, end = list(self.tokenizer(text)["input_ids"]), self.tokenizer.eos_token_id
         plain = self._ids(text)
         return ids[:-1] if ids[-1:] == [end] and plain[-1:] != [end] else ids

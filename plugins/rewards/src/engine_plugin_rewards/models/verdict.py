@@ -1,4 +1,4 @@
-"""``[reward.verdict]``: what a language model would answer on average, from one forward pass.
+"""``[reward.verdict]``: the expected verdict of a language model, from one forward pass.
 
 With the verdicts v of values x(v), and p their probabilities as the first token of the answer::
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class VerdictReward(AskingReward):
-    """See the module.
+    """A reward that is the expectation of a language model's verdict.
 
     Args:
         questions: to the model.
         infer: of its engine.
-        limit: longest question in tokens, the answer's first token included.
-        verdicts: texts and their values, each a token of its own.
+        limit: longest question in tokens, including the answer's first token.
+        verdicts: texts and their values; each text is a different single token.
 
     Raises:
         DataError: a verdict is not one token, or two are the same.
@@ -59,10 +59,10 @@ class VerdictReward(AskingReward):
 
 
 def one_token_each(questions: Questions, verdicts: Sequence[str]) -> list[int]:
-    """The token with which each verdict begins an answer, and is whole.
+    """Return the single token of each verdict.
 
     Raises:
-        DataError: one is several tokens, or two are the same token.
+        DataError: a verdict is several tokens, or two are the same token.
     """
     tokens = [questions.tokenizer(text, add_special_tokens=False)["input_ids"] for text in verdicts]
     for text, ids in zip(verdicts, tokens, strict=True):

@@ -1,11 +1,10 @@
-"""A box as the engine sees it: started once, given one program after another, gone when closed.
+"""The sandbox as the engine sees it: started once, given one program after another, gone when closed.
 
-Inside waits a small process (``inside``) that forks for each program, so that starting one costs
-milliseconds. What a program prints or tells comes through pipes of this process; what comes is bytes
-from a stranger, and is judged here.
+A small process waits inside (``inside``) and forks for each program, so that a start costs milliseconds. A program's
+output and values come through pipes of this process. They are untrusted bytes and are judged here.
 
-consumes: jobs, one at a time; waits for: the program's end, at most its time and ``GRACE_SECONDS``;
-produces: ``Ended``. A box that does not answer is killed and started again.
+consumes: jobs, one at a time; waits for: the program's end, at most its time and ``GRACE_SECONDS``; produces:
+``Ended``. A box that does not answer is killed and started again.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from typing import Any
 
 INSIDE = Path(__file__).with_name("inside")
 START_SECONDS = 60.0
-GRACE_SECONDS = 5.0  # after its time, for the kill to be told
-ERRORS_BYTES = 4096  # kept of what a program writes to stderr
+GRACE_SECONDS = 5.0  # after a program's time, for the box to report the kill
+ERRORS_BYTES = 4096  # kept of a program's stderr
 THREADS = 32  # of a program that may not start processes
 SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/etc/ld.so.cache")
 PRELOAD = (
@@ -39,49 +38,49 @@ PRELOAD = (
     *("numbers", "operator", "queue", "random", "re", "statistics", "string", "sys", "textwrap", "threading"),
     *("time", "traceback", "typing", "collections.abc"),
 )
-"""What programs of tests are likely to import, imported once."""
+"""Modules that programs and tests are likely to import, imported once."""
 
 
 class BoxProblem(Exception):
-    """The box could not be closed, or does not answer; the message says why."""
+    """An error: the box could not be closed to the outside, or does not answer; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may use."""
+    """The resources that one program may use."""
 
     memory_mb: int = 512
     """Address space, MiB."""
     output_kb: int = 256
-    """Printed to stdout and told, KiB each; more ends the program."""
+    """Bytes on stdout, and on the pipe for values, KiB each; more ends the program."""
     disk_mb: int = 16
-    """Its folder, in memory; 0: it has none. Below the tier ``namespaces`` there is never one."""
+    """Size of its folder, in memory, MiB; 0: no folder. Below the tier ``namespaces`` a program never has one."""
     processes: int = 1
-    """At the same time; 1: it may not start any. More need the tier ``namespaces``."""
+    """Processes at the same time; 1: it may not start any. More need the tier ``namespaces``."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended."""
+    """The end of a program."""
 
     code: int  # exit status; negative: the signal that killed it
-    late: bool  # it was killed because its time was over
-    flooded: bool  # it was killed because it printed too much
+    late: bool  # killed because its time was over
+    flooded: bool  # killed because it printed too much
     output: bytes
-    errors: bytes  # the end of them
-    told: bytes  # what came through the pipe for values
+    errors: bytes  # the end of stderr
+    told: bytes  # from the pipe for values
     cpu: float  # seconds
 
 
 def readable(more: Sequence[str] = ()) -> list[str]:
-    """Files and folders that a box shows, read-only: Python's library, the system's, and ``more``."""
+    """Return the files and folders that a box shows, read-only: Python's library, the system's, and ``more``."""
     libraries = {sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"}
     found = [*sorted(libraries), *SYSTEM, "/usr/share/zoneinfo", *more]
     return [path for path in found if os.path.exists(path)]
 
 
 class Box:
-    """One box.
+    """A sandbox for programs.
 
     Args:
         tier: how it is closed: a name of ``tiers.TIERS``.
@@ -146,15 +145,15 @@ class Box:
         return [program, *_bubblewrap([*self.order["readable"], python, str(INSIDE)]), "--", *inside]
 
     def run(self, what: Mapping[str, Any], stdin: bytes = b"", seconds: float = 5.0) -> Ended:
-        """Run a program and wait for its end; all that it started is gone when this returns.
+        """Run a program and wait for its end; all processes that it started have ended when this returns.
 
         Args:
-            what: for ``inside``: ``kind``, ``source`` and what the kind needs.
-            stdin: what the program can read.
-            seconds: wall-clock time that it has.
+            what: for ``inside``: ``kind``, ``source`` and the fields of the kind.
+            stdin: bytes that the program can read.
+            seconds: wall-clock time limit.
 
         Raises:
-            BoxProblem: the box broke, which no program should be able to do; it was started again.
+            BoxProblem: the box broke, which no program should be able to cause; it was started again.
         """
         self.jobs += 1
         outputs = [os.pipe() for _ in range(3)]  # stdout, stderr, values
@@ -174,7 +173,7 @@ class Box:
             return self._collect(reading, time.monotonic() + seconds + GRACE_SECONDS)
 
     def _collect(self, reading: list[int], deadline: float) -> Ended:
-        """Read all pipes until the end of the program is told, then what is still in them."""
+        """Read all pipes until the box reports the program's end, then what is left in the pipes."""
         kept = {descriptor: bytearray() for descriptor in reading}
         most = self.limits.output_kb * 1024
         flooded, answer = False, b""
@@ -201,7 +200,7 @@ class Box:
                 for fd in (reading[0], reading[2]):
                     del kept[fd][most + 1 :]
                 del kept[reading[1]][:-ERRORS_BYTES]
-        for descriptor in reading:  # its end was told before its last words were read
+        for descriptor in reading:  # the end was reported before the last output was read
             while len(kept[descriptor]) <= most and self._read(descriptor, kept[descriptor]):
                 pass
         output, errors, told = (bytes(kept[descriptor]) for descriptor in reading)
@@ -214,7 +213,7 @@ class Box:
 
     @staticmethod
     def _read(descriptor: int, into: bytearray) -> bool:
-        """Whether something came; nothing comes at a pipe's end, or when it is empty for now."""
+        """Read from a pipe; return False at its end, or if it is empty for now."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -237,7 +236,7 @@ class Box:
         raise BoxProblem(f"the box broke ({why}) and was started again")
 
     def close(self) -> None:
-        """Kill the box with all that is in it."""
+        """Kill the box with all processes in it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
@@ -251,11 +250,11 @@ class Box:
 
 
 def _file(data: bytes) -> int:
-    """A descriptor from which ``data`` can be read; it has no name."""
+    """Return a descriptor of a nameless file from which ``data`` can be read."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("job", os.MFD_CLOEXEC)
         _write(descriptor, data)
-        try:  # one that cannot be written to
+        try:  # open it again, read-only
             return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(descriptor)
@@ -272,7 +271,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _bubblewrap(paths: Sequence[str]) -> list[str]:
-    """Arguments that close the box as ``inside/view.py`` does."""
+    """Return the arguments that close the box as ``inside/view.py`` does."""
     arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
     arguments += [
         "--cap-drop",

@@ -1,9 +1,9 @@
-"""What hostile programs try, and from which tier on each attempt fails.
+"""Attacks of hostile programs, and the tier from which on each one fails.
 
-A probe is a program that prints ``BREACH`` where it gets what it wanted. What it wanted lies outside of the
-box and belongs to this process (``Bait``), which looks at the end whether it is untouched. The first
-eight (``ESSENTIAL``) decide on every machine which tiers are in force; the others are in the tests, and
-all of them in a table of docs/code_reward.md that a test holds against this list.
+A probe is a program that prints ``BREACH`` if its attack succeeds. The targets lie outside of the box and belong to
+this process (``Bait``), which checks at the end that they are untouched. The first eight (``ESSENTIAL``) decide on
+every machine which tiers are in force; the others run in the tests. All of them are in a table of docs/code_reward.md
+that a test compares with this list.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def call(number, *arguments):
 
 @dataclass(frozen=True)
 class Probe:
-    """One attempt.
+    """An attack.
 
     Attributes:
-        name: what it tries, as documentation says it.
-        tier: the lowest that promises to stop it.
-        how: what stops it there.
+        name: the attack, in the words of the documentation.
+        tier: the lowest tier that promises to stop it.
+        how: the mechanisms that stop it.
         source: the program after ``PROLOGUE``.
-        seconds: time that it has.
+        seconds: time limit.
     """
 
     name: str
@@ -376,7 +376,7 @@ PROBES = ESSENTIAL + FURTHER
 
 
 class Bait:
-    """What the probes are after; all of it belongs to this process."""
+    """The targets of the probes; all belong to this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "secret"
@@ -394,7 +394,7 @@ class Bait:
             self.unix.listen()
 
     def described(self, box: Box) -> bytes:
-        """For the program."""
+        """Return the targets' addresses as JSON for the program."""
         return json.dumps(
             {
                 "file": str(self.file),
@@ -409,7 +409,7 @@ class Bait:
         ).encode()
 
     def touched(self) -> str:
-        """What has come to it from inside a box; empty: nothing."""
+        """Return how a program in the box has reached the targets; empty if it has not."""
         found = []
         if (
             sorted(path.name for path in self.folder.iterdir()) != ["secret"]
@@ -426,6 +426,7 @@ class Bait:
         return ", ".join(found)
 
     def close(self) -> None:
+        """Close the sockets."""
         for one in (self.tcp, self.udp, self.unix):
             if one is not None:
                 one.close()
@@ -433,7 +434,7 @@ class Bait:
 
 @contextlib.contextmanager
 def bait() -> Iterator[Bait]:
-    """Bait for some probes, gone afterwards."""
+    """Yield targets for probes and remove them afterwards."""
     with tempfile.TemporaryDirectory(prefix="engine-probe-") as folder:
         laid = Bait(Path(folder))
         try:
@@ -443,7 +444,7 @@ def bait() -> Iterator[Bait]:
 
 
 def run(probe: Probe, box: Box, laid: Bait) -> tuple[str, Ended]:
-    """What a probe got (empty: nothing), and how it ended."""
+    """Run a probe; return its success (empty: none) and how it ended."""
     what = {"kind": "stdin", "source": PROLOGUE + probe.source}
     ended = box.run(what, laid.described(box) + b"\n", probe.seconds)
     breaches = [line for line in ended.output.splitlines() if line.startswith(BREACH)]

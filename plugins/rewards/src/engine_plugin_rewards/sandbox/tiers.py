@@ -1,11 +1,11 @@
-"""Which kinds of box this machine can close, found by closing each and attacking it.
+"""The kinds of sandbox that hold on this machine, found by starting each and attacking it.
 
 ========== ======================================================================================
-tier       what closes the box; each has what the ones before it have
+tier       what closes the box, in addition to the means of the tiers above it
 ========== ======================================================================================
-limits     limits of memory, time, output, descriptors; a filter of system calls where there is one
-landlock   Landlock: no files but those that are shown; seccomp: system calls by a list
-namespaces a process tree, a network and a file system of its own, a disk in memory for each program
+limits     limits of memory, time, output, descriptors; a filter of system calls if available
+landlock   Landlock: only listed files are visible; seccomp: only listed system calls are allowed
+namespaces a separate process tree, network and file system, a disk in memory for each program
 bubblewrap the same, built by the program ``bwrap``
 ========== ======================================================================================
 """
@@ -21,7 +21,7 @@ from engine_plugin_rewards.sandbox import probes
 from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
 
 TIERS = ("limits", "landlock", "namespaces", "bubblewrap")
-"""From the weakest to the strongest."""
+"""All tiers, from the weakest to the strongest."""
 
 HINTS = {
     "landlock": "It needs Linux 5.13 or later with Landlock among its security modules, on x86_64 or aarch64.",
@@ -33,19 +33,20 @@ HINTS = {
 
 @dataclass(frozen=True)
 class TierStatus:
-    """What was found of one tier."""
+    """The result of the check of one tier."""
 
     tier: str
-    problem: str = ""  # why it is not in force; empty: it is
+    problem: str = ""  # why the tier is not in force; empty: it is
 
     @property
     def holds(self) -> bool:
+        """Whether the tier is in force."""
         return not self.problem
 
 
 @functools.cache
 def look(tier: str) -> TierStatus:
-    """Close a box of this tier and attack it by the essential probes; once in a process."""
+    """Start a box of this tier and attack it by the essential probes; once in a process."""
     promised = [probe for probe in probes.ESSENTIAL if TIERS.index(probe.tier) <= TIERS.index(tier)]
     try:
         with Box(tier, Limits()) as box, probes.bait() as laid:
@@ -59,10 +60,10 @@ def look(tier: str) -> TierStatus:
 
 
 def strongest() -> tuple[str, list[TierStatus]]:
-    """The strongest tier that holds, and the stronger ones that do not; those below it are not tried.
+    """Return the strongest tier that holds, and the stronger ones that do not; weaker tiers are not tried.
 
     Raises:
-        EnvironmentProblem: not even limits hold.
+        EnvironmentProblem: not even ``limits`` holds.
     """
     failed = []
     for tier in reversed(TIERS):
@@ -74,10 +75,10 @@ def strongest() -> tuple[str, list[TierStatus]]:
 
 
 def demand(least: str) -> str:
-    """The strongest tier that holds, which is ``least`` or better.
+    """Return the strongest tier that holds; it must be ``least`` or better.
 
     Raises:
-        EnvironmentProblem: it is not; says what each better tier lacks and what to do.
+        EnvironmentProblem: it is weaker; the message says what ``least`` lacks and what to do.
     """
     tier, failed = strongest()
     if TIERS.index(tier) >= TIERS.index(least):
@@ -90,7 +91,11 @@ def demand(least: str) -> str:
 
 
 def health() -> str:
-    """For ``engine doctor``: the tier in force, and what the better ones lack."""
+    """Return the tier in force and what the better ones lack, for ``engine doctor``.
+
+    Raises:
+        EnvironmentProblem: not even ``limits`` holds.
+    """
     tier, failed = strongest()
     return f"sandbox: {tier}" + (f" ({_told(failed)})" if failed else "")
 

@@ -64,12 +64,12 @@ def serve_reward(
         closing(RewardService(config, reward)) as service,
         RewardServer(service, host, port, token) as server,
     ):
-        # A shell starts what runs in the background with SIGINT ignored; who sends it then means it.
+        # A shell starts background commands with SIGINT ignored; a SIGINT sent to this process must end it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print(server.url, flush=True)
         with contextlib.suppress(KeyboardInterrupt, Terminated):
             server.serve_forever(poll_interval=0.1)
-        server.server_close()  # answers what was asked
+        server.server_close()  # answers requests that run
         print(f"stopped after {service.scored} samples", flush=True)
 
 

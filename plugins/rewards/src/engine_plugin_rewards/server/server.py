@@ -1,14 +1,14 @@
-"""The HTTP side: ``GET /health`` and ``POST /score``, each connection one request within limits.
+"""The HTTP server: ``GET /health`` and ``POST /score``, one request a connection, within limits.
 
 ::
 
     POST /score {"prompts": ["2+2="], "completions": ["4"], "columns": {"answer": ["4"]}}
     200         {"scores": [1.0], "errors": {}}
 
-A float32 score passes unchanged: JSON has the shortest decimal that reads back as the same number.
-Limits: length of a request, samples in it, seconds to send it and to take the answer, connections at once; above the last a
-client is told to come again (503). Only JSON is taken, and on loopback only requests for a loopback
-host, so that a page in a browser cannot ask.
+A float32 score passes unchanged: JSON has the shortest decimal that reads back as the same number. Limits: length of a
+request, samples in it, seconds to send it and to read the answer, connections at a time; above the last a client gets
+503 with ``Retry-After``. Only JSON is accepted, and on loopback only requests for a loopback host, so that a page in a
+browser cannot send one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-LINGER_SECONDS = 1.0  # for what a refused client still sends
+LINGER_SECONDS = 1.0  # to read what a refused client still sends
 
 
 class Refused(Exception):
-    """A request that is answered with a status and a reason."""
+    """An error: a request is answered with a status and a reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -45,17 +45,17 @@ class Refused(Exception):
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Serves one reward until ``stop``; then requests that run are answered before ``server_close`` returns.
+    """A server of one reward, until it is shut down; ``server_close`` returns when running requests are answered.
 
     Args:
-        service: scores.
+        service: scores samples.
         host: to bind; another than loopback needs a token.
-        port: 0 takes a free one; see ``url``.
-        token: that every request must bring.
+        port: 0 takes a free one, which ``url`` shows.
+        token: that every request must carry.
         max_body_bytes: longest request.
         max_samples: in one request.
-        read_seconds: to send a request, and again to take the answer.
-        max_connections: at once.
+        read_seconds: to send a request, and again to read the answer.
+        max_connections: at a time.
 
     Raises:
         ConfigError: the address cannot be bound, or is open to others without a token.
@@ -89,17 +89,17 @@ class RewardServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where to post samples."""
+        """The address to which samples are posted."""
         host = str(self.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/score"
 
     def server_bind(self) -> None:
-        """Without the look-up of the host's name in HTTPServer, which may take seconds."""
+        """Bind without the look-up of the host's name in HTTPServer, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for each connection, up to the limit."""
+        """Start a thread for each connection, up to the limit."""
         if not self.slots.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 request.sendall(BUSY)
@@ -112,25 +112,26 @@ class RewardServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection and free its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of ours."""
+        """Log a broken connection at level debug; it is not the server's error."""
         log.debug("A connection broke off.", exc_info=True)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request of one connection."""
+    """A handler of the one request of a connection."""
 
     server: RewardServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "engine", ""
 
     def handle(self) -> None:
-        """Read within the time, answer, close."""
+        """Read the request within its time, answer, close."""
         self.close_connection = True
         self._begin_to_wait()
         try:
@@ -139,18 +140,21 @@ class Handler(BaseHTTPRequestHandler):
             self.late.cancel()
 
     def _begin_to_wait(self) -> None:
-        """From here on the client has its time, and then loses the connection."""
+        """Start a timer that closes the connection after ``read_seconds``."""
         self.late = threading.Timer(self.server.read_seconds, self._hang_up)
         self.late.daemon = True
         self.late.start()
 
     def do_GET(self) -> None:
+        """Answer ``/health``."""
         self._respond(self._health)
 
     def do_POST(self) -> None:
+        """Answer ``/score``."""
         self._respond(self._score)
 
     def log_message(self, format: str, *args: Any) -> None:
+        """Log at level debug."""
         log.debug("%s: %s", self.address_string(), format % args)
 
     def _hang_up(self) -> None:
@@ -170,14 +174,14 @@ class Handler(BaseHTTPRequestHandler):
         data = json.dumps(body, allow_nan=False).encode()
         self.close_connection = True
         self.late.cancel()
-        self._begin_to_wait()  # for the client to take it: one that does not would keep its place, and hold up a stop
+        self._begin_to_wait()  # a client that does not read would keep its slot and delay a stop
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
-        if 400 <= status < 422:  # or the reset for what was not read overtakes the answer
+        if 400 <= status < 422:  # otherwise the reset for unread bytes could overtake the answer
             self._drain()
 
     def _drain(self) -> None:
@@ -207,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
         }
 
     def _admit(self) -> None:
-        """Refuse who has no token, and a page that was led here by the name of another host."""
+        """Refuse a request without the token, and a web page that reached loopback by another host's name."""
         if self.server.token is not None:
             brought, wanted = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
             if not hmac.compare_digest(brought.encode("utf-8", "replace"), wanted.encode()):
@@ -230,10 +234,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def samples_in(body: bytes, most: int) -> tuple[dict[str, Sequence[Any]], int]:
-    """The columns of a request, and how many samples they have.
+    """Return the columns of a request, and their number of samples.
 
     Raises:
-        Refused: it is not what the server takes.
+        Refused: the body is not in the server's format.
     """
     try:
         sent = json.loads(body)
@@ -259,7 +263,7 @@ def samples_in(body: bytes, most: int) -> tuple[dict[str, Sequence[Any]], int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine reaches the host."""
     if host == "localhost":
         return True
     try:
@@ -269,5 +273,5 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_of(header: str) -> str:
-    """``[::1]:8000`` or ``localhost:8000`` without its port."""
+    """Remove the port: ``[::1]:8000``, ``localhost:8000``."""
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]

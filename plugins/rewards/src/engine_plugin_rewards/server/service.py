@@ -1,4 +1,4 @@
-"""One reward of a run file, or a reward model's folder, ready to score samples that come from outside."""
+"""One reward of a run file, or a reward model's folder, ready to score samples of clients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class RewardService:
-    """Scores batches, one after the other; used by several threads.
+    """A reward that scores batches one after the other. Thread-safe.
 
-    Weight, clipping and normalisation are left to whoever asks, and so is what a failure means.
+    Weight, clipping and normalization are the client's, and so is the handling of failures.
 
     Args:
-        config: of a run file; what is not about the reward is not read.
+        config: of a run file; only its reward is used.
         name: of the reward; None: the only one.
 
     Raises:
-        EngineError: there is no such reward, or it does not load. Nothing is left running.
+        EngineError: the reward does not exist, or does not load. Nothing is left running.
     """
 
     def __init__(self, config: EngineConfig, name: str | None = None) -> None:
@@ -51,14 +51,14 @@ class RewardService:
             raise
 
     def score(self, samples: Mapping[str, Sequence[Any]], count: int) -> list[Outcome]:
-        """An outcome for each sample.
+        """Return an outcome for each sample.
 
         Args:
             samples: ``prompts``, ``completions`` and columns of the data, each of ``count`` values.
             count: samples.
 
         Raises:
-            DataError: the reward needs what was not sent.
+            DataError: the reward needs a column that was not sent.
         """
         with self._one_at_a_time:
             scorer = self._runner.scorers[0]
@@ -69,7 +69,7 @@ class RewardService:
             return [outcome for outcome in scorer.runner.outcomes if outcome is not None]
 
     def close(self) -> None:
-        """End the workers and drop the model."""
+        """End the workers and release the model."""
         self._runner.close()
         self._runtime.close()
 
@@ -77,7 +77,7 @@ class RewardService:
 def read_service(
     target: str, name: str | None, sets: Sequence[str] = (), allow_code: bool = False
 ) -> EngineConfig:
-    """The config of what is to be served.
+    """Read the config of the reward to serve.
 
     Args:
         target: a run file, or a reward model's folder, which is then the only reward.
@@ -86,7 +86,7 @@ def read_service(
         allow_code: plugin files outside of the run file's folder are accepted.
 
     Raises:
-        EngineError: what cannot be served.
+        EngineError: the reward does not exist, or its inputs do not fit.
     """
     if Path(target).is_dir():
         table = {"name": name or "reward", "model": {"path": str(Path(target).resolve())}}
@@ -113,7 +113,7 @@ def _chosen(config: EngineConfig, name: str | None) -> Any:
 
 
 def _arguments(name: str, signature: Any, samples: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """What the reward's function names, out of what was sent."""
+    """Select the arguments of the reward's function from the columns that were sent."""
     wanted = [*signature.names, *(samples if signature.all_columns else ())]
     found = {argument: samples.get(SINGULAR.get(argument, argument)) for argument in dict.fromkeys(wanted)}
     missing = [argument for argument in signature.required if found[argument] is None]

@@ -13,14 +13,18 @@ if TYPE_CHECKING:
 
 
 class RewardWorkers:
-    """The part ``reward_workers``; see ``engine_core.contracts.parts.RewardWorkers``."""
+    """The part ``reward_workers``, as ``engine_core.contracts.parts.RewardWorkers`` specifies."""
 
     def pool(self, name: str, order: Mapping[str, Any], size: int) -> Pool:
         """Return the workers of one reward; none is started yet."""
         return Pool(name, order, size)
 
     def start(self, pools: Sequence[Pool]) -> None:
-        """Start the workers that do not run yet; raise ``EngineError`` where a reward does not load."""
+        """Start the workers that do not run yet.
+
+        Raises:
+            EngineError: a reward does not load.
+        """
         start(pools)
 
     def drive(self, pools: Sequence[Pool], on_failure: OnFailure) -> None:
@@ -30,7 +34,7 @@ class RewardWorkers:
     def early(
         self, pools: Sequence[Pool], on_failure: OnFailure, rollouts: list[Any], decode: Callable[..., None]
     ) -> EarlyScoring:
-        """Return scoring of complete groups while others are sampled."""
+        """Return an object that scores complete groups while others are sampled."""
         return EarlyScoring(pools, on_failure, rollouts, decode)
 
 

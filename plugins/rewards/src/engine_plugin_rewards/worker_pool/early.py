@@ -1,12 +1,12 @@
-"""Rewards of groups that are complete, worked out while others are still sampled.
+"""Scoring of complete groups while other groups are still sampled.
 
-A thread keeps the workers of the rewards busy until sampling is over; what is then left is done by
-``RewardRunner.score`` as ever. Values, their order and the metrics are those of scoring at the end: an outcome
-belongs to its sample, and sums are made once, over all samples in their order. Left to the end are rewards that
-see all samples in one call, those of a model, and those that run in this process.
+A thread keeps the workers of the rewards busy until sampling ends; ``RewardRunner.score`` then does the rest. Values,
+their order and the metrics are those of scoring at the end: an outcome belongs to its sample, and sums are made once,
+over all samples in order. Rewards that see all samples in one call, rewards by a model, and rewards that run in this
+process are left to the end.
 
-consumes: complete groups; waits for: groups, while there is nothing to do; unblocked by: groups, ``seal``,
-``cancel``; produces: outcomes in the pools.
+consumes: complete groups; waits for: groups, while the workers are idle; unblocked by: groups, ``seal``, ``cancel``;
+produces: outcomes in the pools.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
     from engine_plugin_rewards.worker_pool.pool import Pool
 
-POLL_SECONDS = 0.02  # until a group that came meanwhile is looked at
+POLL_SECONDS = 0.02  # between two checks for new groups while the workers are busy
 
 
 class EarlyScoring:
-    """The groups of one round of sampling.
+    """An early scoring of the groups of one round of sampling.
 
     Args:
-        pools: of rewards whose samples may be done in any parts, started.
-        on_failure: told of each failed sample, in the thread; what it raises ends the scoring, and is raised by
-            ``take`` or ``seal``.
-        rollouts: a list with a place for each sample, filled here; ``on_failure`` may look at it.
-        decode: gives a rollout its text.
+        pools: started pools of rewards that accept any subset of the samples.
+        on_failure: called in the thread with each failed sample; an error that it raises ends the scoring, and
+            ``take`` or ``seal`` raises it.
+        rollouts: a list with a place for each sample, filled here; ``on_failure`` may read it.
+        decode: sets the text of rollouts.
     """
 
     def __init__(
         self, pools: Sequence[Pool], on_failure: OnFailure, rollouts: list[Any], decode: Any
     ) -> None:
         self.pools, self.on_failure, self.rollouts, self.decode = pools, on_failure, rollouts, decode
-        self.busy_seconds = 0.0  # in which a worker was at something
+        self.busy_seconds = 0.0  # during which a worker was busy
         self._places: dict[str, int] = {}
         self._missing: dict[int, int] = {}  # by group
         self._groups: dict[int, list[int]] = {}
@@ -55,13 +55,13 @@ class EarlyScoring:
         self._thread.start()
 
     def expect(self, requests: Sequence[Request]) -> None:
-        """What is asked for, in the order of the samples."""
+        """Announce the requests, in the order of the samples."""
         for place, request in enumerate(requests):
             self._places[request.id] = place
             self._missing[request.group_id] = self._missing.get(request.group_id, 0) + 1
 
     def take(self, rollouts: Sequence[Rollout]) -> None:
-        """Some finished; a group that is complete now is scored.
+        """Accept finished rollouts; groups that they complete are scored.
 
         Raises:
             EngineError: a reward has failed in a way that ends the run.
@@ -77,10 +77,10 @@ class EarlyScoring:
                 self._submit(sorted(self._groups[group]))
 
     def seal(self) -> None:
-        """Sampling is over: the thread ends, and what is under way stays with the workers.
+        """End the thread after sampling; requests in flight stay with the workers.
 
         Raises:
-            EngineError: as ``take``.
+            EngineError: a reward has failed in a way that ends the run.
         """
         self._stop()
         if self._error is not None:
@@ -88,7 +88,7 @@ class EarlyScoring:
             raise self._error
 
     def cancel(self) -> None:
-        """Nobody wants the rewards."""
+        """End the thread and discard all outcomes."""
         self._stop()
         for pool in self.pools:
             pool.abandon()
@@ -118,14 +118,14 @@ class EarlyScoring:
                     if self._working():
                         wait(self.pools, POLL_SECONDS)
                     self.busy_seconds += time.perf_counter() - start
-        except BaseException as error:  # raised again where groups are taken
+        except BaseException as error:  # ``take`` or ``seal`` raises it
             self._error = error
 
     def _working(self) -> bool:
         return any(pool.busy for pool in self.pools)
 
     def _accept(self) -> bool:
-        """Give the pools what has come; with nothing to do, wait for it. False: it was the end."""
+        """Submit new groups to the pools; wait for groups if the workers are idle. Return False at the end."""
         try:
             while True:
                 item = self._work.get(block=not self._working())

@@ -1,8 +1,8 @@
 """The workers of one reward, and ``drive``, which keeps the workers of all rewards busy at once.
 
-A request holds several samples. When its worker dies or overstays, the sample it was at is failed, the
-others are sent again, and a new worker takes its place. A worker that was killed while it started is started again,
-as is one that takes a place, ``START_ATTEMPTS`` times in a row at most.
+A request holds several samples. When its worker dies or exceeds the timeout, the current sample fails, the others are
+sent again, and a new worker replaces the old one. A worker that was killed during its start is started again, as is a
+replacement, at most ``START_ATTEMPTS`` times in a row.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 STARTUP_SECONDS = 120.0  # imports of the plugin
 START_ATTEMPTS = 3
-GRACE_SECONDS = 1.0  # after the worker's own watchdog, which prints where the function was
-SETTLE_SECONDS = 0.05  # for a thread to deliver what had arrived while this process was stopped
-WATCHDOG = "Timeout ("  # what faulthandler prints before it ends a worker
+GRACE_SECONDS = 1.0  # after the worker's own watchdog, which prints the stack of the function
+SETTLE_SECONDS = 0.05  # for a thread to deliver messages that arrived while this process was stopped
+WATCHDOG = "Timeout ("  # printed by faulthandler before it ends a worker
 SHOWN_CHARACTERS = 3000
-POLL_SECONDS = 0.25  # a death that no pipe tells is seen after this time
+POLL_SECONDS = 0.25  # until a death that closes no connection is detected
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
 
@@ -40,11 +40,11 @@ logger = logging.getLogger("engine")
 
 
 _ARRIVED = threading.Condition()
-"""Notified when a worker has started, has done a request or has ended; the samples of a request are read with its end."""
+"""Notified when a worker has started, finished a request or ended; a request's outcomes are read at its end."""
 
 
 class ReplyChannel(JsonChannel):
-    """The channel to a worker, in whose process the code of a reward may write too."""
+    """The channel to a worker; the code of a reward in the worker's process may write to it, too."""
 
     max_bytes = 16 * 2**20
 
@@ -56,18 +56,18 @@ class ReplyChannel(JsonChannel):
 
 
 class Worker(ChildProcess):
-    """A process and what it is at.
+    """A process and its current request.
 
     Args:
         order: its first message.
-        attempt: to start it, without success before.
+        attempt: number of this start, counted from the last success.
     """
 
     def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
         self.attempt, self.ready, self.notified = attempt, False, False
         self.job: Sequence[int] | None = None  # positions of the samples of its request
-        self.since = time.monotonic()  # of the last sign of life while there is something to wait for
-        self.messages: deque[dict[str, Any] | None] = deque()  # None: its end
+        self.since = time.monotonic()  # when the request was sent, or the last message came
+        self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
         super().__init__(
             python_command("engine_plugin_rewards.worker_pool.worker:main"), ReplyChannel, take=self._take
         )
@@ -82,19 +82,21 @@ class Worker(ChildProcess):
                 _ARRIVED.notify_all()
 
     def stacks(self) -> str:
-        """Where it was when it ended (faulthandler prints the innermost frame first), else the last that it printed."""
+        """Return the worker's stack at its end (faulthandler prints the innermost frame first),
+        else its last output.
+        """
         text = self.tail(KEPT_LINES).strip()
         start = max(text.rfind("Timeout ("), text.rfind("Fatal Python error"))
         return text[start:][:SHOWN_CHARACTERS] if start >= 0 else text[-SHOWN_CHARACTERS:]
 
 
 class Pool:
-    """The workers of one reward.
+    """A pool of the workers of one reward.
 
     Args:
         name: the reward.
-        order: what a worker is told first: ``reward``, ``options``, ``modules``, ``root``,
-            ``allow_code``, ``timeout``, ``max_memory_gb``.
+        order: first message to each worker: ``reward``, ``options``, ``modules``, ``root``, ``allow_code``,
+            ``timeout``, ``max_memory_gb``.
         size: number of workers.
     """
 
@@ -110,30 +112,32 @@ class Pool:
 
     @property
     def starting(self) -> bool:
+        """Whether a worker is missing or not ready."""
         return len(self.workers) < self.size or not all(worker.ready for worker in self.workers)
 
     @property
     def pending(self) -> bool:
-        # Until the end of every request is told too, or the next step would take it for its own.
+        """Whether a sample has no outcome, or a request has not ended."""
+        # Every request must also have ended, or the next step would take its messages for its own.
         return None in self.outcomes or any(worker.job is not None for worker in self.workers)
 
     def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
-        """Take up ``count`` samples; ``drive`` does them, ``outcomes`` then has one for each."""
+        """Accept ``count`` samples; after ``drive``, ``outcomes`` has one for each."""
         self.expect(count)
         self.submit(range(count), columns)
 
     def expect(self, count: int) -> None:
-        """``count`` samples will come, in parts."""
-        if self.pending:  # of a round that nobody waited for
+        """Prepare for ``count`` samples, which ``submit`` adds in parts."""
+        if self.pending:  # an earlier round was not finished
             self.abandon()
         self.columns, self.outcomes = {}, [None] * count
 
     def submit(self, places: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Some of the samples that are expected.
+        """Add some of the expected samples.
 
         Args:
-            places: theirs among all.
-            columns: the arguments, a value for each of these.
+            places: their positions among all samples.
+            columns: the arguments, a value for each of these samples.
         """
         assert self.signature is not None
         for name, values in columns.items():
@@ -145,16 +149,20 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        """Whether a worker is at something, or could be."""
+        """Whether a worker has a request, or could have one."""
         return bool(self.queue) or any(worker.job is not None for worker in self.workers)
 
     def tend(self, on_failure: OnFailure) -> None:
-        """Read answers, bury the dead and the late, replace them, hand out work."""
+        """Read answers, replace dead and late workers, hand out requests.
+
+        Raises:
+            EngineError: a reward does not load, or its data cannot be sent to a worker.
+        """
         for worker in list(self.workers):
             if self._late(worker):
                 time.sleep(SETTLE_SECONDS)
             if dead := worker.popen.poll() is not None:
-                worker.kill()  # which reads what it still had to say: that counts
+                worker.kill()  # also reads its last messages, which count
             worker.notified = False
             while worker.messages:
                 if (message := worker.messages.popleft()) is None:
@@ -218,8 +226,8 @@ class Pool:
         """Replace a worker that ended before it was ready.
 
         Raises:
-            PluginError: another one would fail too: no worker of this reward was ever ready and this one was not killed by
-                others, or it was the last attempt.
+            PluginError: another worker would fail, too: no worker of this reward was ever ready and no signal killed
+                this one, or this was the last attempt.
         """
         hopeless = self.signature is None and (late or worker.popen.returncode >= 0)
         if hopeless or worker.attempt >= START_ATTEMPTS:
@@ -232,18 +240,18 @@ class Pool:
         self.workers.append(Worker(self.order, worker.attempt + 1))
 
     def _was_late(self, worker: Worker, waited: float) -> bool:
-        """Whether a worker was ended for its time: by its own watchdog (status 1), or by us."""
+        """Return whether a worker was ended by a timeout: by its own watchdog (status 1), or by this process."""
         code = worker.popen.returncode
-        # An answer that was read late makes ``waited`` too short, so the watchdog's own words count.
+        # An answer that was read late makes ``waited`` too short, so the watchdog's own output decides.
         if code == 1 and WATCHDOG in worker.stacks():
             return True
         return waited >= self.timeout and code in (1, -signal.SIGKILL)
 
     def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
-        """Fail the sample that a request failed at; when that is not known, ask for each alone."""
+        """Fail the sample at which a request failed; if it is unknown, send each sample again in its own request."""
         assert self.signature is not None
         left = [position for position in worker.job or () if self.outcomes[position] is None]
-        worker.job = ()  # its end is still to be told
+        worker.job = ()  # the message of its end is still to come
         if not left:
             return
         if self.signature.streams:
@@ -262,7 +270,7 @@ class Pool:
             on_failure(self.name, position, outcome)
 
     def abandon(self) -> None:
-        """Drop what is not done; a worker that is at something is killed."""
+        """Discard unfinished samples; a worker with a request is killed."""
         self.queue.clear()
         self.outcomes = []
         for worker in [worker for worker in self.workers if worker.job is not None]:
@@ -277,7 +285,7 @@ class Pool:
 
 
 def start(pools: Sequence[Pool]) -> None:
-    """Start the workers that are missing, all at once, and wait until they are ready.
+    """Start the missing workers of all pools at once and wait until they are ready.
 
     Raises:
         EngineError: a reward does not load; the workers of all pools are ended.
@@ -295,18 +303,18 @@ def start(pools: Sequence[Pool]) -> None:
 
 
 def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
-    """Work until every sample of every pool has its outcome.
+    """Run the workers until every sample of every pool has its outcome.
 
     Args:
         pools: after ``begin``.
-        on_failure: told of each failed sample as it fails; what it raises ends the work, and the
-            workers are fit for the next.
+        on_failure: called with each failed sample as it fails; an error that it raises ends the work and is raised
+            here. The pools can be used again afterwards.
     """
     try:
         while any(pool.pending for pool in pools):
             for pool in pools:
                 pool.tend(on_failure)
-            if any(pool.pending for pool in pools):  # else nothing more comes
+            if any(pool.pending for pool in pools):  # otherwise no message would come
                 wait(pools, POLL_SECONDS)
     except BaseException:
         for pool in pools:
@@ -315,7 +323,7 @@ def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
 
 
 def wait(pools: Sequence[Pool], seconds: float) -> None:
-    """Wait until a worker has done its request or ended, for so long at most."""
+    """Wait at most ``seconds`` until a worker has finished its request or ended."""
     with _ARRIVED:
         _ARRIVED.wait_for(lambda: any(worker.notified for pool in pools for worker in pool.workers), seconds)
 
@@ -325,10 +333,10 @@ def _unexpected(reward: str, position: int, outcome: Outcome) -> None:
 
 
 def _bounds(signature: Signature, count: int, workers: int) -> list[int]:
-    """Where to cut ``count`` samples into requests.
+    """Return where to cut ``count`` samples into requests.
 
-    In plural form a request of one sample would hide a function that returns one number for all, so
-    none is made where two samples are at hand.
+    In plural form a request of one sample would hide a function that returns one number for all samples, so every
+    request has at least two samples if possible.
     """
     if signature.whole_batch:
         requests = 1

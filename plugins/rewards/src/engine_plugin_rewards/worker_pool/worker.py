@@ -1,15 +1,15 @@
-"""A reward worker: ``main`` in a child process, asked and answering in JSON.
+"""A reward worker: ``main`` runs in a child process and answers requests in JSON.
 
-The first message is the order (see ``Pool``): which reward, by name, from which plugins. Then::
+The first message is the order (``Pool``): which reward, by name, from which plugins. Then::
 
     {"count": 2, "columns": {"completions": ["4", "5"], "answer": ["4", "4"]}}
     -> {"at": 0, "outcome": {"value": 1.0}}
     -> {"at": 1, "outcome": {"value": 0.0}}
     -> {"done": true}
 
-The messages have a socket of their own, so no function can disturb the protocol by what it prints or reads. A watchdog
-in C ends the process when a call takes too long, also where the function holds the interpreter, and prints where it
-was; it also ends a worker whose controller was killed.
+The messages use a dedicated socket, so that no function can disturb the protocol by what it prints or reads. A
+watchdog in C ends the process when a call takes too long, even if the function holds the interpreter, and prints the
+stacks. It also ends a worker whose controller was killed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ if TYPE_CHECKING:
 
 
 def main(number: int) -> None:
-    """Serve the socket of that number until it is closed: by the controller's end, or in a fork that the function made."""
+    """Serve the socket of that number until it is closed: by the controller's end, or in a fork
+    made by the function.
+    """
     print_stacks_on_request()
     channel = JsonChannel(socket.socket(fileno=number))
     with contextlib.suppress(Closed):
         run(channel.receive(), channel)
-    os._exit(0)  # in a fork, nothing that belongs to the worker may run twice
+    os._exit(0)  # in a fork, the worker's exit handlers must not run a second time
 
 
 def run(order: dict[str, Any], channel: JsonChannel) -> None:
     """Load the reward and answer requests.
 
     Raises:
-        Closed: there are no more.
+        Closed: the controller has closed the socket.
     """
     _limit_memory(order["max_memory_gb"])
     notes = _Notes()
@@ -62,7 +64,7 @@ def run(order: dict[str, Any], channel: JsonChannel) -> None:
 
 
 class _Notes(logging.Handler):
-    """What was logged while the reward was loaded; the controller logs it again."""
+    """A handler that keeps what is logged while the reward is loaded; the controller logs it again."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -82,7 +84,7 @@ def _limit_memory(gigabytes: float) -> None:
 
 
 def build(order: dict[str, Any]) -> RewardFunction:
-    """The reward that the order names, with its options checked.
+    """Load the reward that the order names, with its options checked.
 
     Raises:
         EngineError: the plugin does not load, or its function cannot be called with the options.
@@ -101,16 +103,20 @@ def build(order: dict[str, Any]) -> RewardFunction:
 
 
 def serve(reward: RewardFunction, timeout: float, channel: JsonChannel) -> None:
-    """Answer requests; raise ``Closed`` when there are no more."""
+    """Answer requests.
+
+    Raises:
+        Closed: the controller has closed the socket.
+    """
     from engine_core.rewards.signatures import evaluate
 
     @contextlib.contextmanager
     def watchdog(seconds: float) -> Iterator[None]:
-        # A thread of C: works while the function holds the interpreter. Exits with status 1.
+        # A C thread: works while the function holds the interpreter. Exits with status 1.
         faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             yield
-        except SystemExit as exc:  # the function ends this process, so it ends: as os._exit or a crash would
+        except SystemExit as exc:  # end the process as the function demands, like os._exit or a crash
             traceback.print_exc()
             sys.stdout.flush()
             os._exit(exc.code if isinstance(exc.code, int) else exc.code is not None)

@@ -1,1 +1,1 @@
-"""What ``engine bench`` measures: parts of a run, alone, on the workers that the run file names."""
+"""The measurements of ``engine bench``: parts of a run, alone, on the workers that the run file names."""

@@ -1,7 +1,7 @@
-"""What devices can do by their data sheets, and the floors that follow: seconds that no program goes below.
+"""Rates of devices by their data sheets, and the floors that follow: times that no program can beat.
 
-* training: the arithmetic that the model needs at the dense bf16 rate, and Adam's update at the rate of the memory
-  (reads weight, gradient and two moments, writes three of them: 28 bytes a weight in float32);
+* training: the model's arithmetic at the dense bf16 rate, and Adam's update at the rate of the memory (reads weight,
+  gradient and two moments, writes three of them: 28 bytes a weight in float32);
 * sampling: each step reads the weights once and the keys and values of every sequence so far. The sum over the steps,
   at the rate of the memory. Arithmetic is not counted: it costs less up to hundreds of sequences.
 """
@@ -21,12 +21,12 @@ ADAM_TRAFFIC = 7  # numbers a weight: four read, three written
 
 @dataclass(frozen=True)
 class Device:
-    """Rates of one device.
+    """The rates of a device.
 
     Attributes:
         flops: dense bf16 operations a second.
         bandwidth: bytes a second of its memory.
-        link: bytes a second to other devices of the host, one way; 0 where it has no link of its own.
+        link: bytes a second to other devices of the host, one way; 0 without a dedicated link.
     """
 
     flops: float
@@ -47,23 +47,24 @@ DEVICES: dict[str, Device] = {
     "A100": Device(312e12, 2.039e12, 300e9),
     "L40S": Device(362e12, 0.864e12),
 }
-"""By words in the device's name, the longer ones first; the vendors' data sheets."""
+"""Rates from the vendors' data sheets, by words in the device's name, the longer words first."""
 
 
 def device_of(name: str) -> Device | None:
-    """Rates of a device by its name; None where its data sheet is not known here: nobody guesses a floor."""
+    """Return the rates of a device by its name; None for a device without an entry, for which no floor is known."""
     return next((device for word, device in DEVICES.items() if word in name), None)
 
 
 def train_floor(
     cost: Cost, device: Device, lengths: Sequence[int], head_tokens: int, itemsize: int = 4, ranks: int = 1
 ) -> float:
-    """Seconds of one forward and backward pass over these sequences and one update of all weights.
+    """Return the least seconds of a forward and backward pass over these sequences and an update of all weights.
 
     Args:
         cost: of the model.
+        device: rates of each device.
         lengths: tokens of each sequence.
-        head_tokens: tokens that the head is needed for.
+        head_tokens: tokens for which the head is computed.
         itemsize: bytes of a weight.
         ranks: devices that share the work evenly.
     """
@@ -81,18 +82,21 @@ def decode_floor(
     ranks: int = 1,
     itemsize: int = 2,
 ) -> float:
-    """Seconds to sample ``response`` tokens for each of ``sequences`` of ``prompt`` tokens, all at once.
+    """Return the least seconds to sample ``response`` tokens for each of ``sequences`` of ``prompt`` tokens, all at
+    once.
 
     ``sum over t < R of (W + B k (prompt + t)) / bandwidth``: W bytes of the weights, k of a token's keys and values.
 
     Args:
+        cost: of the model.
+        device: rates of each device.
         sequences: B, over all devices, each of which has the whole model.
         prompt: tokens before the first sampled one.
         response: R, tokens sampled.
         ranks: devices.
         itemsize: bytes of a weight, a key, a value.
     """
-    read = (cost.body + cost.head) * itemsize * response  # of the embedding some rows only
+    read = (cost.body + cost.head) * itemsize * response  # only a few rows of the embedding are read
     # tokens read by one sequence, over all its steps
     seen = response * prompt + response * (response - 1) / 2
     return (read + sequences / ranks * cost.keys_values * itemsize * seen) / device.bandwidth

@@ -34,11 +34,11 @@ GIB = 1024**3
 def bench_train(
     config: EngineConfig, sequences: int, length: int, prompt: int, steps: int, warmup: int
 ) -> dict[str, Any]:
-    """Forward, backward and optimizer step of the actor on packed random sequences.
+    """Measure forward, backward and optimizer step of the actor on packed random sequences.
 
     Returns:
-        Medians over ``steps``: seconds of a step and its two phases, tokens a second; ``first_step_s``, with what is
-        compiled in it; MFU and how near the floor it is, where the device is known (``devices``).
+        Medians over ``steps``: seconds of a step and its two phases, tokens a second; ``first_step_s``, including
+            compilation; MFU and the share of the floor, if the device is known (``devices``).
     """
     model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
     with _workers(config, {"actor": Role("train")}) as (_, groups):
@@ -80,7 +80,7 @@ def bench_train(
 def bench_rollout(
     config: EngineConfig, prompts: int, prompt: int, response: int, steps: int, warmup: int
 ) -> dict[str, Any]:
-    """Sampling `group_size` responses for each of some random prompts."""
+    """Measure the sampling of `group_size` responses for each of some random prompts."""
     group = config.rollout.group_size
     model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
     vocabulary = model["vocab_size"]
@@ -122,7 +122,7 @@ def bench_rollout(
 
 
 def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
-    """Bringing the actor's weights to the sampler."""
+    """Measure an update of the sampler's weights from the actor."""
     roles = {"actor": Role("train"), "rollout": Role("rollout")}
     with _workers(config, roles) as (runtime, groups):
         seconds, moved = [], 0
@@ -144,15 +144,15 @@ def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
 def bench_step(
     config: EngineConfig, steps: int, warmup: int, make: Callable[[EngineConfig], Any]
 ) -> dict[str, Any]:
-    """Whole steps of the run file's trainer on its own data, in a folder that is deleted afterwards.
+    """Measure whole steps of the run file's trainer on its own data, in a folder that is deleted afterwards.
 
     Args:
-        make: the trainer of a config.
+        make: returns the trainer of a config.
     """
     with tempfile.TemporaryDirectory() as folder:
         config.run.dir, config.run.steps, config.run.stop_above = folder, warmup + steps, {}
         config.checkpoint = CheckpointConfig(at_end=False, at_stop=False)
-        config.tracking.trackers = []  # no service hears of it
+        config.tracking.trackers = []  # nothing is sent to a service
         config.eval.every_steps = 0
         config.eval.at_start = config.eval.at_end = False
         trainer = make(config)
@@ -178,11 +178,14 @@ def bench_step(
 
 
 def bench_comm(config: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
-    """Each collective over each axis of the actor's mesh, through the runtime of the run file.
+    """Measure each collective over each axis of the actor's mesh, through the runtime of the run file.
 
     Returns:
-        ``measured``: see ``engine_plugin_torch.collectives``, with ``percent_of_link`` where ranks of one host talk by a link
-        whose rate is known.
+        ``measured``, in the format of ``engine_plugin_torch.collectives``, with ``percent_of_link`` if the ranks of
+        one host are connected by a link of known rate.
+
+    Raises:
+        ConfigError: the actor's ranks share no collective.
     """
     with _workers(config, {"actor": Role("train")}) as (_, groups):
         processes = groups["actor"].world_size
@@ -200,7 +203,7 @@ def bench_comm(config: EngineConfig, sizes: list[int], steps: int) -> dict[str, 
 
 
 def _step_floor(config: EngineConfig, lines: list[dict[str, Any]], processes: int) -> dict[str, Any]:
-    """Of a step that samples and trains once on what it sampled: both floors together."""
+    """Return the sum of both floors for a step that samples and trains once on its samples."""
     cost = Cost.of(load_hf_config(config.model).get_text_config(decoder=True).to_dict())
     device, names = device_of(_device_name()), ("tokens/total", "tokens/generated", "time/step")
     if not (cost and device and all(name in line for name in names for line in lines)):
@@ -215,12 +218,12 @@ def _step_floor(config: EngineConfig, lines: list[dict[str, Any]], processes: in
 
 
 def _of_floor(floor: float, seconds: float) -> dict[str, float]:
-    """100% is as quick as the device's data sheet allows."""
+    """Return the floor and the share of it that was reached; 100% is the data sheet's limit."""
     return {"floor_s": floor, "percent_of_floor": 100 * floor / seconds}
 
 
 def _itemsize(config: EngineConfig) -> int:
-    """Bytes of a trained weight."""
+    """Return the bytes of a trained weight."""
     return 2 if getattr(config.actor.options, "param_dtype", "") == "bf16" else 4
 
 
@@ -230,7 +233,7 @@ def _workers(
 ) -> Iterator[tuple[Runtime, Mapping[str, WorkerGroup]]]:
     plugins = plugins_for(config)
     kind: Any = plugins.resolve("runtimes", config.runtime.backend)
-    # nothing else reads a tokenizer here, and random weights of a shape have none
+    # only sampling reads a tokenizer here, and random weights of a shape have none
     sampled = "rollout" in roles
     runtime = kind(config, plugins, {"tokenizer": load_tokenizer(config.model)} if sampled else {})
     try:
@@ -240,7 +243,7 @@ def _workers(
 
 
 def _head(config: EngineConfig, part: str, processes: int) -> dict[str, Any]:
-    """What was measured, and where."""
+    """Return what was measured, and on what."""
     backend = config.actor.backend if part in ("train", "step", "comm") else config.rollout.backend
     return {
         "part": part,
@@ -253,7 +256,7 @@ def _head(config: EngineConfig, part: str, processes: int) -> dict[str, Any]:
 
 
 def _now() -> float:
-    """Seconds, with everything done that was asked of this process's device."""
+    """Return seconds, after this process's device has finished its queue."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -269,13 +272,17 @@ def _reset_peak_memory() -> None:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Of this process's device; nothing where the work was done by processes of their own."""
+    """Return the peak memory of this process's device; empty if other processes did the work."""
     peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
     return {"peak_memory_gib": peak / GIB} if peak else {}
 
 
 def check_lengths(length: int, prompt: int) -> None:
-    """Refuse a prompt that leaves no token to learn."""
+    """Raise for a prompt that leaves no token to learn.
+
+    Raises:
+        ConfigError: the prompt is as long as the sequence, or longer.
+    """
     if prompt >= length:
         raise ConfigError(
             f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."

@@ -1,4 +1,4 @@
-"""Models by shape: folders with a config and no weights, and the arithmetic that a token costs."""
+"""Models by shape: folders with a config and no weights, and the arithmetic cost of a token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> str:
-    """Write the ``config.json`` of a shape into ``folder``; returns the folder as a path for `[model]`.
+    """Write the ``config.json`` of a shape into ``folder``; return the folder as a path for `[model]`.
 
     Raises:
         ConfigError: there is no such shape.
@@ -69,21 +69,21 @@ def write_shape(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations of a dense decoder, forward and backward together: ``6`` a weight and token.
+    """The operations of a dense decoder, forward and backward together: ``6`` a weight and token.
 
-    ``6 N_body T + 6 V H T_head + 6 L n_q d S T``, where S is the mean length of a sequence that a token
-    is in (a causal token sees half of it, and both products count). Recomputed work does not count.
+    ``6 N_body T + 6 V H T_head + 6 L n_q d S T``, where S is the mean length of a sequence that a token is in (a
+    causal token sees half of it, and both products count). Recomputed work does not count.
     """
 
     body: int  # weights of the layers, without embeddings and head
     head: int  # V * H
     attention: int  # L * n_q * d
-    keys_values: int = 0  # 2 L n_kv d: numbers that a token leaves for later ones
-    weights: int = 0  # of the layers, the embedding and, where it is not the same, the head
+    keys_values: int = 0  # 2 L n_kv d: keys and values of a token
+    weights: int = 0  # of the layers, the embedding and, if it is untied, the head
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Cost | None:
-        """From a model's config; None where it is no dense decoder of the usual kind."""
+        """Return the cost of a model by its config; None if it is not a dense decoder of the usual kind."""
         try:
             hidden, layers = config["hidden_size"], config["num_hidden_layers"]
             heads = config["num_attention_heads"]
@@ -106,7 +106,7 @@ class Cost:
         )
 
     def train(self, lengths: list[int], head_tokens: int) -> float:
-        """Operations of one forward and backward pass over sequences of these lengths."""
+        """Return the operations of one forward and backward pass over sequences of these lengths."""
         tokens = sum(lengths)
         seen = sum(n * n for n in lengths)  # S * T, summed over sequences
         return 6.0 * (self.body * tokens + self.head * head_tokens + self.attention * seen)

@@ -15,11 +15,12 @@ LOWEST = 3  # tokens below are likely to be special ones
 
 
 def train_batch(lengths: Sequence[int], prompt: int, vocabulary: int, seed: int) -> Batch:
-    """Random tokens; the loss is on those behind the first ``prompt`` of each sequence, all of one weight.
+    """Make a batch of random tokens, with the loss on those after the first ``prompt`` of each sequence, all of one
+    weight.
 
     Args:
         lengths: [B] tokens of each sequence.
-        prompt: tokens of each that are given.
+        prompt: tokens of each sequence without loss.
         vocabulary: tokens are below it.
         seed: of the tokens.
     """
@@ -39,7 +40,7 @@ def train_batch(lengths: Sequence[int], prompt: int, vocabulary: int, seed: int)
 def requests(
     prompts: int, group: int, prompt_tokens: int, response_tokens: int, vocabulary: int, seed: int
 ) -> list[Request]:
-    """Requests of random prompts; a random model hardly ever ends early, so responses have full length."""
+    """Make requests of random prompts; a random model hardly ever ends early, so that responses have full length."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(prompts):

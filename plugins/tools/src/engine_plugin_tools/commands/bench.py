@@ -1,4 +1,4 @@
-"""``engine bench``: what the parts of a run take on this machine."""
+"""``engine bench``: the time and memory that the parts of a run take on this machine."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def simulate(
 
 @contextmanager
 def _config(file: str, shape: str | None, sets: list[str] | None, allow_code: bool) -> Iterator[EngineConfig]:
-    """The run file's config, with a model of another shape where one is named."""
+    """Yield the run file's config, with a model of ``shape`` if one is named."""
     from engine_plugin_tools.bench.shapes import write_shape
 
     with tempfile.TemporaryDirectory() as folder:

@@ -36,11 +36,11 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
 class Line(NamedTuple):
-    """One line of the table."""
+    """A line of the table."""
 
-    state: str  # ok, warning (it is handled in another way), problem (it is refused)
-    name: str  # what was tried
-    found: str  # what the template writes, or why it is refused
+    state: str  # ok, warning (handled in another way), problem (refused)
+    name: str  # of the check
+    found: str  # the template's output, or why it is refused
 
 
 def check_template(
@@ -63,7 +63,7 @@ def check_template(
 
 
 def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
-    """Yield every line; none stops another.
+    """Yield all lines; a failed check does not stop the others.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -117,7 +117,7 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> Line:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> Line:
-    """Return whether text can hold each control token without writing it."""
+    """Return whether text can contain the spelling of each control token without producing the token."""
     form, special = ChatFormat(tokenizer), sorted({*tokenizer.all_special_tokens})
     added = sorted(
         {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {*special}
@@ -133,7 +133,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> Line:
 
 
 def _learned(tokenizer: PreTrainedTokenizerBase, form: ChatFormat, *messages: dict[str, Any]) -> str:
-    """Return what is learned of a conversation, the turns one after another."""
+    """Return the learned parts of a conversation, in order."""
     rendered: Rendered = form.conversation(list(messages))
     runs: list[list[int]] = []
     for i, (token, mask) in enumerate(zip(rendered.token_ids, rendered.loss_mask, strict=True)):

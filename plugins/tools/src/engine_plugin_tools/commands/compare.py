@@ -69,7 +69,7 @@ def _as_json(estimate: Estimate) -> dict[str, float | None]:
 
 
 def evaluations(target: str) -> dict[str, Path]:
-    """Set -> file of rollouts.
+    """Return the file of rollouts of each set.
 
     Raises:
         DataError: there is no evaluation at ``target``.
@@ -87,7 +87,7 @@ def evaluations(target: str) -> dict[str, Path]:
 
 
 def paired(first: Path, second: Path, score: str | None) -> tuple[Estimate, Estimate, Estimate]:
-    """Mean scores of both over their common prompts, and of the difference on each prompt.
+    """Return the mean scores of both over their common prompts, and of the difference on each prompt.
 
     Raises:
         DataError: a file has no such score, or the two have no prompt in common.
@@ -104,7 +104,7 @@ def paired(first: Path, second: Path, score: str | None) -> tuple[Estimate, Esti
 
 
 def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], float]:
-    """Prompt -> its mean score; a response without one is left out."""
+    """Return each prompt's mean score; responses without a score are left out."""
     rollouts = read_rollouts(file)
     names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
     chosen = score or (names[0] if names else "")
@@ -119,5 +119,5 @@ def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], float]:
 
 
 def _key(rollout: Rollout) -> tuple[Any, ...]:
-    """What tells a prompt: its row and its tokens, whatever the set is called."""
+    """Return what identifies a prompt: its row and its tokens, without the name of the set."""
     return rollout.prompt.id.rpartition(":")[2], tuple(rollout.prompt.token_ids)

@@ -1,4 +1,4 @@
-"""``engine doctor``: can this machine run it, and what to do where it cannot."""
+"""``engine doctor``: checks whether this machine can run the engine, and says what to do if it cannot."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MIN_MEMORY = 2 * GIB
 
 
 class Check(NamedTuple):
-    """One line of the answer."""
+    """A line of the answer."""
 
     state: str  # ok, warning, problem
-    name: str  # what was looked at
-    found: str  # and what to do, where it is not ok
+    name: str  # what was checked
+    found: str  # with the fix, if it is not ok
 
 
 def doctor(
@@ -54,7 +54,7 @@ def doctor(
 
 
 def all_checks(file: str | None, allow_code: bool = False) -> Iterator[Check]:
-    """Every check; none stops another."""
+    """Yield all checks; a failed check does not stop the others."""
     runs = Path("runs")
     yield Check(
         "ok", "python", f"{platform.python_version()}, engine-core-rl {__version__}, {platform.platform()}"
@@ -78,7 +78,7 @@ def all_checks(file: str | None, allow_code: bool = False) -> Iterator[Check]:
 
 
 def check_memory() -> Check:
-    """Memory that is free now, and CPU cores."""
+    """Check the free memory; also names the CPU cores."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -90,7 +90,7 @@ def check_memory() -> Check:
 
 
 def check_file(file: str, allow_code: bool) -> tuple[Check, EngineConfig | None]:
-    """The run file, and its config where it is valid."""
+    """Check the run file; return its config if it is valid."""
     try:
         config = read([file], allow_code=allow_code)
     except EngineError as error:
@@ -101,7 +101,7 @@ def check_file(file: str, allow_code: bool) -> tuple[Check, EngineConfig | None]
 
 
 def check_runs_folder(path: Path) -> Iterator[Check]:
-    """Rights, free disk and file system where run folders will lie."""
+    """Check rights, free disk and the file system of the folder of runs."""
     if problem := writing_problem(path):
         yield Check("problem", "run folder", f"{problem}. Set run.dir to a folder that you may write to.")
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -111,7 +111,7 @@ def check_runs_folder(path: Path) -> Iterator[Check]:
 
 
 def check_plugins() -> Iterator[Check]:
-    """Each installed plugin, imported in another process."""
+    """Import each installed plugin in another process."""
     plugins = list_plugins(check=True)
     for info in plugins:
         if not info.healthy:
@@ -125,10 +125,10 @@ def check_plugins() -> Iterator[Check]:
 
 
 def check_torch() -> Check:
-    """Version of torch and the device that it would use."""
+    """Check that torch imports; names its version and device."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of it does not load
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch does not load
         advice = "Reinstall it: pip install --force-reinstall torch"
         return Check("problem", "torch", f"does not import: {error}. {advice}")
     where = f"no accelerator: {torch.get_num_threads()} CPU threads"
@@ -140,5 +140,5 @@ def check_torch() -> Check:
 
 
 def _judged(name: str, found: str, problem: str | None) -> Check:
-    """``ok`` with what was found, or also the sentence of ``engine_core.runs.machine`` as a warning."""
+    """Return ``ok``, or a warning with the sentence ``problem`` of ``engine_core.runs.machine``."""
     return Check("warning", name, f"{found}. {problem}") if problem else Check("ok", name, found)

@@ -90,7 +90,7 @@ def evaluate(
 
 
 def _run_of(target: str, step: int | None) -> tuple[str, int | None]:
-    """The run and the step of a target: of ``RUN/checkpoints/step_00000010`` that run and 10."""
+    """Return the run and the step of a target: for ``RUN/checkpoints/step_00000010`` RUN and 10."""
     path = Path(target)
     number = path.name.removeprefix("step_")
     if path.parent.name != "checkpoints" or not number.isdigit():

@@ -41,6 +41,10 @@ def run(
 
 
 def check_writable(folder: Path) -> None:
-    """An error where nothing can be written below ``folder``."""
+    """Raise if nothing can be written below ``folder``.
+
+    Raises:
+        EnvironmentProblem: with the reason.
+    """
     if problem := writing_problem(folder):
         raise EnvironmentProblem(f"Nothing can be written in '{folder}': {problem}. Choose another place.")

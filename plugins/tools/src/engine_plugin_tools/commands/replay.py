@@ -1,4 +1,4 @@
-"""``engine replay``: a step of a run once more, its numbers beside those that were recorded."""
+"""``engine replay``: replays a step of a run and prints its numbers next to the recorded ones."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _row(name: str, then: float | None, now: float) -> tuple[str, str, str, str]
 
 
 def _changed(folder: RunFolder, config: EngineConfig) -> list[str]:
-    """What --set made another than it is in the run, without secrets."""
+    """Return the settings that --set has changed, without secrets."""
     was, now = as_data(read_run(folder, None)), as_data(config)
     hide = Redactor.of(now)
     return [f"{d.key}: {d.was} -> {d.now}" for d in differences(hide.tree(was), hide.tree(now))]

@@ -1,4 +1,4 @@
-"""Commands that look at or tidy a run that exists: report, inspect, prune."""
+"""Commands that inspect or clean up an existing run: report, inspect, prune."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _text(rollout: Rollout) -> str:
 
 
 def _response(rollout: Rollout) -> str:
-    """What the policy said after ``>>>``, what answered it after ``<<<`` and its role."""
+    """Return the policy's messages after ``>>>``, the others after ``<<<`` and their role."""
     if not rollout.messages:
         return f">>> {rollout.text}"
     lines = []

@@ -1,4 +1,4 @@
-"""``engine schema``: what run files may hold, over all installed plugins."""
+"""``engine schema``: the keys of run files, over all installed plugins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def schema(
 
 
 def installed_specs() -> dict[str, dict[str, Spec]]:
-    """Return the spec of every installed name by kind: the core's kinds first, then those that plugins define.
+    """Return the spec of every installed name by kind: first the core's kinds, then those that plugins define.
 
     A plugin that does not load is named on stderr and left out.
     """

@@ -1,4 +1,4 @@
-"""A part of the JSON schema as text for people: keys, types, defaults, what they do."""
+"""A part of the JSON schema as readable text: keys, types, defaults, descriptions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def describe(schema: Node, path: str) -> str:
-    """What the table or the key at ``path`` takes.
+    """Describe the table or the key at ``path``.
 
     Args:
         schema: of a whole run file.
         path: such as ``actor.torch`` or ``actor.optim.lr``.
+
+    Raises:
+        ConfigError: the key is unknown.
     """
     path = path.strip(".")
     parent, _, key = path.rpartition(".")
-    schema_at(dict(schema), path)  # an unknown key is an error here
+    schema_at(dict(schema), path)  # raises for an unknown key
     holder = schema_at(dict(schema), parent)
     node = holder["properties"][key]
     table = is_table(schema, node)
@@ -60,6 +63,7 @@ def _key(schema: Node, path: str, key: str, node: Node, required: bool) -> Itera
 
 
 def is_table(schema: Node, node: Node) -> bool:
+    """Return whether a node is a table, a list of tables, or an optional one."""
     if "$ref" in node:
         return "properties" in schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
     inner = [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]
@@ -67,7 +71,7 @@ def is_table(schema: Node, node: Node) -> bool:
 
 
 def type_text(node: Node) -> str:
-    """``integer > 0``, ``"a" | "b"``, ``list of string``."""
+    """Return a type as text: ``integer > 0``, ``"a" | "b"``, ``list of string``."""
     if "enum" in node:
         return " | ".join(json.dumps(value) for value in node["enum"]) or "no such name is installed"
     if "anyOf" in node:

@@ -1,4 +1,4 @@
-"""What a run advises after its first steps, against what the simulator finds when the advice is taken."""
+"""The advice after a run's first steps, compared with the simulator's result when the advice is followed."""
 
 import dataclasses
 import re
@@ -50,7 +50,7 @@ def test_with_devices_of_its_own_for_the_sampler_the_advised_bound_is_reached_by
     bound = float(re.search(r"devices of its own: ([\d.]+) s at best", said)[1])
     full = dataclasses.replace(
         SPEED, capacity=4
-    )  # more at a time would be quicker than the bound: it takes them to be full
+    )  # more at a time would beat the bound, which assumes full batches
     ahead = of(EQUAL, 600.0, full, mode="async-1", workers=8, prompts_per_worker=1, trainer_share=0.5)
     assert bound * 0.97 <= ahead["step_s"] <= bound * 1.25
     assert ahead["step_s"] < in_turn["step_s"] * 0.8

@@ -1,4 +1,4 @@
-"""A simulated sampler that goes on by itself: left at the end of its engine's call, with every token once."""
+"""A simulated sampler's flow: ended at the end of its engine's call, with every token once."""
 
 import dataclasses
 
@@ -43,4 +43,4 @@ def test_early_stop_has_a_flow_as_accelerators_do_and_rounds_where_they_are_aske
     assert rounds["messages"] > 3 * flow["messages"]
     assert flow["step_s"] < 1.05 * rounds["step_s"]  # none waits for another
     for each in (flow, rounds):
-        assert set(map(int, each["staleness"])) > {0}  # what was stopped goes on with newer weights
+        assert set(map(int, each["staleness"])) > {0}  # stopped responses continue with newer weights

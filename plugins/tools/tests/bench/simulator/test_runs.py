@@ -1,4 +1,4 @@
-"""Simulated runs against closed forms: what a step must take when every time is known."""
+"""Simulated runs against closed forms: the time of a step when every duration is known."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def setting(**changes):
 
 
 def lengths_of(lengths, step, prompts, group):
-    """Of a step's responses, as the samplers draw them."""
+    """Return the lengths of a step's responses, as the samplers draw them."""
     return [lengths.of(sampling_seed(0, step, p, g)) for p in range(prompts) for g in range(group)]
 
 

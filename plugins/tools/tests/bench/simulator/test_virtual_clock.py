@@ -1,4 +1,4 @@
-"""Threads in virtual time: waiting takes none of the machine's, and a deadlock is told."""
+"""Threads in virtual time: waiting takes no real time, and a deadlock is reported."""
 
 import threading
 import time

@@ -1,8 +1,8 @@
-"""The process in the box: ``python -I -S inside ORDER``, spoken to over the socket that is its stdin.
+"""The process in the box: ``python -I -S inside ORDER``, controlled over the socket that is its stdin.
 
-It closes the box around itself, imports what programs are likely to import, and then starts a fork of
-itself for each job (``serve``). It runs nothing that a model wrote, and reads nothing that a program
-wrote: what those print goes to the engine through pipes that the engine made.
+It closes the box around itself, imports modules that programs are likely to import, and then forks for each job
+(``serve``). It runs no code of a model, and reads no output of a program: output goes to the engine through pipes that
+the engine made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 
 
 def main() -> None:
-    """Serve until the socket ends; a box that cannot be closed says why, and ends."""
+    """Serve until the socket ends; if the box cannot be closed, report why and end."""
     order = json.loads(sys.argv[1])
     os.environ.clear()
     channel = socket.socket(fileno=os.dup(0))
@@ -27,13 +27,13 @@ def main() -> None:
 
         _close_up(order)
         for name in order["preload"]:
-            with contextlib.suppress(ImportError):  # another version of Python may not have it
+            with contextlib.suppress(ImportError):  # another version of Python may lack the module
                 importlib.import_module(name)
         box = Box(channel, order)
     except (OSError, AttributeError) as exc:  # AttributeError: a libc without the function
         channel.sendall(json.dumps({"failed": str(exc)}).encode() + b"\n")
         return
-    del sys.path[0]  # the folder of this file is the box's own
+    del sys.path[0]  # programs must not import from the folder of this file
     box.serve()
 
 
@@ -42,7 +42,7 @@ def _close_up(order: dict) -> None:
         return
     import view
 
-    if order["tier"] == "bubblewrap":  # which has built the box already
+    if order["tier"] == "bubblewrap":  # bwrap has built the box already
         view.end_with_parent(0, apart=True)
     else:
         view.end_with_parent(order["parent"])

@@ -1,7 +1,7 @@
-"""What runs in the fork: a program, and what a test asks of it.
+"""The code that runs in the fork: a program, and the calls that a test makes.
 
-Everything here is in the program's hands: it shares the process. So nothing here judges. A value goes
-out as data through descriptor 3 and is compared by the engine, which alone knows the expected one.
+The program shares this process and can change everything in it, so nothing is judged here. A value is sent as data
+through descriptor 3 and compared by the engine, which alone knows the expected value.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/box", "TMPDIR":
 
 
 class Source(importlib.abc.SourceLoader):
-    """A module from text."""
+    """A loader of a module from text."""
 
     def __init__(self, text: str, path: str) -> None:
         self.text, self.path = text, path
 
     def get_data(self, path: str) -> bytes:
+        """Return the text as bytes."""
         return self.text.encode()
 
     def get_filename(self, name: str) -> str:
+        """Return the path shown in tracebacks."""
         return self.path
 
     def get_source(self, name: str) -> str:
+        """Return the text."""
         return self.text
 
 
 def load(text: str, name: str, path: str, into: types.ModuleType | None = None) -> types.ModuleType:
-    """Run a program as a module, or in the names of one."""
+    """Run a text as a new module, or in the names of the module ``into``."""
     loader = Source(text, path)
     module = into
     if module is None:
@@ -50,7 +53,7 @@ def load(text: str, name: str, path: str, into: types.ModuleType | None = None) 
 
 
 def _view_of(module: types.ModuleType, name: str) -> types.ModuleType:
-    """The same module under another name, whose code is then found by the loader."""
+    """Rename a module, so that its loader finds the code by that name."""
     module.__name__ = name
     return module
 
@@ -63,7 +66,7 @@ def tell(message: dict) -> None:
 
 
 def run(what: dict) -> None:
-    """Do what a test asks: ``kind`` is ``stdin``, ``call``, ``expression``, ``assert`` or ``command``."""
+    """Run a test: ``kind`` is ``stdin``, ``call``, ``expression``, ``assert`` or ``command``."""
     sys.argv = ["solution.py"]
     _fresh_streams()
     kind = what["kind"]
@@ -86,18 +89,20 @@ def run(what: dict) -> None:
 
 
 def _command(what: dict) -> None:
-    """A program of another language: its file, perhaps a compiler, then itself in place of this process."""
+    """Run a program of another language: write its file, compile it if needed, then replace this process by it."""
     with open(what["file"], "w", encoding="utf-8") as file:
         file.write(what["source"])
     os.closerange(TOLD, 64)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what it starts would too
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # Python ignores the signal, and child processes would inherit that
     if what["build"] and (code := os.spawnve(os.P_WAIT, what["build"][0], what["build"], ENVIRONMENT)):
         sys.exit(code if code > 0 else 1)
     os.execve(what["run"][0], what["run"], ENVIRONMENT)
 
 
 def _fresh_streams() -> None:
-    """Text streams over the descriptors; those of the parent were of other files."""
+    """Open text streams over the descriptors; the parent's streams belong to other files."""
     kept = {"encoding": "utf-8", "errors": "replace", "closefd": False}
     sys.stdin = os.fdopen(0, "r", **kept)
     sys.stdout = os.fdopen(1, "w", **kept)
@@ -105,7 +110,7 @@ def _fresh_streams() -> None:
 
 
 def _function(module: types.ModuleType, name: str) -> object:
-    """``f``, ``Class.f`` of a fresh object, or ``f`` of a class ``Solution``."""
+    """Return ``f``, ``Class.f`` of a new object, or ``f`` of a class ``Solution``."""
     owner: object = module
     *classes, name = name.split(".")
     if not classes and not hasattr(module, name) and hasattr(module, "Solution"):
@@ -116,7 +121,7 @@ def _function(module: types.ModuleType, name: str) -> object:
 
 
 def _run_test_functions(module: types.ModuleType, what: dict) -> None:
-    """``check(candidate)`` as HumanEval has it, and every ``test_...`` function that the test defined."""
+    """Call ``check(candidate)`` as HumanEval does, and every ``test_...`` function of the test."""
     if what["entry_point"]:
         module.check(_function(module, what["entry_point"]))
     for name in what["functions"]:
@@ -124,10 +129,10 @@ def _run_test_functions(module: types.ModuleType, what: dict) -> None:
 
 
 def encode(value: object, depth: int = 0) -> object:
-    """A value as JSON can hold it: what JSON lacks is a list that begins with its type's name.
+    """Convert a value for JSON: a type that JSON lacks becomes a list that begins with the type's name.
 
     Raises:
-        TypeError: it is no data.
+        TypeError: the value is not data, or is nested too deeply.
     """
     if depth > DEEPEST:
         raise TypeError(f"nested more than {DEEPEST} deep")

@@ -1,9 +1,9 @@
-"""The system calls that a program in the box may make: a list of what is allowed, all else is refused.
+"""The system calls that a program in the box may make: a list of allowed calls; all others are refused.
 
-A seccomp filter is a program for the kernel's packet filter: it reads the number of the call and its
-arguments and answers. It is assembled here, because the library for it (libseccomp) is no Python
-package and not on every machine. A call that is not named fails with EPERM; ``clone3`` and ``openat2``,
-whose arguments a filter cannot read, are said not to exist, and libc takes the older ones.
+A seccomp filter is a program for the kernel's packet filter: it reads the number of the call and its arguments and
+answers. It is assembled here, because the library for it (libseccomp) is no Python package and not on every machine.
+An unlisted call fails with EPERM. ``clone3`` and ``openat2``, whose arguments a filter cannot read, fail with ENOSYS,
+so that libc uses the older calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import struct
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine: AUDIT_ARCH of <linux/audit.h>, and which of the two numbers below is its own."""
+"""AUDIT_ARCH of <linux/audit.h> by machine, and which of the two numbers below the machine uses."""
 
 # Name, number on x86_64, number on aarch64. A test compares them with the kernel's headers.
 PLAIN = """
@@ -65,36 +65,36 @@ OPEN_FOR_WRITING = 0o3 | 0o100 | 0o1000 | 0o20000000  # access mode, create, tru
 NEW_NAMESPACES = 0x7E020000
 CLONE_PARENT, CLONE_THREAD = 0x8000, 0x10000
 TERMINAL_REQUESTS = (0x5401, 0x5413, 0x5421, 0x541B, 0x5450, 0x5451)  # read its state; flags of a descriptor
-OWNERS_OF_SIGNALS = (8, 10, 15)  # fcntl: whom a descriptor sends signals to
-SOME_PROCESS = 0x6B70E1D5  # no process id
+OWNERS_OF_SIGNALS = (8, 10, 15)  # fcntl: set the process that a descriptor signals
+SOME_PROCESS = 0x6B70E1D5  # placeholder, never a process id
 PR_SET_NAME, AF_UNIX, SOCK_STREAM = 15, 1, 1
 
-Code = list[tuple[int, int, int, int]]  # operation, steps to skip if so and if not, constant
+Code = list[tuple[int, int, int, int]]  # operation, steps to skip if true and if false, constant
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """Name and number of each call that the architecture has."""
+    """Return name and number of each call that the architecture has."""
     rows = (entry.split() for entry in table.replace("\n", " ").split(";"))
     return {row[0]: int(row[1 + column]) for row in rows if row[1 + column] != "-"}
 
 
 def available() -> bool:
-    """Whether a filter for this machine is known."""
+    """Return whether this machine's architecture has a filter."""
     return platform.machine() in ARCHITECTURES
 
 
 def for_process(filter: bytes, pid: int) -> bytes:
-    """A filter of ``program`` for one process, which may send signals to its own threads alone."""
+    """Return a filter of ``program`` for one process, which may send signals to its own threads alone."""
     return filter.replace(struct.pack("=I", SOME_PROCESS), struct.pack("=I", pid))
 
 
 def program(writing: bool, executing: bool, processes: bool) -> bytes:
-    """The filter, as ``prctl`` takes it after ``for_process``.
+    """Assemble the filter; ``for_process`` completes it for ``prctl``.
 
     Args:
-        writing: files may be opened for writing, where other rules allow it.
-        executing: another program may be started in its place.
-        processes: it may fork, and send signals to all that it can see.
+        writing: files may be opened for writing, if other rules allow it.
+        executing: the program may replace itself by another one.
+        processes: the program may fork, and signal all processes that it can see.
     """
     audit, column = ARCHITECTURES[platform.machine()]
     code: Code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -112,7 +112,7 @@ def program(writing: bool, executing: bool, processes: bool) -> bytes:
 
 
 def _rule(name: str, writing: bool, processes: bool) -> Code:
-    """What decides on a call by its arguments; it always answers."""
+    """Return the steps that decide on a call by its arguments; they always answer."""
     if name in ("open", "openat"):
         if writing:
             return [(RETURN, 0, 0, ALLOW)]
@@ -121,12 +121,12 @@ def _rule(name: str, writing: bool, processes: bool) -> Code:
         if processes:
             return _one_of(0, NEW_NAMESPACES | CLONE_PARENT, (0,))
         return _one_of(0, NEW_NAMESPACES | CLONE_PARENT | CLONE_THREAD, (CLONE_THREAD,))
-    if name == "prlimit64":  # to read: the new limit is no address
+    if name == "prlimit64":  # reading alone: the pointer to a new limit must be null
         high = [(LOAD, 0, 0, 16 + 8 * 2 + 4), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)]
         return [*high, *_one_of(2, 0xFFFFFFFF, (0,))]
     if name == "tgkill":
         return [(RETURN, 0, 0, ALLOW)] if processes else _one_of(0, 0xFFFFFFFF, (SOME_PROCESS,))
-    if name == "socketpair":  # a stream cannot be sent elsewhere
+    if name == "socketpair":  # a connected stream cannot send to other addresses
         kind = [(LOAD, 0, 0, 16 + 8), (AND, 0, 0, 0xF), (EQUAL, 1, 0, SOCK_STREAM), (RETURN, 0, 0, REFUSE)]
         return [*kind, *_one_of(0, 0xFFFFFFFF, (AF_UNIX,))]
     if name == "ioctl":
@@ -140,7 +140,7 @@ def _rule(name: str, writing: bool, processes: bool) -> Code:
 def _one_of(
     argument: int, mask: int, values: tuple[int, ...], found: int = ALLOW, otherwise: int = REFUSE
 ) -> Code:
-    """Answer by the lower 32 bits of an argument, of which ``mask`` counts."""
+    """Return steps that answer by the lower 32 bits of an argument, masked."""
     code: Code = [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask)]
     for value in values:
         code += [(EQUAL, 0, 1, value), (RETURN, 0, 0, found)]

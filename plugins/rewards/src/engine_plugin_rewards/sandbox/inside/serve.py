@@ -1,7 +1,7 @@
-"""Jobs: a fork for each, confined before it runs a byte of the program, and killed with all that it started.
+"""Jobs: a fork for each, confined before the program runs, and killed with all processes that it started.
 
-A job is a line and five descriptors: what to do (a file in memory), the program's stdin, stdout and
-stderr, and the pipe for what it has to tell. The answer is a line: how the process ended.
+A job is a line and five descriptors: what to do (a file in memory), the program's stdin, stdout and stderr, and the
+pipe for values. The answer is a line: how the process ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import python_tests
 
 LINUX = sys.platform.startswith("linux")
 DESCRIPTORS = 5
-WATCH_SECONDS = 0.002  # where no descriptor tells that a process ended
+WATCH_SECONDS = 0.002  # polling interval where the platform has no pidfd
 MIB = 2**20
 
 if LINUX:
@@ -31,7 +31,7 @@ if LINUX:
 
 
 class Box:
-    """What confines programs, made ready once.
+    """A box that confines programs, prepared once.
 
     Args:
         channel: to the engine.
@@ -48,10 +48,10 @@ class Box:
         self.version = syscalls.landlock_version() if LINUX else 0
         self.filtered = LINUX and seccomp.available()
         self.ruled = bool(self.version) and order["tier"] != "limits"
-        # Rules name folders that exist: a disk that is made for each program needs new ones each time.
+        # Rules refer to existing folders: a new disk for each program needs new rules each time.
         self.rules = self._rules() if self.ruled and not self.disk else -1
         self.myself = os.pidfd_open(os.getpid()) if self.apart else -1
-        self.unsettled = False  # the next process tree is not this one
+        self.unsettled = False  # whether children would start in the last job's process tree
         many = self.apart and order["processes"] > 1
         self.program = b""
         if self.filtered:
@@ -68,7 +68,7 @@ class Box:
         )
 
     def serve(self) -> None:
-        """Do jobs until there are no more."""
+        """Run jobs until the socket ends."""
         gc.collect()
         gc.freeze()  # a fork's collector then leaves these pages shared
         self._tell({"ready": True, "landlock": self.version, "seccomp": self.filtered})
@@ -76,7 +76,7 @@ class Box:
             line, descriptors, _, _ = socket.recv_fds(self.channel, 4096, DESCRIPTORS)
             if not line:
                 return
-            if len(descriptors) == DESCRIPTORS:  # else: a stop that came after its job had ended
+            if len(descriptors) == DESCRIPTORS:  # otherwise a stop that came after its job had ended
                 self._do(json.loads(line.splitlines()[-1]), descriptors)
 
     def _tell(self, message: dict) -> None:
@@ -106,7 +106,7 @@ class Box:
         self._tell({"id": job["id"], "code": code, "late": late, "cpu": cpu})
 
     def _wait(self, child: int, deadline: float) -> bool:
-        """Whether a process ended by itself before its time was over, or the engine said stop."""
+        """Return whether a process ended by itself before its time was over and before the engine said stop."""
         if not hasattr(os, "pidfd_open"):
             while time.monotonic() < deadline and not select.select([self.channel], [], [], WATCH_SECONDS)[0]:
                 if os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -123,7 +123,7 @@ class Box:
             os.close(ended)
 
     def _run(self, job: dict, descriptors: list[int], parent: int) -> None:
-        """The fork: confine it, run the program; never returns."""
+        """Confine the fork and run the program; never returns."""
         code = 70  # not the program's fault
         try:
             self._confine(job, descriptors, parent)
@@ -149,7 +149,7 @@ class Box:
             view.fresh_disk(self.order["disk_mb"])
         elif self.apart:
             os.chdir("/")
-        # What to do is read before the descriptors get their places; 3 is for what the program tells.
+        # The job is read before the descriptors get their places; 3 is the pipe for values.
         with os.fdopen(os.dup(descriptors[0]), "rb") as file:
             job["what"] = json.loads(file.read())
         rules = self._rules() if self.ruled and self.disk else os.dup(self.rules) if self.ruled else -1
@@ -181,7 +181,7 @@ class Box:
         }
         if (
             self.apart
-        ):  # counted in this box alone, whose own are two; elsewhere all that the user has running
+        ):  # counted in this box alone, which itself has two; elsewhere all processes of the user count
             limits["NPROC"] = 2 + order["processes"] + (order["threads"] if order["processes"] == 1 else 0)
         for name, value in limits.items():
             if (number := getattr(resource, f"RLIMIT_{name}", None)) is not None:

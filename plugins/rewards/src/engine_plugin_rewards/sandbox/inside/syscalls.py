@@ -1,7 +1,7 @@
-"""The calls of Linux that Python's standard library has no function for, by ctypes; each raises OSError.
+"""System calls of Linux that Python's standard library lacks, by ctypes; each raises OSError.
 
-Numbers of calls that libc has no function for are the same on all architectures since Linux 5.1; the
-two older ones are looked up by machine.
+Numbers of calls that libc has no function for are the same on all architectures since Linux 5.1; ``pivot_root`` is
+older and is looked up by machine.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def unshare(flags: int) -> None:
 
 
 def join(descriptor: int, flags: int) -> None:
-    """Go into the namespaces of a process, told by its pidfd (Linux 5.8)."""
+    """Enter the namespaces of a process given by its pidfd (Linux 5.8)."""
     _checked(_libc.setns(descriptor, flags), "setns")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     text = [None if value is None else value.encode() for value in (source, target, kind)]
     _checked(_libc.mount(*text, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
 
@@ -68,7 +68,7 @@ def unmount(target: str) -> None:
 
 
 def make_read_only(target: str, recursive: bool = True) -> None:
-    """No writing, no devices, no set-user-id below a mount (Linux 5.12)."""
+    """Forbid writing, devices and set-user-id below a mount (Linux 5.12)."""
     on = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
     attributes = struct.pack("=QQQQ", on, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
@@ -77,7 +77,11 @@ def make_read_only(target: str, recursive: bool = True) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make ``new`` the root; the old one is then mounted at ``old``, which lies below it."""
+    """Make ``new`` the root; the old root is then mounted at ``old``, which lies below ``new``.
+
+    Raises:
+        OSError: the call fails, or its number is unknown for this machine.
+    """
     number = PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(38, f"pivot_root: not known for {platform.machine()}")
@@ -85,19 +89,19 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def control(option: int, value: int = 0) -> None:
-    """prctl(2) with a number."""
+    """Call prctl(2) with a number."""
     zero = ctypes.c_ulong(0)
     _checked(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, in all sets that a process has of its own."""
+    """Give up every capability in all sets of this process."""
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process
     _checked(_libc.capset(header, bytes(24)), "capset")
 
 
 def install_filter(program: bytes) -> None:
-    """Let a seccomp program judge every system call from now on; needs no-new-privileges."""
+    """Make a seccomp program decide on every further system call; needs no-new-privileges."""
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: number of instructions of 8 bytes, their address
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
@@ -109,15 +113,16 @@ def install_filter(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock's interface; 0 where it has none or it is switched off."""
+    """Return the kernel's version of Landlock's interface; 0 if the kernel lacks it or it is switched off."""
     return max(0, _libc.syscall(ctypes.c_long(LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
 def landlock(readable: list[str], writable: list[str]) -> int:
-    """Rules that allow reading here, everything there, and no TCP; a descriptor for ``enter_landlock``.
+    """Return a ruleset, for ``enter_landlock``, that allows reading ``readable``, everything in ``writable``, and no
+    TCP.
 
     Args:
-        readable: files and folders; one that does not exist is left out.
+        readable: files and folders; those that do not exist are left out.
         writable: folders.
     """
     version = landlock_version()
@@ -144,5 +149,5 @@ def landlock(readable: list[str], writable: list[str]) -> int:
 
 
 def enter_landlock(ruleset: int) -> None:
-    """Put this process and all that it will start under the rules; needs no-new-privileges."""
+    """Restrict this process and all that it will start by a ruleset; needs no-new-privileges."""
     _call(LANDLOCK_RESTRICT, "landlock_restrict_self", ruleset, 0)

@@ -1,7 +1,7 @@
-"""Namespaces: a process tree, a network and a file system of their own.
+"""Namespaces: a separate process tree, network and file system.
 
-The file system holds what is to be read, read-only, four devices, and an empty folder ``/box``, in which
-every program gets a small disk in memory. There is no ``/proc``.
+The file system holds the readable files, read-only, four devices, and an empty folder ``/box``, in which every program
+gets a small disk in memory. It has no ``/proc``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ APART = (
     | syscalls.CLONE_NEWCGROUP
 )
 DEVICES = ("null", "zero", "random", "urandom")
-LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # to usr/..., on most systems
+LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links to usr/... on most systems
 WORK = "/box"
 NOBODY, OVERFLOW = 0x7FFF0000, 65534
-"""Users from the first on, or the second, stand for a box when the engine is root, for whom limits do not count."""
+"""User ids of boxes when the engine is root, whom limits do not bind: from the first on, or else the second."""
 
 
 def enter(readable: list[str]) -> None:
-    """Go into namespaces of one's own; returns in a new process, which is the first of its process tree.
+    """Enter new namespaces; return in a new process, which is the first of its process tree.
 
-    The process that called it stays outside, waits, and ends as that one does.
+    The calling process stays outside, waits, and ends as the new process does.
 
     Raises:
         OSError: the machine does not allow it.
     """
-    # Root shows the files to the box first and is then no longer root; others may do that only in a user namespace.
+    # Root mounts the files first and then drops its identity; other users may mount only in a user namespace.
     root = os.geteuid() == 0
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     if root:
@@ -62,9 +62,9 @@ def enter(readable: list[str]) -> None:
 
 
 def end_with_parent(parent: int, apart: bool = False) -> None:
-    """Have the kernel kill this process when the one that started it is gone."""
+    """Make the kernel kill this process when its parent ends."""
     syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not apart and os.getppid() != parent:  # it went before
+    if not apart and os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
@@ -72,12 +72,12 @@ def _become(identity: int) -> None:
     os.setgroups([])
     try:
         os.setresgid(identity, identity, identity)
-    except OSError:  # a container that knows only so many users
+    except OSError:  # a container with fewer user ids
         identity = OVERFLOW
         os.setresgid(identity, identity, identity)
     os.setresuid(identity, identity, identity)
-    syscalls.control(syscalls.PR_SET_DUMPABLE, 1)  # or /proc/self would still be root's
-    syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user had undone it
+    syscalls.control(syscalls.PR_SET_DUMPABLE, 1)  # otherwise /proc/self would still be root's
+    syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user has cleared it
 
 
 def _wait_for(process: int) -> None:
@@ -87,10 +87,10 @@ def _wait_for(process: int) -> None:
 
 
 def _build(readable: list[str]) -> None:
-    """A root with what is listed, read-only; the old one is gone afterwards."""
+    """Make a root with the listed files, read-only, and detach the old root."""
     syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)
     chosen = _outermost(readable)
-    # Held open, because the new root is laid over a folder that they may be in.
+    # Held open, because the new root is mounted over a folder that may contain them.
     opened = {path: os.open(path, os.O_PATH) for path in chosen}
     devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
     proc = os.open("/proc", os.O_PATH)
@@ -99,7 +99,7 @@ def _build(readable: list[str]) -> None:
     os.chdir(base)
     for path, descriptor in {**opened, **devices}.items():
         target = Path(base + path)
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # by its name it may be hidden now
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # its path may be hidden now
             target.mkdir(parents=True, exist_ok=True)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,13 +122,13 @@ def _build(readable: list[str]) -> None:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """What exists of them, without links and without what lies below another."""
+    """Return the existing paths, with links resolved, without paths below another one."""
     real = sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
     return [p for p in real if not any(p != other and p.startswith(other + "/") for other in real)]
 
 
 def fresh_disk(size_mb: int) -> None:
-    """An empty ``/box`` for the program that is about to run, and the folder that it is in.
+    """Mount an empty ``/box`` for the next program and make it the current folder.
 
     Args:
         size_mb: MiB that it may hold, in at most 64 files for each.

@@ -1,1 +1,3 @@
-"""A run on many workers without any: the project's own controller over workers that only take (virtual) time."""
+"""Simulation of a run on many workers: the project's own controller over simulated workers that take only virtual
+time.
+"""

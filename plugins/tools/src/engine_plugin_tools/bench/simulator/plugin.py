@@ -1,4 +1,4 @@
-"""The names of simulated backends: known to a simulation alone, which lists this file in `plugins`."""
+"""The simulated backends: only a simulation knows them, since it lists this file in `plugins`."""
 
 from collections.abc import Mapping
 
@@ -10,18 +10,18 @@ HERE = "engine_plugin_tools.bench.simulator"
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
-    """The simulated cluster."""
+    """Offer the simulated cluster."""
     return {"simulated": RuntimeSpec(load=f"{HERE}.runtime:SimulatedRuntime")}
 
 
 @hookimpl
 def engine_train_engines() -> Mapping[str, TrainBackend]:
-    """Never loaded: ``SimulatedRuntime`` builds no engine."""
+    """Offer a name that is never loaded: ``SimulatedRuntime`` builds no engine."""
     return {"simulated": TrainBackend(load=f"{HERE}.workers:SimulatedTrainer")}
 
 
 @hookimpl
 def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
-    """As above; what a real sampler can do matters to the controller."""
+    """Offer a name that is never loaded, with the capabilities of a real sampler, which the controller checks."""
     able = frozenset({"partial", "pause"})
     return {"simulated": RolloutBackend(load=f"{HERE}.workers:SimulatedSampler", capabilities=able)}

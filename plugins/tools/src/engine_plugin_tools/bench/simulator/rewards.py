@@ -21,7 +21,7 @@ NAME = "simulated"
 
 
 class SimulatedPool(Pool):
-    """The workers of one reward: samples are done in ``seconds`` each, ``size`` at a time."""
+    """A pool of the workers of one reward that take ``seconds`` for each sample, ``size`` samples at a time."""
 
     def __init__(self, clock: VirtualClock, size: int, seconds: float) -> None:
         super().__init__(NAME, {"timeout": 1.0}, size)
@@ -31,22 +31,25 @@ class SimulatedPool(Pool):
 
     @property
     def starting(self) -> bool:
+        """Whether workers are missing: never."""
         return False
 
     @property
     def pending(self) -> bool:
+        """Whether samples are unfinished: never."""
         return False
 
     def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
+        """Let the virtual time of ``count`` samples pass and give each a random outcome."""
         self.clock.sleep(self.seconds * -(-count // self.size))
         self.outcomes = [Outcome(self._random.random()) for _ in range(count)]
 
     def tend(self, on_failure: OnFailure) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no work is left after ``begin``."""
 
 
 class SimulatedRewards(RewardRunner):
-    """One reward, whose samples may be done in any parts."""
+    """A runner of one simulated reward that accepts any subset of the samples."""
 
     def __init__(
         self, plugins: PluginSet, tokenizer: Any, clock: VirtualClock, workers: int, seconds: float
@@ -56,7 +59,7 @@ class SimulatedRewards(RewardRunner):
         self.scorers = [Scorer(RewardConfig(name=NAME), self.pools[0])]
 
     def early(self, *args: Any) -> None:
-        """Not beside sampling in turn: ``EarlyScoring`` has a thread of the machine's."""
+        """Return None: ``EarlyScoring`` would use a real thread, which cannot take turns with sampling."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

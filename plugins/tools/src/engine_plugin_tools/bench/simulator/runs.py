@@ -1,4 +1,6 @@
-"""One simulated run: the trainer of a run file's `trainer`, its source of rollouts, its threads, on a virtual clock."""
+"""A simulated run: the trainer of a run file's `trainer`, its source of rollouts and its threads,
+on a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ PROMPT_WORD = "word"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to run: which trainer, and what of its run file differs."""
+    """A mode of running: the trainer and the changes to its run file."""
 
     name: str
     about: str
@@ -64,7 +66,7 @@ MODES: Mapping[str, Mode] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated."""
+    """The parameters of a simulation."""
 
     workers: int = 8  # devices
     mode: str = "sync"
@@ -73,7 +75,7 @@ class Setting:
     prompts_per_worker: float = 2.0  # of a step, so that the work of a worker stays the same
     group_size: int = 8
     prompt_tokens: int = 128
-    trainer_share: float = 0.25  # of the devices, where the two sides have devices of their own
+    trainer_share: float = 0.25  # of the devices, if trainers and samplers have separate ones
     weights: str = "relay"
     rewards_per_worker: float = 1.0  # processes that score
     data_workers: int = 0  # processes that tokenize prompts (`data.num_workers`); 0: the controller does
@@ -98,18 +100,18 @@ class Setting:
 
     @property
     def prompts(self) -> int:
-        """P of a step."""
+        """The number P of prompts of a step."""
         return max(round(self.workers * self.prompts_per_worker), 1)
 
     @property
     def trainers(self) -> int:
-        """Devices that train where the sides are apart."""
+        """The number of devices that train, if trainers and samplers have separate ones."""
         return min(max(round(self.workers * self.trainer_share), 1), self.workers - 1)
 
 
 @dataclass(slots=True)
 class Moment:
-    """How things stand when a step begins."""
+    """The state of a simulation when a step begins."""
 
     seconds: float
     controller: float  # CPU seconds so far
@@ -120,7 +122,7 @@ class Moment:
 
 
 class Observation:
-    """A trainer in a simulation: it gets the clock, the cluster and the rewards, and its steps are noted.
+    """An observer of a trainer in a simulation: it installs clock, cluster and rewards, and records the steps.
 
     Args:
         run: the trainer, not yet set up; three of its methods are replaced.
@@ -129,7 +131,7 @@ class Observation:
 
     Attributes:
         moments: the state of the simulation when each step began.
-        ages: of the tokens of each step, their number by age in policy versions.
+        ages: number of tokens of each step by age in policy versions.
     """
 
     def __init__(self, run: Trainer, cluster: Cluster, setting: Setting) -> None:
@@ -176,18 +178,18 @@ class Observation:
 
 
 def simulate(setting: Setting) -> dict[str, Any]:
-    """Run it.
+    """Simulate a run.
 
     Returns:
-        ``step_s`` (mean over the counted steps) and its phases ``time/...`` (medians), ``idle_samplers`` and
-        ``idle_trainers`` (share of their devices' time), ``idle`` (of all devices), ``tokens_per_s`` (learned from),
-        ``staleness`` (share of the learned tokens by age in policy versions), ``controller_s`` (CPU seconds a step),
-        ``controller_share`` (of the step's virtual time), ``messages`` and ``bytes`` of a step through the controller,
-        and ``lines``: the metrics of the counted steps.
+        ``step_s`` (mean over the counted steps) and its phases (means), ``idle_samplers`` and ``idle_trainers`` (share
+        of their devices' time), ``idle`` (of all devices), ``tokens_per_s`` (learned from), ``staleness`` (share of
+        the learned tokens by age in policy versions), ``controller_s`` (CPU seconds a step), ``controller_share`` (of
+        the step's virtual time), ``messages`` and ``bytes`` of a step through the controller, and ``lines``: the
+        metrics of the counted steps.
     """
     mode = MODES[setting.mode]
     warm, last = WARM + mode.staleness, WARM + mode.staleness + setting.steps
-    total = last + max(mode.staleness, 1)  # the last ones have nothing new to ask for
+    total = last + max(mode.staleness, 1)  # the last steps request no new rollouts, so they do not count
     apart = mode.staleness > 0
     samplers = setting.workers - setting.trainers if apart else setting.workers
     trainers = setting.trainers if apart else setting.workers
@@ -195,12 +197,12 @@ def simulate(setting: Setting) -> dict[str, Any]:
     cluster = Cluster(clock, setting.speeds, setting.lengths, trainers, samplers, not apart, setting.weights)
     kind = AsyncTrainer if apart else Trainer
     with tempfile.TemporaryDirectory() as folder, Quiet():
-        # a model whose config is read, and no more
+        # only the config of the model is read
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 3}))
-        # the one plugin file is our own, and lies outside the folder of whoever calls
+        # allow_code: the one plugin file is this package's, outside of the caller's folder
         settings, rows = _settings(setting, mode, total, folder), _rows(setting, total)
         live: dict[str, Any] = {"data": rows}
-        if setting.data_workers:  # they read files
+        if setting.data_workers:  # data workers read files
             live, file = {}, Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
             settings |= {"data.train": [str(file)], "data.num_workers": setting.data_workers}
@@ -253,7 +255,7 @@ def _result(
 
 
 def _settings(setting: Setting, mode: Mode, steps: int, folder: str) -> dict[str, Any]:
-    """The run file."""
+    """Return the run file."""
     found: dict[str, Any] = {
         "plugins": [str(PLUGIN)],
         "runtime.backend": "simulated",
@@ -285,13 +287,13 @@ def _settings(setting: Setting, mode: Mode, steps: int, folder: str) -> dict[str
 
 
 def _rows(setting: Setting, steps: int) -> list[dict[str, str]]:
-    """Prompts for all steps, each with its own words."""
+    """Return prompts for all steps."""
     words = " ".join([PROMPT_WORD] * setting.prompt_tokens)
     return [{"prompt": words} for _ in range(setting.prompts * (steps + 1) * 2)]
 
 
 def _tokenizer() -> Any:
-    """A token a word."""
+    """Return a tokenizer with one token a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -302,12 +304,12 @@ def _tokenizer() -> Any:
 
 
 def _unused(completions: list[str]) -> list[float]:
-    """Stands for a reward where one is asked for; ``SimulatedRewards`` takes its place."""
+    """Score nothing: a placeholder where a reward is required; ``SimulatedRewards`` replaces it."""
     return [0.0] * len(completions)
 
 
 class Quiet:
-    """Within it the log of a run is not shown."""
+    """A context within which the log of a run is not shown."""
 
     def __enter__(self) -> None:
         self.before = logging.root.manager.disable

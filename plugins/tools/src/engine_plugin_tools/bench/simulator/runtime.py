@@ -1,7 +1,8 @@
-"""The runtime of a simulation: the groups and messages of ``CrewRuntime``, and workers that take virtual time.
+"""The runtime of a simulation: the groups and messages of ``MultiProcessRuntime``, with workers that take virtual
+time.
 
-What the controller does for a call is done: sharing out, encoding, decoding what comes back, merging. What a worker
-does is not counted as the controller's (``VirtualClock.aside``), nor are the system calls of sockets.
+The controller's work for a call is real: splitting, encoding, decoding of the answers, merging. A worker's work is not
+counted as the controller's (``VirtualClock.aside``), and there are no system calls of sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Cluster:
-    """What is simulated: clock, speeds, and how many devices each side has.
+    """A simulated cluster: clock, speeds, and the number of devices of each side.
 
     With ``shared`` trainers and samplers are the same devices, as with one pool of a run file.
     """
@@ -44,7 +45,7 @@ class Cluster:
     trainers: int
     samplers: int
     shared: bool
-    weights: str = "relay"  # how they travel: see ``Speeds.weights_seconds``
+    weights: str = "relay"  # the way of an update: see ``Speeds.weights_seconds``
 
 
 class VirtualReply(Reply):
@@ -55,6 +56,7 @@ class VirtualReply(Reply):
         self._clock = clock
 
     def result(self, timeout: float | None = None) -> Any:
+        """Wait in virtual time and return the result."""
         if not self.done():
             mine = self._clock.turn()
             self.add_done_callback(lambda _: self._clock.wake(mine))
@@ -64,7 +66,7 @@ class VirtualReply(Reply):
 
 @dataclass(slots=True)
 class Stretch:
-    """What a sampler of a flow is at, until something finishes."""
+    """A period of a sampler's flow until a response finishes."""
 
     start: float
     prefill: float  # seconds
@@ -73,17 +75,19 @@ class Stretch:
 
     @property
     def end(self) -> float:
-        """When it is over."""
+        """The moment at which it ends."""
         return self.start + self.prefill + self.count * self.each
 
     def tokens_by(self, moment: float, at_once: int) -> int:
-        """Tokens that it has by the end of the call of its engine (``at_once`` tokens) that is under way then."""
+        """Return the tokens of each response at the end of the engine call (``at_once`` tokens) that runs at
+        ``moment``.
+        """
         calls = max(math.ceil((moment - self.start - self.prefill) / self.each / at_once), 1)
         return min(calls * at_once, self.count)
 
 
 class SimulatedWorker:
-    """One process with a trainer's rank, a sampler, or both: one command after another.
+    """A process with a trainer's rank, a sampler, or both, which runs one command after another.
 
     Args:
         rank: of the run.
@@ -91,20 +95,20 @@ class SimulatedWorker:
     """
 
     tell: Callable[[int, int, dict[str, Any], float], None]
-    """Has the controller told something under a command's number: rank, number, what, when."""
+    """Sends an answer to the controller: rank, number of the command, content, moment."""
 
     def __init__(self, rank: int, cluster: Cluster) -> None:
         self.rank, self.cluster = rank, cluster
         self.engines: dict[str, SimulatedTrainer | SimulatedSampler] = {}
         self.free_at = 0.0
-        self._flow = 0  # the command of a flow that it is at; 0: none
-        self._stretch: Stretch | None = None  # of it
-        self._lots = GroupBuffer([])  # of it
+        self._flow = 0  # the command of the current flow; 0: none
+        self._stretch: Stretch | None = None  # of the flow
+        self._lots = GroupBuffer([])  # of the flow
         self.busy = {"actor": 0.0, "rollout": 0.0}  # seconds, by role
-        self._role = ""  # of its last command that took any
+        self._role = ""  # of its last command that took time
 
     def take(self, number: int, message: Mapping[str, Any]) -> None:
-        """Carry a command out, once what it is at is done; a flow is left for it."""
+        """Run a command after the current one; a flow is ended for it."""
         if self._flow:
             self._leave_flow()
         if message["kind"] == "flow":
@@ -114,7 +118,7 @@ class SimulatedWorker:
         self.tell(self.rank, number, {"value": value}, moment)
 
     def _carry_out(self, message: Mapping[str, Any]) -> tuple[Any, float]:
-        """The answer, and the moment when it is there."""
+        """Return the answer and the moment at which it is ready."""
         role, kind, start = message.get("role", "rollout"), message["kind"], self.free_at
         start = max(start, self.cluster.clock.now())
         value: Any = None
@@ -150,7 +154,7 @@ class SimulatedWorker:
         clock.at(self.free_at + message["seconds"], lambda: self._late(number))
 
     def _go_on(self, number: int) -> None:
-        """Sample until something finishes; the end where nothing is left."""
+        """Sample until a response finishes; end the flow if none is left."""
         if self._flow != number:
             return
         if not self._sampler.unfinished:
@@ -161,24 +165,24 @@ class SimulatedWorker:
         clock.at(stretch.end, lambda: self._over(number, stretch))
 
     def _over(self, number: int, stretch: Stretch) -> None:
-        """The end of a stretch, unless it was left before."""
+        """Finish a stretch, unless it was ended before."""
         if self._stretch is stretch:
             self._sampled(stretch.count)
             self._go_on(number)
 
     def _late(self, number: int) -> None:
-        """The time of a flow's command is up."""
+        """End a flow whose time is up."""
         if self._flow == number:
             self._leave_flow()
 
     def _leave_flow(self) -> None:
-        """Something else is to be done, at the end of the call that its engine is in."""
+        """End the flow for another command, at the end of the engine's current call."""
         if self._stretch is not None:
             self._sampled(self._stretch.tokens_by(self.cluster.clock.now(), self.cluster.speeds.call_tokens))
         self._end_flow()
 
     def _sampled(self, tokens: int) -> None:
-        """So many tokens of each response; what has finished is told when they are there."""
+        """Add ``tokens`` to each response and send the finished ones at the moment when they are ready."""
         stretch, self._stretch = self._stretch, None
         assert stretch is not None
         self.free_at = stretch.start + stretch.prefill + tokens * stretch.each
@@ -194,35 +198,35 @@ class SimulatedWorker:
         self._flow = 0
 
     def busy_until_now(self, role: str) -> float:
-        """Seconds in which it has worked for a role; what it is at counts as far as it is."""
+        """Return the seconds of work for a role so far, including the finished part of the current work."""
         if self._stretch is not None and role == "rollout":
             return self.busy[role] + self.cluster.clock.now() - self._stretch.start
         left = max(self.free_at - self.cluster.clock.now(), 0.0) if role == self._role else 0.0
         return self.busy[role] - left
 
     def finish(self, number: int) -> None:
-        """It has answered."""
+        """Do nothing when a command has been answered."""
 
 
 STALL_SECONDS = 1800.0  # of the run file's default
 
 
 class SimulatedCrew(WorkerPool):
-    """``WorkerPool`` without processes, sockets and threads: answers come when virtual time is there."""
+    """A ``WorkerPool`` without processes, sockets and threads: answers arrive in virtual time."""
 
     def __init__(self, workers: Sequence[SimulatedWorker], cluster: Cluster, tokenizer: Any) -> None:
         self.workers: dict[int, Any] = dict(enumerate(workers))
         self.tokenizer = tokenizer
         self.cluster, self.broken = cluster, None
         self.open: dict[int, Command] = {}
-        self.absent: dict[int, Any] = {}  # nobody is lost
+        self.absent: dict[int, Any] = {}  # no worker is lost
         self.stall_seconds = STALL_SECONDS
         for worker in workers:
             worker.tell = self._told
         self.messages = self.bytes = 0  # that the controller has sent and received
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
-        self._line_free = 0.0  # when the controller's network has carried all that it was given
+        self._line_free = 0.0  # when the controller's network has sent all bytes so far
 
     def send(
         self,
@@ -236,6 +240,7 @@ class SimulatedCrew(WorkerPool):
         deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
     ) -> Future[Any]:
+        """Send messages; they arrive after their time on the controller's network."""
         ranks = list(messages)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or (0.0, ""))
         command.on_part, command.reply = on_part, VirtualReply(self.cluster.clock)
@@ -253,22 +258,22 @@ class SimulatedCrew(WorkerPool):
         return command.reply
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def _told(self, rank: int, number: int, what: dict[str, Any], moment: float) -> None:
-        """A worker will have answered."""
+        """Encode an answer and send it at ``moment``."""
         decode_ended(what.get("value", what.get("part")), self.tokenizer)
         answer = encode({"id": number, **what}, prompts=False)
         self.cluster.clock.at(moment, lambda: self._sent(rank, answer))
 
     def _sent(self, rank: int, answer: Encoded) -> None:
-        """A worker has answered."""
+        """Put an answer on the controller's network."""
         size = len(answer.header) + answer.payload_bytes
         moment = self._carried(size) + self.cluster.speeds.message_seconds
         self.cluster.clock.at(moment, lambda: self._heard(rank, answer))
 
     def _heard(self, rank: int, answer: Encoded) -> None:
-        """The controller has an answer: what ``WorkerPool`` does in the thread that reads it."""
+        """Handle an answer as ``WorkerPool`` does in the thread that reads it; this counts as the controller's work."""
         watch = self.cluster.clock.controller
         payload = bytearray(b"".join(answer.buffers))
         before = watch.switch(True)
@@ -276,7 +281,7 @@ class SimulatedCrew(WorkerPool):
         watch.switch(before)
 
     def _carried(self, size: int) -> float:
-        """When the controller's network has carried so many bytes more."""
+        """Return when the controller's network has sent ``size`` more bytes."""
         self.messages, self.bytes = self.messages + 1, self.bytes + size
         start = max(self._line_free, self.cluster.clock.now())
         self._line_free = start + size / self.cluster.speeds.controller_bandwidth
@@ -290,7 +295,7 @@ class SimulatedGroup(RemoteWorkerGroup):
 
 
 class SimulatedRuntime(Runtime):
-    """See the module. ``live["cluster"]`` is what it simulates."""
+    """A runtime that simulates ``live["cluster"]``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -304,6 +309,7 @@ class SimulatedRuntime(Runtime):
         }
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        """Make the simulated engines of each role."""
         groups: dict[str, WorkerGroup] = {}
         for name in roles:
             for rank in self.ranks[name]:
@@ -317,6 +323,7 @@ class SimulatedRuntime(Runtime):
         return groups
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        """Let the virtual time of an update pass."""
         cluster, start = self.cluster, self.cluster.clock.now()
         seconds = cluster.speeds.load_seconds
         if not cluster.shared:
@@ -329,14 +336,15 @@ class SimulatedRuntime(Runtime):
         return SyncResult(version, moved, cluster.clock.now() - start, "same")
 
     def memory_metrics(self) -> dict[str, float]:
+        """Return the samplers' answer."""
         told: dict[str, float] = self._tell("rollout", "memory").result()
         return told
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def busy(self, role: str) -> float:
-        """Seconds that all workers of a role have worked for it so far."""
+        """Return the seconds that all workers of a role have worked for it so far."""
         return sum(self.workers[rank].busy_until_now(role) for rank in self.ranks[role])
 
     def _tell(self, role: str, kind: str, **fields: Any) -> Future[Any]:

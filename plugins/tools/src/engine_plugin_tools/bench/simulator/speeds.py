@@ -1,13 +1,13 @@
-"""How long simulated workers take: a few measured rates, and how long responses are.
+"""Times of simulated workers, from a few measured rates, and lengths of responses.
 
-Who has measured the rates of ``SPEEDS``, and with what, is said in ``docs/growth.md``. All other times follow from them:
+``docs/growth.md`` says where and how the rates of ``SPEEDS`` were measured. All other times follow from them:
 
-- A sampler with b responses under way takes ``token_seconds + b * token_seconds_each`` for one token of each: a
-  line through the rate of one response alone and the rate of a full batch.
-- Prompts of requests that are new to a sampler go through the model at ``prefill_rate`` before, one after another, those
-  of a group once.
-- A trainer's rank takes its tokens at ``train_rate``; without gradient at three times that, since a backward pass is
-  twice a forward one.
+- A sampler with b responses in flight takes ``token_seconds + b * token_seconds_each`` for one token of each: a line
+  through the rate of one response alone and the rate of a full batch.
+- Prompts of requests that are new to a sampler first go through the model at ``prefill_rate``, one after another, the
+  prompt of a group once.
+- A trainer's rank processes its tokens at ``train_rate``; without gradient at three times that, since a backward pass
+  costs two forward passes.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from statistics import NormalDist
 from engine_core.errors import ConfigError, did_you_mean
 
 WAYS = ("relay", "star")
-"""How weights come to samplers that have devices of their own."""
+"""Ways of an update of weights to samplers on separate devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one model on one kind of device. Rates are tokens a second and device, times seconds."""
+    """The speeds of one model on one kind of device. Rates are tokens a second and device, times seconds."""
 
     name: str
     about: str
     token_seconds: float  # of one decoding step, whatever the batch
-    token_seconds_each: float  # of it, for each response under way
+    token_seconds_each: float  # of it, for each response in flight
     prefill_rate: float
     train_rate: float
     optimizer_seconds: float
     weight_bytes: int  # of a sampler's copy
-    load_seconds: float  # to take them into a sampler
+    load_seconds: float  # to load them into a sampler
     weight_bandwidth: float = 50e9  # bytes/s of a device's network: 400 Gb/s
     controller_bandwidth: float = 12.5e9  # bytes/s of the controller's: 100 Gb/s
     message_seconds: float = 2e-4  # of a message between controller and worker, one way
     call_tokens: int = 8  # most tokens of each response in one ``advance``
-    capacity: int = 256  # responses under way on a sampler
+    capacity: int = 256  # responses in flight on a sampler
     reward_seconds: float = 2e-3  # of one sample, on one worker of the rewards
 
     @classmethod
     def of_rates(
         cls, name: str, about: str, alone: float, batch: int, together: float, **others: float
     ) -> Speeds:
-        """From two rates of sampling.
+        """Return speeds that follow from two rates of sampling.
 
         Args:
             name: of the model.
-            about: where the rates come from.
+            about: source of the rates.
             alone: tokens/s of one response.
             batch: responses of the other rate.
             together: tokens/s of all of them.
-            others: see the fields.
+            others: further fields.
         """
         each = (batch / together - 1 / alone) / (batch - 1)
         return cls(name, about, 1 / alone - each, each, **others)  # type: ignore[arg-type]
 
     def decode_step(self, batch: int) -> float:
-        """Seconds of one token for each of ``batch`` responses."""
+        """Return the seconds of one token for each of ``batch`` responses."""
         return self.token_seconds + batch * self.token_seconds_each
 
     def weights_seconds(self, samplers: int, way: str) -> float:
-        """Of an update of so many samplers.
+        """Return the seconds of an update of all samplers.
 
         Args:
-            samplers: that take them.
-            way: ``star``: one trainer's rank sends to each of them, as the transport ``tcp`` does; ``relay``: each sampler hands on
-                what it has while more comes, so that the bytes pass each link once.
+            samplers: number of receivers.
+            way: ``star``: one trainer's rank sends to each sampler, as the transport ``tcp`` does; ``relay``: each
+                sampler forwards what it has while more arrives, so that the bytes pass each link once.
         """
         once = self.weight_bytes / self.weight_bandwidth
         if way == "star":
@@ -105,14 +105,14 @@ SPEEDS: Mapping[str, Speeds] = {
         ),
     )
 }
-"""By name of the model."""
+"""Speeds by name of the model."""
 
 
 def speeds_of(name: str) -> Speeds:
-    """The speeds of a model.
+    """Return the speeds of a model.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the model has none.
     """
     if name not in SPEEDS:
         raise ConfigError(
@@ -123,7 +123,7 @@ def speeds_of(name: str) -> Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of responses: lognormal, cut at ``most``.
+    """A distribution of the tokens of responses: lognormal, cut at ``most``.
 
     The logarithm has the mean ``log(median)`` and the deviation ``log(p99 / median) / 2.326``.
     """
@@ -141,11 +141,11 @@ class Lengths:
 
     @property
     def sigma(self) -> float:
-        """Deviation of the logarithm."""
+        """The deviation of the logarithm."""
         return math.log(self.p99 / self.median) / NormalDist().inv_cdf(0.99)
 
     def of(self, seed: int) -> int:
-        """The length of the response with this seed, of 63 bits: the same whoever samples it, and when."""
+        """Return the length of the response with this seed of 63 bits, which no sampler and no time changes."""
         if self.sigma == 0:
             return min(round(self.median), self.most)
         share = (seed + 0.5) / (1 << 63)

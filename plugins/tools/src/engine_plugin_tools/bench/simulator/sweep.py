@@ -21,11 +21,11 @@ COLUMNS = {
     "controller_s": "{:.3f}",
     "controller_share": "{:.2%}",
 }
-"""Of the table, with how each is written."""
+"""Columns of the table, with their formats."""
 
 
 def sweep(setting: Setting, workers: Sequence[int], modes: Sequence[str]) -> list[dict[str, Any]]:
-    """A result (``simulate``, without the lines of each step) for each mode at each number of workers.
+    """Simulate each mode at each number of workers; return the results of ``simulate`` without the lines of each step.
 
     Args:
         setting: everything else.
@@ -47,7 +47,7 @@ def sweep(setting: Setting, workers: Sequence[int], modes: Sequence[str]) -> lis
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The rows of ``COLUMNS``; ``age`` is the mean staleness of the tokens that were learned from."""
+    """Return the rows of ``COLUMNS``; ``age`` is the mean staleness of the learned tokens."""
     rows = []
     for result in results:
         age = sum(int(old) * share for old, share in result["staleness"].items())
@@ -56,11 +56,11 @@ def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def about(setting: Setting) -> dict[str, Any]:
-    """What was simulated, for a file."""
+    """Return the parameters that all runs of a sweep share, for a file."""
     plain = dataclasses.asdict(setting)
     return {name: value for name, value in plain.items() if name not in ("workers", "mode")}
 
 
 def every_mode() -> list[str]:
-    """The names of all modes."""
+    """Return the names of all modes."""
     return list(MODES)

@@ -1,7 +1,7 @@
-"""Virtual time: the threads of a controller take turns, and when none can go on the clock jumps to the next event.
+"""Virtual time: the threads of a controller take turns, and when none can run the clock jumps to the next event.
 
-One thread runs at a time, so a simulation gives the same each time, and what the controller computes costs no virtual
-time; its real cost is what ``VirtualClock.controller`` counts.
+One thread runs at a time, so a simulation is deterministic, and the controller's computation costs no virtual time;
+``VirtualClock.controller`` counts its real cost.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """CPU seconds of this process, all threads, while it runs."""
+    """A stopwatch of this process's CPU seconds, over all threads."""
 
     def __init__(self) -> None:
         self._sum, self._since, self._running = 0.0, 0.0, False
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """The seconds counted so far."""
         return self._sum + (time.process_time() - self._since if self._running else 0.0)
 
     def switch(self, on: bool) -> bool:
-        """Let it run, or stop it; whether it ran before."""
+        """Start or stop the stopwatch; return whether it ran before."""
         before = self._running
         if on and not before:
             self._since = time.process_time()
@@ -43,18 +43,18 @@ class Stopwatch:
 
 
 class Turn:
-    """One thread's right to run."""
+    """A thread's right to run."""
 
     def __init__(self) -> None:
         self.given = threading.Semaphore(0)
 
 
 class StandsStill(RuntimeError):
-    """Every thread waits and nothing is to happen: what is simulated has a deadlock."""
+    """An error: every thread waits and no event is left, so the simulated run has a deadlock."""
 
 
 class VirtualClock(Clock):
-    """See the module. The thread that makes it is the first to have its turn."""
+    """A clock of virtual time. The thread that makes it has the first turn."""
 
     def __init__(self) -> None:
         self.controller = Stopwatch()
@@ -62,20 +62,23 @@ class VirtualClock(Clock):
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ready: deque[Turn] = deque()
-        self._first = self._mine = Turn()  # of the thread that began, of the one that runs
+        self._first = self._mine = Turn()  # of the first thread, of the running thread
         self._error: BaseException | None = None
 
     def now(self) -> float:
+        """Return the virtual time in seconds."""
         return self._now
 
     def condition(self) -> VirtualCondition:
+        """Return a condition whose waiting takes virtual time."""
         return VirtualCondition(self)
 
     def thread(self, work: Callable[[], None], name: str) -> VirtualThread:
+        """Return a thread that runs in turn."""
         return VirtualThread(self, work, name)
 
     def at(self, moment: float, happens: Callable[[], None]) -> None:
-        """Have something happen at a moment that is not over."""
+        """Call ``happens`` at a moment; one that is past counts as now."""
         heapq.heappush(self._events, (max(moment, self._now), next(self._order), happens))
 
     def sleep(self, seconds: float) -> None:
@@ -86,7 +89,7 @@ class VirtualClock(Clock):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens in it is none of the controller's work."""
+        """Do not count the work of this block as the controller's."""
         before = self.controller.switch(False)
         try:
             yield
@@ -96,15 +99,19 @@ class VirtualClock(Clock):
     # -- turns, for conditions, threads and futures ---------------------------
 
     def turn(self) -> Turn:
-        """Of the calling thread, which is the one that runs."""
+        """Return the turn of the calling thread, which is the running one."""
         return self._mine
 
     def wake(self, turn: Turn) -> None:
-        """This thread can go on."""
+        """Mark a thread as ready to run."""
         self._ready.append(turn)
 
     def wait(self) -> None:
-        """Until somebody wakes the calling thread; meanwhile others have their turns, and time passes."""
+        """Wait until the calling thread is woken; meanwhile other threads run and virtual time passes.
+
+        Raises:
+            StandsStill: every thread waits, and no event is left.
+        """
         mine = self.turn()
         before = self.controller.switch(False)
         following = self._next()
@@ -117,24 +124,28 @@ class VirtualClock(Clock):
             raise self._error
 
     def leave(self) -> None:
-        """The calling thread ends."""
+        """Give up the turn of the calling thread, which ends."""
         before = self.controller.switch(False)
         try:
             following = self._next()
         except BaseException as error:
-            self._error = error  # raised in the thread that began
+            self._error = error  # raised in the first thread
             following = self._first
         following.given.release()
-        del before  # whoever runs next switches it as it was for it
+        del before  # the next thread restores its own state of the stopwatch
 
     def enter(self, turn: Turn) -> None:
-        """A new thread, in itself, before anything else."""
+        """Wait for the first turn of a new thread; called in that thread."""
         turn.given.acquire()
         self._mine = turn
         self.controller.switch(True)
 
     def _next(self) -> Turn:
-        """Whose turn it is; time passes until somebody can go on."""
+        """Return the next turn; virtual time passes until a thread is ready.
+
+        Raises:
+            StandsStill: every thread waits, and no event is left.
+        """
         while not self._ready:
             if not self._events:
                 raise StandsStill(f"Nothing more happens after {self._now:.6g} s, and every thread waits.")
@@ -146,7 +157,7 @@ class VirtualClock(Clock):
 class VirtualCondition(threading.Condition):
     """A condition whose waiting takes virtual time.
 
-    Its lock is taken only where a thread waits within it: threads change in ``wait`` alone.
+    Its lock is contended only if a thread waits while holding it: threads change in ``wait`` alone.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -154,9 +165,9 @@ class VirtualCondition(threading.Condition):
         self._owner: Turn | None = None
         self._depth = 0
         self._locked_out: deque[Turn] = deque()
-        self._asleep: list[list[Any]] = []  # of each waiting thread: its turn, whether it was notified
+        self._asleep: list[list[Any]] = []  # for each waiting thread: its turn, whether it was notified
 
-    def __enter__(self) -> bool:  # in as few steps as one of the machine takes, for they are counted
+    def __enter__(self) -> bool:  # as short as a real lock, because its CPU time counts as the controller's
         mine = self.clock._mine
         while self._owner is not None and self._owner is not mine:
             self._locked_out.append(mine)
@@ -216,7 +227,7 @@ class VirtualCondition(threading.Condition):
 
 
 class VirtualThread(threading.Thread):
-    """A thread that runs when it is its turn."""
+    """A thread that runs when it has its turn."""
 
     def __init__(self, clock: VirtualClock, work: Callable[[], None], name: str) -> None:
         super().__init__(name=name, daemon=True)

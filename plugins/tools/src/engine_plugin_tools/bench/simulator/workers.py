@@ -1,4 +1,4 @@
-"""What simulated workers do: nothing, for as long as their speeds say. They answer what real ones would."""
+"""The simulated workers: they compute nothing, take the time that their speeds give, and answer like real workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class SimulatedTrainer:
-    """One rank of a trained model."""
+    """A rank of a trained model."""
 
     def __init__(self, speeds: Speeds) -> None:
         self.speeds = speeds
 
     def call(self, method: str, batch: Batch | None, plain: Mapping[str, Any]) -> tuple[Any, float]:
-        """The answer, and the seconds that it takes."""
+        """Return the answer of a method, and the seconds that it takes."""
         tokens = batch.num_tokens if batch is not None else 0
         if method == "infer":
             found = {name: torch.zeros(tokens) for name in plain["outputs"]}
@@ -38,17 +38,17 @@ class SimulatedTrainer:
 
 @dataclass(slots=True)
 class Running:
-    """A response under way on one sampler."""
+    """A response in flight on one sampler."""
 
     request: Request
-    length: int  # that it will have
-    begun: int  # tokens that it had when it came here
-    joined: int = 0  # the sampler's count of decoding steps when it began here
+    length: int  # its final number of tokens
+    begun: int  # tokens that it had when it arrived
+    joined: int = 0  # the sampler's count of decoding steps when the response began here
     versions: Sequence[tuple[int, int]] = ()  # of the tokens that it had: (version, count)
 
 
 class SimulatedSampler:
-    """One sampler: responses share its decoding steps, as in continuous batching.
+    """A sampler whose responses share its decoding steps, as in continuous batching.
 
     It counts the decoding steps since the beginning; a response of n tokens that joins at step s is done at s + n.
     """
@@ -59,11 +59,11 @@ class SimulatedSampler:
         self.steps = 0
         self._changes = [(0, 0)]  # (step from which on, version)
         self._running: dict[str, Running] = {}
-        self._ends: list[tuple[int, str]] = []  # step at which each is done; of stopped ones too
+        self._ends: list[tuple[int, str]] = []  # step at which each is done, also of stopped ones
         self._waiting: deque[Running] = deque()
 
     def call(self, method: str, batch: Batch | None, plain: Mapping[str, Any]) -> tuple[Any, float]:
-        """The answer, and the seconds that it takes."""
+        """Return the answer of a method, and the seconds that it takes."""
         if method == "generate":
             self._add(plain["requests"])
             return self._generate()
@@ -72,7 +72,7 @@ class SimulatedSampler:
         return None, 0.0  # pause, resume, ...
 
     def update(self, version: int) -> None:
-        """Later tokens are of this version."""
+        """Set the version of later tokens."""
         self.version = version
         self._changes.append((self.steps, version))
 
@@ -118,28 +118,32 @@ class SimulatedSampler:
         return found
 
     def take_in(self, requests: Sequence[Request], dropped: Sequence[str]) -> None:
-        """Queue these, forget those."""
+        """Queue ``requests`` and forget ``dropped``."""
         for id in dropped:
             self._forget(id)
         self._add(requests)
 
     def under_way(self) -> list[Request]:
-        """What it was asked and has not finished."""
+        """Return the unfinished requests."""
         return [each.request for each in (*self._running.values(), *self._waiting)]
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is anything to sample."""
+        """Whether a request is unfinished."""
         return bool(self._running or self._waiting)
 
     def _step(self, most: int) -> tuple[list[Rollout], float]:
-        """Until something finishes, at most ``most`` tokens of each response."""
+        """Sample until a response finishes, at most ``most`` tokens of each; return the finished
+        ones and the seconds.
+        """
         prefill, each, count = self.begin()
         count = min(count, most)
         return self.run(count), prefill + count * each
 
     def begin(self) -> tuple[float, float, int]:
-        """Seconds of new prompts, seconds of a token, and after how many tokens something finishes."""
+        """Start waiting requests; return the seconds of new prompts, of a token, and the tokens until a response
+        finishes.
+        """
         prompts: dict[str, int] = {}
         while self._waiting and len(self._running) < self.speeds.capacity:
             new = self._waiting.popleft()
@@ -155,7 +159,7 @@ class SimulatedSampler:
         return prefill, self.speeds.decode_step(len(self._running)), self._ends[0][0] - self.steps
 
     def run(self, count: int) -> list[Rollout]:
-        """So many tokens of each response, no more than ``begin`` says; what has finished."""
+        """Sample ``count`` tokens of each response, at most as many as ``begin`` returned; return the finished ones."""
         self.steps += count
         done = []
         while self._ends and self._ends[0][0] <= self.steps:
@@ -165,13 +169,13 @@ class SimulatedSampler:
         return done
 
     def _over(self, entry: tuple[int, str]) -> bool:
-        """Whether an entry is of a response that was stopped."""
+        """Return whether an entry belongs to a response that was stopped."""
         end, id = entry
         found = self._running.get(id)
         return found is None or found.joined + found.length - found.begun != end
 
     def _rollout(self, of: Running, reason: str) -> Rollout:
-        """What a sampler returns of it."""
+        """Return the rollout of a response."""
         ids, count = of.request.prompt.token_ids, len(of.request.prompt.token_ids)
         sampled = self.steps - of.joined
         length = of.begun + sampled

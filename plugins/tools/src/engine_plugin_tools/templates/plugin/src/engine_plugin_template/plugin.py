@@ -1,4 +1,4 @@
-"""What this plugin offers. Keep this module light: a run imports it before any model is built."""
+"""The hooks of this plugin. Keep this module light: a run imports it before any model is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TemplateOptions(Options):
 
 
 def template_reward(completions: Sequence[str], max_words: int) -> list[float]:
-    """1 for a response of at most ``max_words`` words, else 0.
+    """Return 1 for a response of at most ``max_words`` words, else 0.
 
     A reward takes the arguments that it names: ``completions``, ``prompts``, ``token_ids``, any
     column of the data (``answer``, ...), and its own options.
@@ -50,6 +50,6 @@ def engine_rewards() -> Mapping[str, Reward]:
 #   def engine_losses():                                     {"name": Loss(load=function)}
 #   def engine_stages():                                     {"name": Stage(load=function)}
 #   def engine_environments():                               {"name": Environment(load=function)}
-#   def engine_on_event(event, step, data):                  be told what happened
+#   def engine_on_event(event, step, data):                  observe events of a run
 #
 # A table's name also needs a line in pyproject.toml; after a change there, install again.
