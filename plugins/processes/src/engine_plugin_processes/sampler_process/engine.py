@@ -151,7 +151,7 @@ class SamplerEngine(RolloutEngine):
             return []
         self._weights.check_complete()
         self._present()
-        if self.flow.resting:
+        if self.flow.resting and self.flow.error is None:
             self.flow.go()
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._news, STEP_SECONDS)
@@ -179,6 +179,8 @@ class SamplerEngine(RolloutEngine):
         found |= {rollout.request_id: rollout for rollout in self._taken(mine.__contains__)}
         for id in mine:
             self._asked.pop(id, None)
+        if not self._asked:
+            self.flow.error = None  # of a request that is not wanted any more
         return [found.get(id) or request.unsampled() for id, request in mine.items()]
 
     def _stopped(self, ids: list[str]) -> list[Rollout]:

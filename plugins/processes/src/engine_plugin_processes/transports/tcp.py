@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +98,10 @@ class TCP(WeightTransport):
 
     def close(self) -> None:
         if self.listener is not None:
+            if isinstance(path := self.listener.getsockname(), str):
+                Path(path).unlink(missing_ok=True)
             self.listener.close()
+            self.listener = None
 
     def _data(self, message: Any, update: WeightUpdate) -> Tensor:
         """Return the bytes of a bucket, [SIZE] uint8."""
