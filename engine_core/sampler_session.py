@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SamplerSession:
     """Requests in flight on a sampler's group.
 
-    ``submit``, ``drop``, ``cancel`` and ``held`` may be called from other threads than ``results``.
+    ``submit``, ``cancel``, ``abandon`` and ``held`` may be called from other threads than ``results``.
 
     consumes: requests; waits for: in ``results`` for a rollout, a request or the end of a hold; unblocked by: ``submit``, the threads
     that read answers, the end of ``held``, ``close``; produces: rollouts, once each.
@@ -185,12 +185,11 @@ class SamplerSession:
         return found
 
     def _put(self, rollouts: Sequence[Rollout]) -> None:
-        """These have finished; none: there is something to look at. Called in a thread that reads answers."""
+        """Take rollouts of the flow; none: wake ``results`` to look at it. Called in a thread that reads answers."""
         with self._changed:
             for rollout in rollouts:
-                if (
-                    rollout.request_id in self._running
-                ):  # of one that was sent again after a loss, the first counts
+                # of a request that was sent again after a loss, the first rollout counts
+                if rollout.request_id in self._running:
                     self._running.discard(rollout.request_id)
                     self._arrived.append(rollout)
             self._changed.notify_all()

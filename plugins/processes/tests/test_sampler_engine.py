@@ -16,7 +16,14 @@ import torch
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.config.roles import ProcessConfig
 from engine_core.contracts.engines import WorkerContext
-from engine_core.errors import ConfigError, DataError, EnvironmentProblem, PluginError, SamplerLost
+from engine_core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentProblem,
+    PluginError,
+    SamplerLost,
+    TrainingFailed,
+)
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_processes import buckets, foreign_interpreter
@@ -129,6 +136,46 @@ def test_a_loss_while_idle_and_one_in_an_update_end_in_the_new_weights(make, tmp
     of_version(engine.generate(requests(2)), 2)
     assert len(starts(tmp_path)) == 3
     assert [name for name, _ in engine._weights._kept] == ["a", "b"]
+
+
+def test_a_stream_that_fails_as_a_training_step_does_is_told_at_once_in_its_own_words(make, monkeypatch):
+    engine = make()
+    engine.update_weights(weights(1), 1)
+
+    def breaks():
+        yield from list(weights(2))[:1]
+        raise TrainingFailed("a rank of the actor is lost")
+
+    monkeypatch.setattr(engine, "_wait_for_loss", lambda *arguments: pytest.fail("no process was lost"))
+    with pytest.raises(TrainingFailed, match=r"^a rank of the actor is lost$"):
+        engine.update_weights(breaks(), 2)
+    assert [float(tensor[0]) for _, tensor in engine._weights._kept] == [1, 1]  # not the half that has come
+    with pytest.raises(DataError, match=r"weights of two versions \(an update to version 2"):
+        engine.generate(requests(1))
+    engine.update_weights(weights(3), 3)
+    of_version(engine.generate(requests(1)), 3)
+
+
+def test_a_new_process_that_was_not_given_its_weights_to_the_end_is_not_sampled_from(
+    make, tmp_path, monkeypatch
+):
+    class Stop(BaseException):
+        pass
+
+    def stopped(*arguments):
+        raise Stop
+
+    engine = make()
+    engine.update_weights(weights(1), 1)
+    monkeypatch.setattr(engine._weights, "_send", stopped)
+    os.kill(starts(tmp_path)[0], signal.SIGKILL)
+    with pytest.raises(Stop):
+        engine.generate(requests(1))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="version 1 did not reach a process that was started again"):
+        engine.generate(requests(1))
+    engine.update_weights(weights(2), 2)
+    of_version(engine.generate(requests(1)), 2)
 
 
 def test_no_copy_of_the_weights_is_kept_where_no_process_can_need_it(make):

@@ -19,40 +19,6 @@ def request(number):
     return Request(f"r{number}", Prompt(f"p{number}", [1, 2], "a"), Sampling(max_response_tokens=8))
 
 
-class Flow:
-    """Notes what it is told; says what a test has it say."""
-
-    def __init__(self, tell, changed):
-        self.tell, self.changed = tell, changed
-        self.error, self.resting, self.gone, self.closed = None, False, [], False
-
-    def go(self, requests=(), dropped=()):
-        self.resting = False
-        self.gone.append([each.id for each in requests])
-
-    def close(self):
-        self.closed = True
-
-
-class Samplers(WorkerGroup):
-    def __init__(self, flows=True, repeatable=False):
-        self.flows, self.repeatable, self.rounds, self.made = flows, repeatable, [], None
-
-    def call(self, method, batch=None, split="dp", **plain):
-        self.rounds.append([each.id for each in plain["requests"]])
-        done = Future()
-        done.set_result([request(len(self.rounds)).unsampled()])
-        return done
-
-    def flow(self, tell, changed):
-        self.made = Flow(tell, changed) if self.flows else None
-        return self.made
-
-
-def ids(rollouts):
-    return [each.request_id for each in rollouts]
-
-
 def test_of_a_response_that_two_samplers_tell_the_first_one_counts():
     group = Group(Prompt("p1", [1, 2], "a"), {"r1": request(1)})
     running, first, second = {"r1": group}, request(1).unsampled(), request(1).unsampled()
@@ -62,47 +28,74 @@ def test_of_a_response_that_two_samplers_tell_the_first_one_counts():
     assert running == {}
 
 
-class Twice(Samplers):
-    """What is stopped had just finished, and another sampler has told of a part of it."""
+def finished(number):
+    return dataclasses.replace(request(number).unsampled(), finish_reason="stop")
 
-    def __init__(self, told, stopped):
-        super().__init__()
-        self.told, self.at_stop = told, stopped
+
+def stragglers_of(group):
+    """For one group of responses."""
+    found = Stragglers(SimpleNamespace(run=SimpleNamespace(groups={"rollout": group}, clock=Clock())))
+    found._wanted = 1
+    return found
+
+
+def groups_of(*numbers):
+    return [Group(Prompt(f"p{n}", [1, 2], "a"), {f"r{n}": request(n)}) for n in numbers]
+
+
+class Twice(WorkerGroup):
+    """Request 1 finishes; of what is stopped then some has just finished, here and on another sampler that has told it."""
+
+    repeatable, error, resting, closed = False, None, False, False  # it is its own flow
+
+    def flow(self, tell, changed):
+        self.tell = tell
+        return self
+
+    def go(self, requests, dropped):
+        self.tell([finished(1)])
+
+    def close(self):
+        self.closed = True
 
     def call(self, method, batch=None, split="dp", **plain):
-        assert method == "advance"
-        self.rounds.append(plain["stopped"])
-        self.made.tell(self.told)  # a sampler tells what has finished before it answers the stop
+        assert (method, plain["stopped"]) == ("advance", ["r2", "r3", "r4"])
+        self.tell([self.told])  # a sampler tells what has finished before it answers the stop
         done = Future()
         done.set_result(self.at_stop)
         return done
 
 
-def finished(number):
-    return dataclasses.replace(request(number).unsampled(), finish_reason="stop")
-
-
 def test_a_response_that_one_sampler_tells_and_another_gives_back_finished_is_counted_once():
-    first, second, third = finished(2), finished(2), finished(3)
-    group = Twice([first], [second, third, finished(3), request(4).unsampled()])
-    stragglers = Stragglers(SimpleNamespace(run=SimpleNamespace(groups={"rollout": group}, clock=Clock())))
-    stragglers._wanted = 1
-    groups = [Group(Prompt(f"p{n}", [1, 2], "a"), {f"r{n}": request(n)}) for n in (1, 2, 3, 4)]
-    flow = group.flow
-
-    def with_one_told(tell, changed):
-        made = flow(tell, changed)
-        made.go = lambda requests, dropped: tell([finished(1)])
-        return made
-
-    group.flow = with_one_told
-    stopped = stragglers._run(groups)
-    assert group.rounds == [["r2", "r3", "r4"]]
+    group, groups, third = Twice(), groups_of(1, 2, 3, 4), finished(3)
+    group.told = finished(2)
+    group.at_stop = [finished(2), third, finished(3), request(4).unsampled()]
+    stopped = stragglers_of(group)._run(groups)
     assert [each.complete for each in groups] == [True, True, True, False]
-    assert groups[1].done["r2"] is first
+    assert groups[1].done["r2"] is group.told
     assert groups[2].done["r3"] is third
     assert stopped["r4"].finish_reason == "abort"
-    assert group.made.closed
+    assert group.closed
+
+
+class Rounds(WorkerGroup):
+    """Asked in rounds; request 1 finishes in the call after so many."""
+
+    def __init__(self, calls):
+        self.left, self.asked = calls, []
+
+    def call(self, method, batch=None, split="dp", *, rounds, **plain):
+        self.asked.append(rounds)
+        self.left -= 1
+        done = Future()
+        done.set_result([] if self.left else [finished(1)])
+        return done
+
+
+def test_where_responses_are_long_a_call_is_of_several_rounds():
+    group = Rounds(16)
+    assert stragglers_of(group)._run(groups_of(1)) == {}
+    assert group.asked == [1] * 8 + [2] * 4 + [3] * 3 + [4]  # 8, 16, 25, 29 rounds
 
 
 @pytest.mark.parametrize(("over_sampling", "carry"), [(1.5, False), (1.0, True)])

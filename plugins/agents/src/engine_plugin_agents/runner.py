@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LINGER_SECONDS = 0.005
-"""With an idle sampler: requests of fast tools that come so soon after others are sampled with them. Between two looks at the episodes."""
+"""With an idle sampler: requests of fast tools that come so soon after others are sampled with them."""
 ALIVE_SECONDS = 1.0  # between looks at a loop that says nothing
 TRACES_LOGGED = 20
 COUNTS = (
@@ -122,7 +122,8 @@ class EnvironmentRunner:
             for request in requests
         ]
         self._loop.post(session.begin, episodes)
-        sampler = SamplerSession(group, rounds=group.repeatable)
+        # in rounds: a flow would hold a turn back until those of its group have finished
+        sampler = SamplerSession(group, rounds=True)
         try:
             finished = self._serve(sampler, session, requests, seen)
             sampler.abandon()  # turns of episodes that ended before they were answered
@@ -188,8 +189,7 @@ class EnvironmentRunner:
             dropped = set(news.dropped)
             sampler.submit([request for request in news.requests if request.id not in dropped], news.dropped)
             if not sampler.idle:
-                if done := sampler.results(LINGER_SECONDS):
-                    self._loop.post(session.answer, done)
+                self._loop.post(session.answer, sampler.results())
             elif self._loop.silent_seconds() > self.config.timeout_seconds:
                 raise TrainingFailed(
                     f"{self.label} has blocked the event loop for {self.config.timeout_seconds:g} s "

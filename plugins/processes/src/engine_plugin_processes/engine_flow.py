@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 Lot = tuple[str, int, str]
-"""Prompt, group, and the request's id up to its last part, of requests that are told together."""
+"""Prompt, group, and the request's id up to its last part: requests whose rollouts are sent together."""
 
 
 class GroupBuffer:
@@ -30,7 +30,7 @@ class GroupBuffer:
         self._held: dict[Lot, list[Rollout]] = {}
 
     def finished(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """These are done: those to be told now, each with what was held of its lot."""
+        """Take finished rollouts; return those of groups that have nothing left in flight."""
         complete: list[Rollout] = []
         for rollout in rollouts:
             lot = self._of[rollout.request_id]
@@ -42,7 +42,7 @@ class GroupBuffer:
         return complete
 
     def rest(self) -> list[Rollout]:
-        """What is held: of lots with something left."""
+        """Return and forget what is held of groups with something left in flight."""
         held, self._held = self._held, {}
         return [rollout for lot in held.values() for rollout in lot]
 

@@ -89,7 +89,7 @@ class Flow:
         self.interrupt()
 
     def _resting(self) -> set[int]:
-        """Slices that have something to sample and no command."""
+        """Return the slices that have something to sample and no command."""
         with self._lock:
             return {
                 at for at, count in enumerate(self.group.running.under_way) if count and at not in self._open

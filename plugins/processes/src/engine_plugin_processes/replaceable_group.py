@@ -91,9 +91,10 @@ class ReplaceableGroup(RemoteWorkerGroup):
         self._again = [request for request in self._again if request.id not in ids]
 
     def _all_lost(self) -> Future[Any]:
-        """The answer of nobody, where all are being replaced."""
+        """Return the result of a call for which no process is left until one is replaced."""
+        worker = self.crew.workers[self.every[0].leader]
         reply: Future[Any] = Future()
-        reply.set_exception(self.crew.absent[self.every[0].leader])
+        reply.set_exception(WorkerLost(self.role, worker.rank, worker.host, "it is being replaced"))
         return reply
 
     def _present(self) -> list[int]:

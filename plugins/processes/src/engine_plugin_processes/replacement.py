@@ -109,7 +109,7 @@ class Replacements:
             self.away -= set(joined)
             self.counts["sampling/joined"] += len(joined)
         for rank in joined:
-            log.info("Worker rollout[%d] takes part again, from this update of weights on.", rank)
+            log.info("Worker rollout[%d] takes part again.", rank)
         return joined
 
     def reissue(self, count: int) -> None:

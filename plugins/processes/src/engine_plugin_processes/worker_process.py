@@ -17,9 +17,8 @@ from engine_plugin_processes.child import SOCKET, ChildProcess
 from engine_plugin_processes.peer_watch import PeerWatch
 
 MODULE = "engine_plugin_processes.worker"
-AWAY_SECONDS = (
-    2.0  # between two looks at the heartbeat: this process was stopped, and knows nothing of that time
-)
+# between two looks at the heartbeat: this process was stopped, and cannot tell what happened meanwhile
+AWAY_SECONDS = 2.0
 
 log = logging.getLogger("engine")
 

@@ -61,7 +61,7 @@ NOT_INHERITED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "ENGINE_TOKEN", "ENGINE_FAULT"),
 )
-"""Variables of the owner that an engine would take for its own, or that are none of its business."""
+"""Variables of the owner that an engine would take for its own, or does not need."""
 
 log = logging.getLogger("engine")
 
@@ -184,7 +184,7 @@ class SamplerEngine(RolloutEngine):
         return [found.get(id) or request.unsampled() for id, request in mine.items()]
 
     def _stopped(self, ids: list[str]) -> list[Rollout]:
-        """What the processes have of these."""
+        """Stop these requests in the processes; return what they have sampled of them."""
         reply = self.group.call("advance", stopped=ids, rounds=0)
         found: list[Rollout]
         if len(ids) < len(self._asked):
@@ -199,7 +199,7 @@ class SamplerEngine(RolloutEngine):
         return found
 
     def _taken(self, wanted: Callable[[str], bool]) -> list[Rollout]:
-        """Take those that have arrived; the request of each is answered now."""
+        """Remove the wanted rollouts from those that have arrived, and return them."""
         with self._changed:
             found = [rollout for rollout in self._arrived if wanted(rollout.request_id)]
             self._arrived = [rollout for rollout in self._arrived if not wanted(rollout.request_id)]
@@ -228,13 +228,15 @@ class SamplerEngine(RolloutEngine):
     # -- weights and device memory ------------------------------------------
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """As the contract says; the checksum is that of the first engine. A process that is lost meanwhile is replaced."""
+        """Update every engine; return the checksum of the first. A process that is lost meanwhile is replaced."""
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
         ranks = self._present()
         try:
             found = self._weights.update(ranks, stream, version)
         except TrainingFailed as error:
+            if not self._weights.known:  # the stream's own
+                raise
             self._wait_for_loss(ranks, error)
             while True:
                 ranks = self._present()

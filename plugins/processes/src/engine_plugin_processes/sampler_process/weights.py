@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -50,7 +51,8 @@ class Weights:
         self._keeps = source is None and again
         self._kept: list[tuple[str, Tensor]] = []  # of the last complete update
         self._version: int | None = None  # of the last complete update; None: the weights of the model folder
-        self._broken = ""  # why the processes have no complete weights
+        self._unknown = ""  # why the current weights are not known
+        self._incomplete = ""  # why a process may not have them
         # receivers, and the owner's endpoint
         self._link: tuple[list[WorkerHandle], WeightTransport] | None = None
         self._links = self._updates = 0  # so far
@@ -70,54 +72,56 @@ class Weights:
             TrainingFailed: a receiver was lost (then ``again`` sends the update to the others), or does not receive it.
             Exception: the stream's own, or an engine's refusal: nothing is sampled until a complete update.
         """
-        self._broken = f"an update to version {version} did not come to its end"
-        kept: list[tuple[str, Tensor]] = []
-        copied = self._copied(stream, kept)
+        self._unknown = self._incomplete = f"an update to version {version} did not come to its end"
+        copied = _Copied(stream, self._keeps)
+        tensors = iter(copied)
         try:
-            found = self._send(ranks, copied, version)
+            found = self._send(ranks, tensors, version)
         except Exception as error:
-            for _ in copied:  # collective for the actor's ranks
+            for _ in tensors:  # collective for the actor's ranks
                 pass
+            if copied.error is not None:
+                raise copied.error from None
             if isinstance(error, TrainingFailed):
-                self._kept, self._version = kept, version
+                self._kept, self._version, self._unknown = copied.kept, version, ""
             raise
-        self._kept, self._version, self._broken = kept, version, ""
+        self._kept, self._version = copied.kept, version
+        self._unknown = self._incomplete = ""
         return found
 
     def again(self, ranks: Sequence[int]) -> str:
-        """Send the last complete update to other receivers; ``update`` describes result and errors."""
+        """Send the current weights to other receivers; ``update`` describes result and errors.
+
+        Nothing is sampled after an interruption in the middle of it, as in that of an update.
+        """
         if self._version is None:
             return ""
+        self._incomplete = f"version {self._version} did not reach a process that was started again"
         found = self._send(ranks, self._kept if self.source is None else self.source(), self._version)
-        self._broken = ""
+        self._incomplete = ""
         return found
 
     @property
     def known(self) -> bool:
-        """Whether there is a complete update, or none was begun."""
-        return not self._broken
+        """Whether the stream of the last update came to its end, or there was none."""
+        return not self._unknown
 
     def check_complete(self) -> None:
         """Refuse to sample from a mixture.
 
         Raises:
-            DataError: the last update did not come to its end.
+            DataError: a process may not have all of the current weights.
         """
-        if self._broken:
-            raise DataError(f"The sampler holds weights of two versions ({self._broken}). Update them again.")
+        if self._incomplete:
+            raise DataError(
+                f"The sampler holds weights of two versions ({self._incomplete}). Update them again."
+            )
 
     def close(self) -> None:
         """Close the owner's endpoint."""
         if self._link is not None:
             self._link[1].close()
             self._link = None
-
-    def _copied(self, stream: Stream, kept: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream; a copy of each tensor is added to ``kept`` where copies are kept."""
-        for name, tensor in stream:
-            if self._keeps:
-                kept.append((name, tensor.detach().to("cpu", copy=True)))
-            yield name, tensor
 
     def _send(self, ranks: Sequence[int], stream: Stream, version: int) -> str:
         number, transport = self._connected(ranks)
@@ -133,8 +137,8 @@ class Weights:
             checksum: str = taken.result()
         except BaseException as error:
             self.close()
-            reason = taken.exception(REASON_SECONDS)
-            if isinstance(error, TrainingFailed) and reason is not None:
+            concurrent.futures.wait([taken], REASON_SECONDS)
+            if isinstance(error, TrainingFailed) and taken.done() and (reason := taken.exception()):
                 raise reason from error
             raise
         return checksum
@@ -181,3 +185,27 @@ class Weights:
             messages, ("rollout", kind), number, leaders=ranks, merge=lambda results: list(results)
         ).result()
         return answers
+
+
+class _Copied:
+    """A stream whose tensors are copied to host memory on their way.
+
+    Args:
+        stream: of weights.
+        keep: copy them; False: ``kept`` stays empty.
+    """
+
+    def __init__(self, stream: Stream, keep: bool) -> None:
+        self._stream, self._keep = stream, keep
+        self.kept: list[tuple[str, Tensor]] = []
+        self.error: Exception | None = None  # of the stream
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            for name, tensor in self._stream:
+                if self._keep:
+                    self.kept.append((name, tensor.detach().to("cpu", copy=True)))
+                yield name, tensor
+        except Exception as error:
+            self.error = error
+            raise
