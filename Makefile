@@ -35,10 +35,10 @@ install: .venv/.installed
 	touch $@ .venv/.demo
 
 demo: .venv/.demo
-	$(BIN)/python examples/word_problems/demo.py
+	$(BIN)/engine demo
 
 demo-control: .venv/.demo
-	$(BIN)/python examples/word_problems/demo.py --control --folder demo-control
+	$(BIN)/engine demo --control --folder demo-control
 
 test: install
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"

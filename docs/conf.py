@@ -4,7 +4,7 @@ import re
 
 project = "Engine"
 copyright = "the authors of Engine"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # every heading can be linked as page.md#heading, and is checked
 html_theme = "furo"
@@ -14,6 +14,7 @@ html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sphinx = False
 highlight_language = "text"
+copybutton_prompt_text = "$ "  # only the lines after the prompt are copied from a console block
 smartquotes = False  # --set stays --set
 
 

@@ -15,13 +15,13 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core import errors
 from engine_core import hooks as hookspecs
 from engine_core.cli.main import app
-from engine_core.config.models import EngineConfig
 from engine_core.plugins.metadata import TABLES, Offer, installed
 from engine_core.plugins.modules import spec_class, table_module
 from engine_plugin_tools.commands.schema import installed_specs
@@ -74,13 +74,67 @@ def our_specs() -> dict[str, dict[str, Spec]]:
     }
 
 
-def config_page() -> str:
-    """Every table and key of a run file."""
+CONFIG_PAGES = {
+    "models": ("Config: models, optimizers, LoRA", ["model", "actor", "ref", "critic", "teacher"]),
+    "train_engines": ("Config: train engines", []),
+    "sampling": ("Config: sampling, weights, environments", ["rollout", "environment"]),
+    "rewards": ("Config: rewards, reward models, judges", ["reward"]),
+    "algorithm": ("Config: algorithm and stages", ["algorithm", "stage"]),
+    "trainers": ("Config: SFT, preferences, distillation, offline and asynchronous RL", []),
+    "data": ("Config: data and evaluation", ["data", "eval"]),
+    "run": ("Config: run, checkpoints, tracking", ["run", "checkpoint", "tracking"]),
+    "runtime": ("Config: processes and placement", ["runtime", "placement"]),
+}
+"""Title of each page of ``reference/config/``, and the top-level tables on it."""
+
+
+def config_tables() -> tuple[Table, dict[str, list[str]]]:
+    """Return the schema of a run file with our plugins, and the paths of its tables by page, in the order of the file."""
     specs = our_specs()
     schema = json_schema(specs)
-    parts = [
-        config_part(schema, "", "Top level"),
-        *(part for key in EngineConfig.model_fields for part in config_parts(schema, key)),
+    paths = [path for key in schema["properties"] for path in table_paths(schema, key)]
+    return schema, {
+        name: [path for path in paths if config_page_of(path, specs) == name] for name in CONFIG_PAGES
+    }
+
+
+def config_page_of(path: str, specs: Mapping[str, Mapping[str, Spec]]) -> str:
+    """Return the page of a table: that of its backend where the path names one, else that of its first key."""
+    first, *inner = path.split(".")
+    if set(inner) & set(specs["rollout_engines"]):
+        return "sampling"
+    if set(inner) & set(specs["train_engines"]):
+        return "train_engines"
+    return next((name for name, (_, keys) in CONFIG_PAGES.items() if first in keys), "trainers")
+
+
+def config_page(name: str) -> str:
+    """Return the tables of one page; tables with the same keys are one section."""
+    schema, pages = config_tables()
+    return page(
+        CONFIG_PAGES[name][0],
+        "Every key of these tables with its type, its default and its effect. A default of — means: not set. [All tables](../config.md).",
+        *(config_part(schema, paths) for paths in same_tables(schema, pages[name])),
+    )
+
+
+def config_index() -> str:
+    """Return the keys outside of tables, the page of every table, and what a key *by name* accepts."""
+    specs = our_specs()
+    schema, pages = config_tables()
+    tables = [
+        [
+            f"[{title.removeprefix('Config: ')}](config/{name}.md)",
+            ", ".join(map(partial(shown, schema), named)),
+        ]
+        for name, (title, _) in CONFIG_PAGES.items()
+        if (
+            named := [
+                path
+                for first, *same in same_tables(schema, pages[name])
+                for path in [first, *top_level(same)]
+            ]
+        )
     ]
     offers = our_offers()
     rows = [
@@ -91,45 +145,68 @@ def config_page() -> str:
     ]
     return page(
         "Config reference",
-        "For readers of run files: every table and key with its type, its default and what it does, of the core and of the\n"
-        "plugins in this repository. `engine schema KEY` shows the same for what you have installed, and "
-        "`engine config show FILE --origin` where each\nvalue of a run comes from. A default of — means: not set.",
-        *parts,
+        "Every table and key of a run file, of the core and of the plugins in this repository. `engine schema KEY` shows the same for\n"
+        "what you have installed, and `engine config show FILE --origin` where each value of a run comes from.",
+        "## Tables",
+        table(["page", "tables"], tables),
+        config_part(schema, [""], "Top level"),
+        "```{toctree}\n:hidden:\n" + "\n".join(f"config/{name}" for name in CONFIG_PAGES) + "\n```",
         "## Names",
-        "What may stand where a key says *by name*, and the distribution that brings it.",
+        "The values of a key that is set *by name*, and the distribution that provides each.",
         table(["what", "name", "distribution"], rows),
     )
 
 
-def config_parts(schema: Table, path: str) -> Iterator[str]:
-    """The section of a table, and those of the tables in it; nothing for a plain key."""
+def top_level(paths: list[str]) -> list[str]:
+    return [path for path in paths if "." not in path]
+
+
+def table_paths(schema: Table, path: str) -> Iterator[str]:
+    """Yield the path of a table and of the tables in it; nothing for a plain key or a name without options."""
     parent, _, key = path.rpartition(".")
     properties = schema_at(dict(schema), parent)["properties"]
     if key not in properties or not is_table(schema, properties[key]):
         return
-    inner = schema_at(dict(schema), path)
-    brackets = ("[[", "]]") if "items" in properties[key] else ("[", "]")
-    if inner["properties"]:  # a name without options is listed with the names alone
-        yield config_part(schema, path, f"`{brackets[0]}{path}{brackets[1]}`")
-    for name in inner["properties"]:
-        yield from config_parts(schema, f"{path}.{name}")
+    names = schema_at(dict(schema), path)["properties"]
+    if names:
+        yield path
+    for name in names:
+        yield from table_paths(schema, f"{path}.{name}")
 
 
-def config_part(schema: Table, path: str, title: str) -> str:
-    node = schema_at(dict(schema), path)
+def same_tables(schema: Table, paths: list[str]) -> list[list[str]]:
+    """Group paths whose tables have the same keys and description, such as ``actor.fsdp`` and ``critic.fsdp``."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(config_part(schema, [path], ""), []).append(path)
+    return list(groups.values())
+
+
+def shown(schema: Table, path: str) -> str:
+    """Return the header of a table as a run file has it: ``[actor]``, or ``[[reward]]`` for a list of tables."""
+    parent, _, key = path.rpartition(".")
+    many = "items" in schema_at(dict(schema), parent)["properties"][key]
+    return f"`[[{path}]]`" if many else f"`[{path}]`"
+
+
+def config_part(schema: Table, paths: list[str], title: str | None = None) -> str:
+    """Return the section of the first path; the others are named as tables with the same keys."""
+    node = schema_at(dict(schema), paths[0])
     rows = []
     for key, inner in node["properties"].items():
         if is_table(schema, inner):
             continue
         default = inner.get("default")
-        shown = "—" if default is None else f"`{json.dumps(default, ensure_ascii=False)}`"
+        value = "—" if default is None else f"`{json.dumps(default, ensure_ascii=False)}`"
         if key in node.get("required", ()):
-            shown = "required"
-        rows.append([f"`{key}`", f"`{type_text(inner)}`", shown, plain(inner.get("description", ""))])
+            value = "required"
+        rows.append([f"`{key}`", f"`{type_text(inner)}`", value, plain(inner.get("description", ""))])
     text = plain(node.get("description", ""))
     about = re.sub(r"^(`\[+[\w.]+\]+`[:,]? ?)+", "", text)
+    others = f"The same keys: {', '.join(shown(schema, path) for path in paths[1:])}." if paths[1:] else ""
     listed = table(["key", "type", "default", "what it does"], rows) if rows else ""
-    return "\n\n".join(filter(None, [f"## {title}", about[:1].upper() + about[1:], listed]))
+    heading = f"## {shown(schema, paths[0]) if title is None else title}"
+    return "\n\n".join(filter(None, [heading, about[:1].upper() + about[1:], others, listed]))
 
 
 # -- hooks ------------------------------------------------------------------
@@ -154,7 +231,7 @@ def hooks_page() -> str:
     parts = [part for sort, title in titles.items() for part in (f"## {title}", *found[sort])]
     return page(
         "Hook reference",
-        "For authors of plugins: every point that a plugin can change. [Plugins](../plugins.md) shows the main ones at work.\n"
+        "For authors of plugins: every point that a plugin can change. [Write a plugin](../plugins.md) shows the main ones at work.\n"
         "Implement a hook with `@hookimpl` and take only the arguments you need.",
         *parts,
     )
@@ -214,7 +291,7 @@ def commands_page() -> str:
     return page(
         "Command reference",
         "For use of the shell: every command with its arguments and options, as `engine COMMAND --help` shows them, and the\n"
-        "distribution that brings it. [The command line](../cli.md) has an example of each.",
+        "distribution that brings it. [Command line](../cli.md) has an example of each.",
         *parts,
     )
 
@@ -310,7 +387,8 @@ def install_hints() -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "config.md": config_page,
+    "config.md": config_index,
+    **{f"config/{name}.md": partial(config_page, name) for name in CONFIG_PAGES},
     "hooks.md": hooks_page,
     "commands.md": commands_page,
     "errors.md": errors_page,
@@ -327,7 +405,7 @@ def main(check: bool = False) -> int:
         if not path.exists() or path.read_text("utf-8") != text:
             stale.append(name)
             if not check:
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, "utf-8")
     if check and stale:
         print(f"Out of date: {', '.join(stale)}. Run: python docs/references.py")

@@ -11,14 +11,14 @@ a machine with fewer than twice as many the two take them from each other, and t
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from engine_plugin_tools.demo import prepare
 
 ROOT = Path(__file__).parents[2]
 WARM = 2  # steps that are not counted: first ones compile, allocate, and wait for what later ones find ready
@@ -43,13 +43,6 @@ def arguments() -> argparse.Namespace:
 
 def world(folder: Path, given: argparse.Namespace) -> None:
     """Word problems, their tokenizer and the config of a model."""
-    example = ROOT / "examples" / "word_problems"
-    sys.path.insert(0, str(example))
-    spec = importlib.util.spec_from_file_location("prepare", example / "prepare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    prepare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare)
     prepare.ROWS = {"sft": 8, "train": 256, "heldout": 8}
     prepare.prepare(folder)
     config = folder / "model" / "config.json"

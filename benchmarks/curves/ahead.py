@@ -3,7 +3,7 @@
     python benchmarks/curves/ahead.py --jobs 9 --threads 3
     python benchmarks/curves/ahead.py --seeds 0 1 --steps 6 --evals 2 --sft-steps 20 --jobs 1     # a try
 
-All start from one warm start and read the same rows; each is ``examples/word_problems/grpo.toml`` with the words below, on a CPU. Those
+All start from one warm start and read the same rows; each is ``grpo.toml`` of ``engine demo`` with the words below, on a CPU. Those
 that run ahead have their sampler in a process of its own. Below ``--folder``: the runs and ``ahead.png``; ``ahead.json`` lies there
 and in ``$OUT``, and grows with each run.
 """

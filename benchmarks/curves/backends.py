@@ -4,7 +4,7 @@
     python benchmarks/curves/backends.py --seeds 0 --steps 6 --evals 2 --sft-steps 20
     python benchmarks/curves/backends.py --jobs 6             on GPUs, in pairs of which each has several runs
 
-All start from one warm start and read the same rows; each is ``examples/word_problems/grpo.toml`` with the words below.
+All start from one warm start and read the same rows; each is ``grpo.toml`` of ``engine demo`` with the words below.
 Below ``--folder``: the runs, a log of each, ``curves.json``, ``curves.png``. Runs that are finished are not done again; one that fails is
 told, and the others go on.
 """

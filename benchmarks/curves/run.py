@@ -3,7 +3,7 @@
     python benchmarks/curves/run.py                      (or: make curves)
     python benchmarks/curves/run.py --only gspo ppo --seeds 0 --steps 10
 
-All start from one warm start; each is ``examples/word_problems/grpo.toml`` with the changes below, so a
+All start from one warm start; each is ``grpo.toml`` of ``engine demo`` with the changes below, so a
 row is what a user gets by changing these keys. Runs lie below ``--folder``.
 """
 
@@ -19,11 +19,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "word_problems"
-sys.path.insert(0, str(EXAMPLE))
+from engine_plugin_tools.demo.prepare import prepare
+from engine_plugin_tools.scaffold import TEMPLATES
 
-from prepare import prepare
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = TEMPLATES / "demo"
 
 VARIANTS = {
     "grpo": [],

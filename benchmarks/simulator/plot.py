@@ -1,4 +1,4 @@
-"""The picture of ``docs/growth.md``: step time, idle time and the controller's share over workers.
+"""The picture of ``docs/scaling.md``: step time, idle time and the controller's share over workers.
 
 python benchmarks/simulator/plot.py benchmarks/simulator/results/growth.json docs/images/growth.png
 """

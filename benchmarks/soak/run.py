@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import json
 import os
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from engine_core import Trainer, load_config
+from engine_plugin_tools.demo import prepare
 
 ROOT = Path(__file__).parents[2]
 REWARD = '[[reward]]\nname = "length"\nworkers = 1\n[reward.length]\nmax_tokens = 6\nbuffer_tokens = 4\n'
@@ -139,10 +139,6 @@ def soak(steps: int, folder: Path, every: int = 10) -> list[Sample]:
 
 def _prepare(folder: Path) -> Path:
     """Data, tokenizer and a model of two narrow layers."""
-    source = ROOT / "examples" / "word_problems" / "prepare.py"
-    spec = importlib.util.spec_from_file_location("prepare", source)
-    prepare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare)
     prepare.ROWS = {"sft": 16, "train": 32, "heldout": 2}
     prepare.prepare(folder)
     config = folder / "model" / "config.json"

@@ -2,7 +2,7 @@
 
     python benchmarks/vllm/learn.py --budget 200 --steps 20
 
-Makes the demo's data and warm start first (the ``torch`` engine alone), then trains with ``examples/word_problems/grpo_vllm.toml``.
+Makes the demo's data and warm start first (the ``torch`` engine alone), then trains with ``grpo.toml`` of ``engine demo``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from pathlib import Path
 
 from setting import alone, device, write
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "word_problems"
+from engine_plugin_tools.demo.prepare import prepare
+from engine_plugin_tools.scaffold import new_demo
+
+VLLM = [
+    "rollout.backend=vllm",
+    "run.name=grpo_vllm",
+    "rollout.vllm.dtype=float32",
+    "rollout.vllm.max_num_seqs=320",
+]
+VLLM += ["rollout.vllm.enforce_eager=true", "rollout.vllm.gpu_memory_utilization=0.3"]
 
 
 def engine(end: float, *words: str) -> None:
@@ -38,9 +47,6 @@ def main() -> None:
     arguments = parser.parse_args()
     alone()
     end = time.monotonic() + arguments.budget
-    sys.path.insert(0, str(EXAMPLE))
-    from prepare import prepare
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -55,14 +61,16 @@ def main() -> None:
             "--steps",
             str(arguments.sft_steps),
         ]
-        engine(end, "train", str(EXAMPLE / "sft.toml"), *runs, *sft)
+        new_demo(folder)
+        engine(end, "train", str(folder / "sft.toml"), *runs, *sft)
         engine(end, "export", str(folder / "runs" / "sft"), str(folder / "sft"))
         data = [*at("data.train", "data/train.jsonl"), *at("data.validation", "data/heldout.jsonl")]
         gpu = ["--set", "rollout.vllm.enforce_eager=false"] if device().type == "cuda" else []
-        words = [*runs, *at("model.path", "sft"), *data, *gpu, "--steps", str(arguments.steps)]
+        vllm = [word for setting in VLLM for word in ("--set", setting)]
+        words = [*vllm, *runs, *at("model.path", "sft"), *data, *gpu, "--steps", str(arguments.steps)]
         ended = ""
         try:
-            engine(end, "train", str(EXAMPLE / "grpo_vllm.toml"), *words)
+            engine(end, "train", str(folder / "grpo.toml"), *words)
         except (SystemExit, subprocess.TimeoutExpired) as error:  # the steps that it has done are told
             ended = str(error)
         lines = (folder / "runs" / "grpo_vllm" / "metrics.jsonl").read_text().splitlines()

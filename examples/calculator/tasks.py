@@ -13,10 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "word_problems"))
-
-from prepare import make_model
+from engine_plugin_tools.demo.prepare import make_model
 
 ROWS = {"sft": 8000, "train": 4000, "heldout": 200}
 GUESSES = 0.4  # share of the pupil's rows that answer without asking

@@ -15,10 +15,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent / "word_problems")]
+sys.path.insert(0, str(HERE))
 
-from demo import accuracies, engine, fresh, steps
 from tasks import make
+
+from engine_plugin_tools.demo.walkthrough import accuracies, engine, fresh, steps
 
 
 def main() -> None:

@@ -13,10 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "word_problems"))
-
-from prepare import make_model
+from engine_plugin_tools.demo.prepare import make_model
 
 SLIP = 0.5  # of the pupil's expressions have one wrong character
 HELDOUT, COPIES = 100, 8  # tasks kept apart; rows of the warm start for each of the others

@@ -1,6 +1,5 @@
 """A small world for whole runs: word problems, their tokenizer, and a random model of 40,000 parameters."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -12,22 +11,18 @@ import pytest
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
+from engine_plugin_tools.demo import prepare
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "word_problems"
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """Folder with ``data/{train,heldout}.jsonl`` and ``model/``."""
-    sys.path.insert(0, str(EXAMPLE))
-    spec = importlib.util.spec_from_file_location("prepare", EXAMPLE / "prepare.py")
-    prepare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare)
-    sys.path.remove(str(EXAMPLE))
-    prepare.ROWS = {"sft": 64, "train": 64, "heldout": 8}
     folder = tmp_path_factory.mktemp("world")
-    prepare.prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "ROWS", {"sft": 64, "train": 64, "heldout": 8})
+        prepare.prepare(folder)
     config = folder / "model" / "config.json"
     small = json.loads(config.read_text()) | {
         "hidden_size": 32,
@@ -121,14 +116,14 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def run_demo():
-    """``python examples/word_problems/demo.py ...`` in ``root``, a copy of the repository's examples."""
+    """``engine demo ...`` in ``root``, a copy of the repository's examples."""
 
     def run(root, *arguments, small=True):
         plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment = plain | (
             {"OMP_NUM_THREADS": "1"} | SMALL if small else {}
         )  # the real one has all cores
-        command = [sys.executable, "examples/word_problems/demo.py", *map(str, arguments)]
+        command = [sys.executable, "-m", "engine_core.cli.main", "demo", *map(str, arguments)]
         seconds = 900 if small else None
         return subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=seconds

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_core import load_config
+from engine_plugin_tools.scaffold import TEMPLATES
 
 CURVES = Path(__file__).parents[2] / "benchmarks" / "curves"
 
@@ -44,7 +45,7 @@ def test_ends_overlap_or_not_and_gaps_are_means_over_evaluations(backends):
 
 
 def test_each_backend_runs_the_same_file_in_its_own_processes(backends):
-    file = CURVES.parents[1] / "examples" / "word_problems" / "grpo.toml"
+    file = TEMPLATES / "demo" / "grpo.toml"
     for name, words in backends.BACKENDS.items():
         config = load_config(file, overrides=[*words])
         assert config.actor.backend == name
@@ -102,7 +103,7 @@ def test_a_run_in_turn_is_held_against_the_others_in_turn_alone(ahead):
 
 
 def test_those_that_run_ahead_differ_from_those_in_turn_by_that_alone(ahead):
-    file = CURVES.parents[1] / "examples" / "word_problems" / "grpo.toml"
+    file = TEMPLATES / "demo" / "grpo.toml"
     for name, words in ahead.VARIANTS.items():
         config = load_config(file, overrides=[*words, f"actor.optim.lr={ahead.LR}"])
         assert config.trainer == ("rl" if name == "in turn" else "async")

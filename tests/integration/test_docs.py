@@ -49,7 +49,7 @@ PAGES = [
 NAMES = [str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES]
 
 NOT_RUN_HERE = {
-    r"make (demo|demo-control)": "minutes; tests/integration/test_examples.py runs it in small, and `slow` in full",
+    r"make (demo|demo-control)|engine demo.*": "minutes; tests/integration/test_examples.py runs it in small, and `slow` in full",
     r"make (install|test|test-full|lint|docs)": "this test is a part of it",
     r"pip install engine-.*": "asks the package index; tests/integration/test_wheels.py installs the wheels",
     r"pip (install (-e|--force-reinstall)|wheel) .*": "changes the environment of this test; the tests of the template and of the examples install them",

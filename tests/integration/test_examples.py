@@ -84,8 +84,8 @@ def test_the_exported_model_answers_through_transformers_alone(demo):
 def test_the_demo_leaves_a_folder_alone_that_it_did_not_make(demo, run_demo, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     done = run_demo(demo[0], "--folder", tmp_path)
-    assert done.returncode == 1
-    assert "was not made by the demo. Move it away or give --folder." in done.stderr
+    assert done.returncode == 5
+    assert "was not made by the demo. Move it away or choose another with --folder." in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -104,7 +104,7 @@ def test_shuffled_rewards_are_the_same_rewards_on_other_rollouts(demo):
     from runpy import run_path
     from types import SimpleNamespace
 
-    shuffle = run_path(str(demo[0] / "examples" / "word_problems" / "shuffled_rewards.py"))["shuffle"]
+    shuffle = run_path(str(demo[0] / "demo" / "shuffled_rewards.py"))["shuffle"]
     rollouts = [SimpleNamespace(reward=float(i)) for i in range(32)]
     shuffle(rollouts, step=3)
     assert sorted(r.reward for r in rollouts) == [float(i) for i in range(32)]
@@ -167,7 +167,7 @@ def train_as(learned):
         ]
         places += [f"data.validation={folder}/data/heldout.jsonl", f"run.name={file}-after-the-demo"]
         sets = [word for setting in (*places, *settings) for word in ("--set", setting)]
-        path = ROOT / "examples" / "word_problems" / f"{file}.toml"
+        path = folder / f"{file}.toml"
         done = subprocess.run(
             [sys.executable, "-m", "engine_core.cli.main", "train", str(path), *sets],
             env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},

@@ -214,14 +214,14 @@ def fenced(text: str) -> list[tuple[str, str]]:
 
 
 def tree_rows(text: str, top: str) -> dict[str, str]:
-    """Return the entries below a folder in a tree of the README, each with what is said of it."""
+    """Return the entries below a folder in the tree of the page on architecture, each with its description."""
     (below,) = re.findall(rf"^{top}/.*\n((?:  .*\n)*)", text, re.MULTILINE)
     rows = (line.strip().partition("  ") for line in below.splitlines())
     return {name: said.strip() for names, _, said in rows for name in names.split()}
 
 
-def test_the_tree_in_the_readme_is_the_tree():
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_tree_on_the_page_is_the_tree():
+    text = (DOCS / "architecture.md").read_text("utf-8")
     tree = next(block for _, block in fenced(text) if block.startswith("engine_core/"))
     kernel = {
         path.name + "/" * path.is_dir()
@@ -260,14 +260,16 @@ def ours_in(requirements: list[str]) -> set[str]:
 
 
 def test_the_table_of_distributions_is_that_of_their_metadata():
-    """Architecture says which distribution depends on which; the README says what an installation of ``standard`` brings."""
+    """Architecture says which distribution depends on which, and what the extra ``standard`` brings."""
     rows = re.findall(
         r"^\| `plugins/(\w+)` \| ([^|]*) \|", part("architecture.md", "distributions"), re.MULTILINE
     )
     said = {folder: {*re.findall(r"`(\w+)`", needs)} for folder, needs in rows}
     assert said == {folder.name: ours_in(project_of(folder)["dependencies"]) for folder in PLUGINS}
     standard = ours_in(project_of(ROOT)["optional-dependencies"]["standard"])
-    (sentence,) = re.findall(r"`standard` brings (.*?)\.", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (sentence,) = re.findall(
+        r"`standard` brings (.*?)\.", (DOCS / "architecture.md").read_text("utf-8"), re.DOTALL
+    )
     assert {*re.findall(r"`(\w+)`", sentence)} == standard
 
 

@@ -35,6 +35,7 @@ def engine_commands() -> Mapping[str, Command]:
     return {
         "check-template": Command(load=here + "check_template:check_template"),
         "schema": Command(load=here + "schema:schema"),
+        "demo": Command(load=here + "demo:demo"),
         "doctor": Command(load=here + "doctor:doctor"),
         "generate": Command(load=here + "models:generate"),
         "eval": Command(load=here + "models:evaluate"),

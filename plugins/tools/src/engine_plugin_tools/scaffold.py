@@ -97,6 +97,15 @@ def new_run(folder: Path) -> Path:
     return _copy("run", folder, {}) / "run.toml"
 
 
+def new_demo(folder: Path) -> None:
+    """Write the run files of ``engine demo`` into its folder.
+
+    Raises:
+        ConfigError: one of the files exists; nothing was written.
+    """
+    _copy("demo", folder, {"demo/runs": (folder / "runs").as_posix()})
+
+
 def _copy(template: str, target: Path, words: dict[str, str]) -> Path:
     source = TEMPLATES / template
     files: dict[Path, str] = {}

@@ -1,6 +1,6 @@
 """Times of simulated workers, from a few measured rates, and lengths of responses.
 
-``docs/growth.md`` says where and how the rates of ``SPEEDS`` were measured. All other times follow from them:
+``docs/scaling.md`` says where and how the rates of ``SPEEDS`` were measured. All other times follow from them:
 
 - A sampler with b responses in flight takes ``token_seconds + b * token_seconds_each`` for one token of each: a line
   through the rate of one response alone and the rate of a full batch.

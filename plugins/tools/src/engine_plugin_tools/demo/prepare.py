@@ -1,33 +1,25 @@
-"""Make everything the run needs: data files, a tokenizer trained on them, and a small random model.
-
-    python examples/word_problems/prepare.py FOLDER
-
-FOLDER then holds ``data/{sft,train,heldout}.jsonl`` and ``model/`` (a Qwen3 of about half a million
-parameters in the layout of ``save_pretrained``, without weights: the engine draws them from a seed).
-"""
+"""The data, tokenizer and model of ``engine demo``."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from problems import Problem, draw_many
+from engine_plugin_tools.demo.pairs import make_pairs
+from engine_plugin_tools.demo.problems import Problem, draw_many
 
 ROWS = {"sft": 12000, "train": 6000, "heldout": 400}
 SLIP = 0.6  # of the steps in the warm start's solutions count one too many
 
 
 def write_rows(path: Path, problems: list[Problem]) -> None:
-    """JSONL with the columns ``prompt``, ``response`` and ``answer``."""
+    """Write JSONL with the columns ``prompt``, ``response`` and ``answer``."""
     rows = [{"prompt": p.question + "\n", "response": p.solution, "answer": str(p.answer)} for p in problems]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_data(folder: Path, seed: int = 0) -> list[Problem]:
-    """The three files; no question stands in two of them."""
+    """Write the three files and return their problems; no question is in two files."""
     folder.mkdir(parents=True, exist_ok=True)
     problems: list[Problem] = []
     for number, (name, count) in enumerate(ROWS.items()):
@@ -39,7 +31,7 @@ def make_data(folder: Path, seed: int = 0) -> list[Problem]:
 
 
 def make_tokenizer(folder: Path, problems: list[Problem], vocab_size: int = 384) -> int:
-    """Train a byte-level BPE whose digits are single tokens; returns its size."""
+    """Train a byte-level BPE whose digits are single tokens, and return its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +53,7 @@ def make_tokenizer(folder: Path, problems: list[Problem], vocab_size: int = 384)
 
 
 def make_model(folder: Path, vocab_size: int) -> None:
-    """A Qwen3 config; a folder with a config and no weights is a random model."""
+    """Write a Qwen3 config; the engine initializes a folder without weights at random."""
     from transformers import Qwen3Config
 
     Qwen3Config(
@@ -82,10 +74,7 @@ def make_model(folder: Path, vocab_size: int) -> None:
 
 
 def prepare(folder: Path, seed: int = 0) -> None:
-    """Data, tokenizer and model below ``folder``."""
+    """Write ``data/{sft,train,heldout,pairs,pairs_heldout}.jsonl`` and ``model/``, a Qwen3 of half a million parameters without weights."""
     problems = make_data(folder / "data", seed)
+    make_pairs(folder / "data")
     make_model(folder / "model", make_tokenizer(folder / "model", problems))
-
-
-if __name__ == "__main__":
-    prepare(Path(sys.argv[1] if len(sys.argv) > 1 else "demo"))

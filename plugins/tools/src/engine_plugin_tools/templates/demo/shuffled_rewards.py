@@ -1,7 +1,7 @@
-"""A one-file plugin: a stage that deals the step's rewards out again at random.
+"""A one-file plugin: a stage that shuffles the rewards of a step.
 
-The rewards keep their mean and spread but say nothing about the answers, so a run with this stage
-must not get better. If it does, something else than the reward is teaching it.
+The rewards keep their mean and spread but say nothing about the answers, so a run with this stage must not improve.
+If it does, the model learns from something other than the reward.
 """
 
 import random
