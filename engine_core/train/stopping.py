@@ -119,8 +119,8 @@ class StopSignals:
 
 
 FAILED_SECONDS = 300.0  # limit of the verification after a failure
-STOPPED_SECONDS = 5.0  # the same after a signal: a scheduler's grace period is seconds, and saving took a part of it
-ANNOUNCED_BYTES = 10**9  # the verification of a checkpoint of this size or more is logged before it begins
+STOPPED_SECONDS = 5.0  # the same after a signal: the scheduler's grace period is short
+ANNOUNCED_BYTES = 10**9  # from this size on, the verification is logged before it begins
 
 
 @dataclass(slots=True)
