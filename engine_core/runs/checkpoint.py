@@ -229,7 +229,7 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
     Args:
         path: the checkpoint's folder.
         deep: compare hashes; else only sizes.
-        read: called with the number of bytes after each part of a file is hashed; an error that it raises passes through.
+        read: called with the number of bytes after each part of a file is hashed; its errors pass through.
     """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
