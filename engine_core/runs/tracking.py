@@ -82,8 +82,8 @@ class RunFolder:
         """Make a new run folder where ``[run]`` says and describe the run in it.
 
         The default name is the name of the TOML file with date and time, with a suffix if two runs start in the same
-        second. The folder of a failed start in which nothing was trained is reused: its log stays, and this attempt gets
-        the next number.
+        second. The folder of a failed start in which nothing was trained is reused: its log stays, and this attempt
+        gets the next number.
 
         Raises:
             ConfigError: the name exists already or is not a folder name. Nothing was written.
