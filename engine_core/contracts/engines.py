@@ -212,7 +212,7 @@ class TrainEngine(abc.ABC):
         """Note the random state at the end of a step, for a later ``save``.
 
         When the next step is interrupted, it may have drawn random numbers before ``save``. By default nothing is
-        noted, and ``save`` writes the random state of its own time.
+        noted, and ``save`` writes the random state at its call.
         """
 
     @abc.abstractmethod
@@ -335,8 +335,8 @@ class RolloutEngine(abc.ABC):
     def step(self) -> list[Rollout]:
         """Continue sampling; return the rollouts that finished since the last call, [] if nothing is queued.
 
-        With the capability ``partial`` and ``config.steps_are_short``, a call samples a bounded number of tokens of each
-        sequence. Unfinished requests stay in flight, so that single requests can be stopped between two steps.
+        With the capability ``partial`` and ``config.steps_are_short``, a call samples a bounded number of tokens of
+        each sequence. Unfinished requests stay in flight, so that single requests can be stopped between two steps.
         """
 
     @property

@@ -74,8 +74,8 @@ class WorkerGroup(abc.ABC):
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
         """Sample all requests with a sampler group; yield lists of rollouts as they finish.
 
-        The rollouts are those of ``call("generate")``. By default they come in one list, at the end. Closing the
-        generator cancels the remaining requests.
+        The rollouts are those of ``call("generate")``. By default they come in one list, at the end. A caller that
+        does not want the rest closes the generator.
 
         Args:
             requests: requests with distinct ids.
@@ -99,7 +99,7 @@ class Flow(Protocol):
 
     @property
     def resting(self) -> bool:
-        """Whether a sampler has requests to sample but has stopped for another command."""
+        """Whether a sampler has requests but no command of this flow, so that ``go`` must make it continue."""
 
     def go(self, requests: Sequence[Request] = (), dropped: Iterable[str] = ()) -> None:
         """Queue new requests, cancel the dropped ids, and let stopped samplers continue."""
@@ -163,7 +163,7 @@ class Runtime(abc.ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Hand device memory over to the roles of ``generate``, ``reward``, ``train`` or ``sync``; by default do nothing."""
+        """Hand device memory over for the phase ``generate``, ``reward``, ``train`` or ``sync``; by default do nothing."""
         yield
 
     @abc.abstractmethod

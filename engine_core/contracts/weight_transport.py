@@ -126,8 +126,8 @@ class WeightTransport(abc.ABC):
     def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
         """Yield names and tensors ``[D1, ..., Dn]`` in the order of ``send``, each after its checksum was verified.
 
-        Called at index 1 and above. The caller keeps the tensors: later updates must not overwrite them. A receiver that
-        closes the generator before its end must not block the others.
+        Called at index 1 and above. The caller keeps the tensors: later updates must not overwrite them. A receiver
+        that closes the generator before its end must not block the others.
 
         Args:
             update: the update that the receiver expects; another one is refused before its first tensor.
