@@ -47,8 +47,8 @@ class TransportEndpoint:
     device: torch.device  # of the weights in this process
     host: str  # address at which the other processes reach this one
     token: str  # secret of the run, with which a connection proves that it belongs to the run
-    # key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix); the
-    # other one is None
+    # key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix);
+    # the other one is None
     rendezvous: Mapping[str, Any]
     shared_folder: str  # private to the run and visible to all its processes; "" if there is none
     link_id: str  # unique among the links of all runs

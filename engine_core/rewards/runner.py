@@ -199,7 +199,7 @@ class RewardRunner:
         self._start()
 
     def early(self, requests: Sequence[Request], step: int) -> EarlyScores | None:
-        """Prepare to score rollouts while they are sampled; return None if every reward needs all samples at once.
+        """Prepare to score rollouts while others are sampled; return None if every reward waits for all samples.
 
         Args:
             requests: in groups of at least 2; ``score`` must get their rollouts in this order.

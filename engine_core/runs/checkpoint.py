@@ -168,11 +168,11 @@ class Checkpoints:
     def prune(
         self, keep: int, dry_run: bool = False, deep: bool = False, upto: int | None = None
     ) -> list[Path]:
-        """Delete all verified checkpoints but the newest ``keep`` and the best; return the folders deleted.
+        """Delete all verified checkpoints but the newest ``keep`` and the best; return their folders.
 
         Args:
             keep: number of checkpoints to keep in addition to the best.
-            dry_run: delete nothing.
+            dry_run: only return the folders that would be deleted.
             deep: verify by hashes; else only by sizes.
             upto: ignore later steps. A resume skipped them as damaged, which sizes alone may not show.
         """

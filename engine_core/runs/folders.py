@@ -105,7 +105,7 @@ def _within(folder: Path) -> Iterator[Path]:
 
 
 def _is_log(entry: Path) -> bool:
-    """Return whether a start writes this entry below ``logs``; a resumed run also writes its config there."""
+    """Return whether a first start writes this entry below ``logs``; False for the config of a resumed attempt."""
     if entry.parent.name == "logs":
         return entry.is_dir() and ATTEMPT.fullmatch(entry.name) is not None
     return entry.suffix == ".log"
@@ -122,7 +122,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def exists_already(path: Path) -> ConfigError:
-    """Return the error for a run name whose folder exists and is in use."""
+    """Return the error for a run name whose folder exists and cannot be reused."""
     started = any((path / "checkpoints").glob("step_*"))
     way = f"go on with that run: engine resume {path}" if started else "delete it: it holds no checkpoint."
     return ConfigError(
