@@ -1,18 +1,19 @@
 """Advantage estimators: ``f(batch, **options) -> [T] float32``.
 
-Formulas, not policies: an estimator sees the typed batch (rewards, groups, masks, and whatever it
-declared to need) and says how much better each token was than expected. In all of them:
+An estimator is a formula: it sees the typed batch (rewards, groups, masks, and the columns that it
+declares to need) and returns how much better each token was than expected. In all estimators:
 
-* a rollout that is not ``valid`` takes no part in any statistic and gets 0;
+* a rollout that is not ``valid`` is in no statistic and gets 0;
 * a token outside ``loss_mask`` gets 0;
-* a group of one valid rollout has nothing to be compared with and gets 0;
-* rewards that are all equal give 0 wherever the baseline is a mean of them.
+* a group of one valid rollout has no comparison and gets 0;
+* rewards that are all equal give 0 if the baseline is their mean.
 
-Here are those with one value for a whole rollout, from the rewards of its group or batch. Those that
-follow a reward through the tokens are in ``advantages_tokens``.
+The estimators of this module give a whole rollout one value, computed from the rewards of its group or batch. Those
+that give each token its own value are in ``advantages_tokens``.
 
-R reward, n valid rollouts of the group, mean and std (n - 1) over them. ``Formula``, ``Paper`` and
-``Differs`` of a docstring are the tables of docs/algorithms.md.
+In formulas R is the reward, n the number of valid rollouts of the group; mean and std (n - 1) are over them. The
+tables of docs/algorithms.md are generated from the first paragraph, ``Formula``, ``Paper`` and ``Differs`` of each
+docstring.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def grpo(batch: Batch, *, normalize_by_std: bool = True, epsilon: float = EPSILO
     Args:
         batch: columns ``rewards`` [B], ``group_ids`` [B] (any ids, any order), ``valid`` [B],
             ``loss_mask`` [T].
-        normalize_by_std: off gives the numerator alone, which is ``dr_grpo``.
-        epsilon: keeps the divisor of a group whose rewards hardly differ from 0.
+        normalize_by_std: False gives only the numerator, which is ``dr_grpo``.
+        epsilon: added to the divisor, which is near 0 if the rewards of a group hardly differ.
 
     Returns:
         [T] float32: the rollout's value on its sampled tokens, 0 elsewhere.
@@ -52,20 +53,23 @@ def grpo(batch: Batch, *, normalize_by_std: bool = True, epsilon: float = EPSILO
 
 
 def dr_grpo(batch: Batch) -> Tensor:
-    """GRPO without the division that favours groups of small spread.
+    """GRPO without the division by std, which favors groups with a small spread.
 
     Formula: ``A = R - mean``
     Paper: https://arxiv.org/abs/2503.20783
-    Differs: the constant divisor of the loss is a setting of its own: `loss_aggregation = "seq-mean-token-sum-norm"`
+    Differs: the constant divisor of the loss is a separate setting: `loss_aggregation = "seq-mean-token-sum-norm"`
 
     Args:
         batch: as for ``grpo``.
+
+    Returns:
+        [T] float32.
     """
     return grpo(batch, normalize_by_std=False)
 
 
 def gdpo(batch: Batch, *, whiten_batch: bool = True) -> Tensor:
-    """Each reward normalised within its group before they are added, so that none drowns another.
+    """Each reward is normalized within its group before the sum, so that no reward dominates the others.
 
     Formula: ``A = whiten(sum_k w_k (R_k - mean_k) / (std_k + 1e-6))`` over the rewards k, whitened over the batch's rollouts
     Paper: https://arxiv.org/abs/2601.05242
@@ -73,8 +77,8 @@ def gdpo(batch: Batch, *, whiten_batch: bool = True) -> Tensor:
 
     Args:
         batch: ``reward_term/NAME`` [B], the clipped value of each reward with a weight (NaN where it
-            did not apply), and ``reward_weight/NAME`` [B]; ``group_ids``, ``valid``, ``loss_mask``.
-        whiten_batch: also standardise over the rollouts of the batch.
+            does not apply), and ``reward_weight/NAME`` [B]; ``group_ids`` [B], ``valid`` [B], ``loss_mask`` [T].
+        whiten_batch: also standardize over the rollouts of the batch.
     """
     total = torch.zeros(len(batch), dtype=torch.float64)
     compared = torch.zeros(len(batch), dtype=torch.bool)
@@ -89,7 +93,7 @@ def gdpo(batch: Batch, *, whiten_batch: bool = True) -> Tensor:
 
 
 def grpo_passk(batch: Batch, *, normalize_by_std: bool = True) -> Tensor:
-    """Only the best of a group learns, by how much it beats the second best: for pass@k.
+    """Only the best rollout of a group gets an advantage, its lead over the second best; for pass@k.
 
     Formula: ``A = (R_first - R_second) / (std + 1e-6)`` for the best rollout of the group, 0 for the others
     Paper: https://arxiv.org/abs/2503.19595
@@ -97,7 +101,10 @@ def grpo_passk(batch: Batch, *, normalize_by_std: bool = True) -> Tensor:
 
     Args:
         batch: as for ``grpo``.
-        normalize_by_std: off leaves the divisor out.
+        normalize_by_std: False omits the divisor.
+
+    Returns:
+        [T] float32.
     """
     rewards, valid = batch["rewards"].double(), batch["valid"]
     _, std, count = group_statistics(rewards, batch["group_ids"], valid)
@@ -108,7 +115,7 @@ def grpo_passk(batch: Batch, *, normalize_by_std: bool = True) -> Tensor:
     leads = valid & (rewards == best)
     ties = torch.zeros(size, dtype=torch.int64).index_add(0, group, leads.long())[group]
     second = lowest.scatter_reduce(0, group, candidates.masked_fill(leads, -torch.inf), "amax")[group]
-    ahead = leads & (ties == 1) & (count > 1)  # the difference of two equal bests is 0
+    ahead = leads & (ties == 1) & (count > 1)  # with two equal best rollouts the lead is 0
     values = torch.where(ahead, rewards - second, 0.0)
     return on_tokens(batch, values / (std + EPSILON) if normalize_by_std else values, ahead)
 
@@ -122,6 +129,9 @@ def rloo(batch: Batch) -> Tensor:
 
     Args:
         batch: as for ``grpo``.
+
+    Returns:
+        [T] float32.
     """
     rewards, valid = batch["rewards"].double(), batch["valid"]
     mean, _, count = group_statistics(rewards, batch["group_ids"], valid)
@@ -129,7 +139,7 @@ def rloo(batch: Batch) -> Tensor:
 
 
 def opo(batch: Batch) -> Tensor:
-    """The baseline of least variance where the gradient's norm grows with the length.
+    """The baseline of minimum variance if the squared norm of the gradient grows with the length.
 
     Formula: ``A = R - sum_i L_i R_i / sum_i L_i``, L the sampled tokens of a rollout
     Paper: https://arxiv.org/abs/2505.23585
@@ -148,7 +158,7 @@ def opo(batch: Batch) -> Tensor:
 
 
 def gpg(batch: Batch, *, f_norm: float = 1.0) -> Tensor:
-    """Group-centred rewards, scaled up by the rollouts that have no gradient.
+    """Group-centered rewards, scaled up to make up for the rollouts without a gradient.
 
     Formula: ``A = B / (B - M) (R - mean) / f_norm``, B all rollouts, M those of groups whose rewards are all equal
     Paper: https://arxiv.org/abs/2504.02546
@@ -157,6 +167,9 @@ def gpg(batch: Batch, *, f_norm: float = 1.0) -> Tensor:
     Args:
         batch: as for ``grpo``.
         f_norm: the paper's constant divisor.
+
+    Returns:
+        [T] float32.
     """
     rewards, valid = batch["rewards"].double(), batch["valid"]
     mean, std, count = group_statistics(rewards, batch["group_ids"], valid)
@@ -165,7 +178,7 @@ def gpg(batch: Batch, *, f_norm: float = 1.0) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(batch: Batch) -> Tensor:
-    """REINFORCE++ with the group's mean as baseline: centred in the group, scaled over the batch.
+    """REINFORCE++ with the group's mean as baseline: centered in the group, scaled over the batch.
 
     Formula: ``A = whiten(R - mean)`` over the sampled tokens of the batch
     Paper: https://arxiv.org/abs/2501.03262
@@ -173,6 +186,9 @@ def reinforce_plus_plus_baseline(batch: Batch) -> Tensor:
 
     Args:
         batch: as for ``grpo``.
+
+    Returns:
+        [T] float32.
     """
     rewards, valid = batch["rewards"].double(), batch["valid"]
     mean, _, count = group_statistics(rewards, batch["group_ids"], valid)
@@ -195,17 +211,17 @@ def batch_mean(batch: Batch) -> Tensor:
 
 
 def on_tokens(batch: Batch, values: Tensor, counts: Tensor) -> Tensor:
-    """[B] -> [T] float32: each rollout's value on its sampled tokens, 0 where ``counts`` [B] is False."""
+    """Spread values [B] over tokens: [T] float32, 0 outside ``loss_mask`` and where ``counts`` [B] is False."""
     held = torch.where(counts, values, torch.zeros_like(values))  # a value that does not count may be NaN
-    return batch.to_tokens(held.float()).mul_(batch["loss_mask"].float())  # new memory would take longer
+    return batch.to_tokens(held.float()).mul_(batch["loss_mask"].float())  # in place: faster than new memory
 
 
 def whiten(values: Tensor, counts: Tensor) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` over the values that count, variance of n - 1; 0 elsewhere.
+    """Return ``(x - mean) / sqrt(var + 1e-8)`` over the values that count (variance with n - 1); 0 elsewhere.
 
     Args:
-        values: any shape.
-        counts: bool, same shape. Below two of them all is 0.
+        values: [B] or [T].
+        counts: bool, the same shape. If fewer than two values count, the result is 0 everywhere.
     """
     number = counts.sum()
     if number < 2:
@@ -216,7 +232,7 @@ def whiten(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def group_statistics(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, sample standard deviation and count of each rollout's group, over its valid members.
+    """Return mean, sample standard deviation and count of each rollout's group, over its valid members.
 
     Args:
         values: [B] float.
@@ -224,7 +240,7 @@ def group_statistics(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[
         valid: [B] bool; members that count.
 
     Returns:
-        Three [B] tensors, the group's figure at each member; the deviation is 0 below two members.
+        Three [B] tensors with the value of the group at each member; the deviation is 0 with fewer than two members.
     """
     group, size = _groups(group_ids)
     lowest = values.new_full((size,), torch.inf)
@@ -239,7 +255,7 @@ def group_statistics(values: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[
 
 
 def _groups(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Groups numbered from 0 ([B]), and how many there are."""
+    """Return the groups numbered from 0, [B], and the number of groups."""
     names, group = torch.unique(group_ids, return_inverse=True)
     return group, len(names)
 
@@ -247,7 +263,7 @@ def _groups(group_ids: Tensor) -> tuple[Tensor, int]:
 def _standardized(
     values: Tensor, batch: Batch, counts: Tensor, divide: bool, epsilon: float = EPSILON
 ) -> tuple[Tensor, Tensor]:
-    """[B] values relative to their group, and [B] whether there was anything to compare them with."""
+    """Return values relative to their group [B], and whether each had a comparison [B] bool."""
     mean, std, number = group_statistics(values, batch["group_ids"], counts)
     centred = values - mean
     return centred / (std + epsilon) if divide else centred, counts & (number > 1)

@@ -1,12 +1,12 @@
-"""Advantage estimators that follow rewards through the tokens of a rollout.
+"""Advantage estimators that give each token of a rollout its own value.
 
 A rollout's reward R is spread over its sampled tokens: with a KL in the reward each token has its own
-penalty, and what remains of R stands at the last sampled token. Observations (``loss_mask`` False
-between sampled tokens) are no steps of the policy: a recursion goes over them as if they were not
-there, so nothing is discounted on them. (OpenRLHF runs it through them, which multiplies the future by
-``(gamma lam)^k`` for k observation tokens; the two are equal only where gamma = lam = 1.)
+penalty, and the last sampled token gets the rest of R. Observations (``loss_mask`` False
+between sampled tokens) are not steps of the policy: recursions skip them, so they discount
+nothing. (OpenRLHF does not skip them, which multiplies the future by
+``(gamma lam)^k`` for k observation tokens; the two are equal only if gamma = lam = 1.)
 
-What holds for all estimators is said in ``advantages``.
+``advantages`` describes the properties that all estimators share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def gae(
     batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten_batch: bool = True
 ) -> dict[str, Tensor]:
-    """Generalised advantage estimation, with the values of a critic.
+    """Generalized advantage estimation, with the values of a critic.
 
     Formula: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lam A_{t+1}``, returns ``A + V``, then ``A = whiten(A)``
     Paper: https://arxiv.org/abs/1506.02438
@@ -34,13 +34,13 @@ def gae(
 
     Args:
         batch: ``values`` [T] of the critic at sampled tokens: the return expected before token t;
-            ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T], ``kl_penalty`` [T] where there is one.
-        gamma: discount of a token.
-        lam: trace: 1 is the whole return, 0 the next value alone.
-        whiten_batch: standardise A over the sampled tokens of the batch.
+            ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T], optionally ``kl_penalty`` [T].
+        gamma: discount per token.
+        lam: trace decay: 1 uses the whole return, 0 only the next value.
+        whiten_batch: standardize A over the sampled tokens of the batch.
 
     Returns:
-        ``advantages`` [T] and ``returns`` [T] (before whitening, what the critic learns), float32;
+        ``advantages`` [T] and ``returns`` [T] (before whitening, the critic's target), float32;
         0 where no token was sampled.
     """
     rewards, counts = token_rewards(batch), sampled(batch)
@@ -54,19 +54,19 @@ def gae(
 
 
 def distill(batch: Batch, *, gamma: float = 0.0) -> Tensor:
-    """How much likelier the teacher finds each token than the student: on-policy distillation as a policy gradient.
+    """The teacher's log-prob of each token less the student's: on-policy distillation as a policy gradient.
 
     Formula: ``A_t = d_t + gamma A_{t+1}``, ``d_t = log p_teacher - log p_old``
     Paper: https://thinkingmachines.ai/blog/on-policy-distillation/, https://arxiv.org/abs/2306.08543
     Differs: no reward is read: with one, the teacher is ``[ref]`` and its KL is in the reward (``kl_in = "reward"``)
 
-    On policy, the mean of ``-A_t grad log p_t`` with gamma = 0 is the gradient of the reverse KL of each token's
-    distribution to the teacher's, from one sample; with gamma = 1, of that of whole responses.
+    On policy, the mean of ``-A_t grad log p_t`` with gamma = 0 is a one-sample estimate of the gradient of the reverse
+    KL of each token's distribution to the teacher's; with gamma = 1, of the reverse KL of whole responses.
 
     Args:
         batch: ``old_log_probs`` [T], ``teacher_log_probs`` [T], both at the batch's temperature; ``valid`` [B],
             ``loss_mask`` [T].
-        gamma: discount of a token.
+        gamma: discount per token.
     """
     counts = sampled(batch)
     gap = torch.where(counts, batch["teacher_log_probs"].double() - batch["old_log_probs"].double(), 0.0)
@@ -74,20 +74,20 @@ def distill(batch: Batch, *, gamma: float = 0.0) -> Tensor:
 
 
 def reinforce(batch: Batch, *, gamma: float = 1.0) -> Tensor:
-    """The rewards that follow a token, without a baseline.
+    """The rewards of a token and of those after it, without a baseline.
 
     Formula: ``A_t = G_t``, ``G_t = r_t + gamma G_{t+1}``
     Paper: https://doi.org/10.1007/BF00992696
 
     Args:
-        batch: ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T], ``kl_penalty`` [T] where there is one.
-        gamma: discount of a token.
+        batch: ``rewards`` [B], ``valid`` [B], ``loss_mask`` [T], optionally ``kl_penalty`` [T].
+        gamma: discount per token.
     """
     return discounted(token_rewards(batch), sampled(batch), batch, gamma).float()
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Tensor:
-    """The rewards that follow a token, standardised over the whole batch.
+    """The rewards of a token and of those after it, standardized over the whole batch.
 
     Formula: ``A_t = whiten(G_t)`` over the sampled tokens of the batch, ``G_t = r_t + gamma G_{t+1}``
     Paper: https://arxiv.org/abs/2501.03262
@@ -95,7 +95,10 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Tensor:
 
     Args:
         batch: as for ``reinforce``.
-        gamma: discount of a token.
+        gamma: discount per token.
+
+    Returns:
+        [T] float32.
     """
     counts = sampled(batch)
     return whiten(discounted(token_rewards(batch), counts, batch, gamma), counts).float()
@@ -109,8 +112,8 @@ def remax(batch: Batch) -> Tensor:
     Differs: a prompt whose greedy response could not be scored gets 0
 
     Args:
-        batch: as for ``reinforce``, and ``greedy_rewards`` [B]: one more response a prompt, which the
-            core samples and scores for it (NaN where a reward failed). Stages do not see it.
+        batch: as for ``reinforce``, and ``greedy_rewards`` [B]: rewards of the additional greedy response per prompt,
+            which the core samples and scores (NaN where a reward failed). Stages do not see these responses.
     """
     counts = sampled(batch)
     baseline = batch.to_tokens(batch["greedy_rewards"].double())
@@ -120,15 +123,15 @@ def remax(batch: Batch) -> Tensor:
 
 
 def sampled(batch: Batch) -> Tensor:
-    """[T] bool: tokens that the policy sampled, of valid rollouts."""
+    """Return a mask of the tokens that the policy sampled in valid rollouts, [T] bool."""
     return batch["loss_mask"] & batch.to_tokens(batch["valid"])
 
 
 def token_rewards(batch: Batch) -> Tensor:
-    """[T] float64: what each token earned; the sum over a rollout is its ``rewards``.
+    """Return the reward of each token, [T] float64; the sum over a rollout is its ``rewards``.
 
-    ``-kl_penalty`` at each sampled token where the batch has that column, and at the last sampled
-    token what is then missing to ``rewards``: the reward as it was before the KL was subtracted.
+    If the batch has ``kl_penalty`` [T], each sampled token gets ``-kl_penalty``. The last sampled
+    token also gets the rest of ``rewards`` [B], which is the reward before the KL was subtracted.
     """
     counts = sampled(batch)
     rewards = torch.where(batch["valid"], batch["rewards"].double(), 0.0)
@@ -143,25 +146,25 @@ def token_rewards(batch: Batch) -> Tensor:
 
 
 def discounted(rewards: Tensor, counts: Tensor, batch: Batch, factor: float) -> Tensor:
-    """[T] float64: ``x_t = rewards_t + factor * x_{t+1}`` over the tokens that count; 0 elsewhere.
+    """Return ``x_t = rewards_t + factor * x_{t+1}`` over the tokens that count, [T] float64; 0 elsewhere.
 
     Args:
         rewards: [T] float64.
         counts: [T] bool; t + 1 is the next such token of the same sequence.
-        batch: for its sequences.
-        factor: 1 is the plain sum of what follows.
+        batch: gives the sequence of each token.
+        factor: discount per token; 1 gives the plain sum of rewards from t on.
     """
     chosen = counts.nonzero().squeeze(1)
     sequence = batch.sequence_index[chosen].tolist()
     values = rewards[chosen].tolist()
-    for t in range(len(values) - 2, -1, -1):  # plain floats: a tensor operation each would be slower
+    for t in range(len(values) - 2, -1, -1):  # plain floats are faster than a tensor operation each
         if sequence[t] == sequence[t + 1]:
             values[t] += factor * values[t + 1]
     return torch.zeros_like(rewards).index_put((chosen,), rewards.new_tensor(values))
 
 
 def _following(values: Tensor, counts: Tensor, batch: Batch) -> Tensor:
-    """[T]: the value at the next token of the sequence that counts; 0 after the last."""
+    """Return the value at the next token of the sequence that counts, [T]; 0 after the last."""
     chosen = counts.nonzero().squeeze(1)
     sequence = batch.sequence_index[chosen]
     following = torch.zeros_like(values)

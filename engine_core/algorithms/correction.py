@@ -1,7 +1,7 @@
-"""The gap between the policy that sampled and the policy that is trained: measured, weighed, masked.
+"""The gap between the sampling policy and the trained policy: metrics, importance weights and masks.
 
-The two are the same weights in two programs (or, off policy, two versions of the weights). With
-``r = pi / pi_rollout`` at each sampled token, pi the trained policy before this step's updates:
+The two policies are the same weights in two programs (or, off policy, two versions of the weights). With
+``r = pi / pi_rollout`` at each sampled token and pi the trained policy before this step's updates:
 
 ==================== ===================================================== ================================
 key                  formula                                               paper
@@ -25,13 +25,13 @@ off_policy_threshold no token with ``A < 0`` in a sequence with            OPSM,
 Differs (reject = k1): bounds are on r (verl tests the bounds of its k1 rejection on -log r, so there "0.5 to 4" keeps 0.25 to 2)
 Differs (mask = token): a masked token keeps its place in the denominator of the mean, as an update from it would be 0
 
-With weights of tokens, ``mask = token`` is IcePop; with weights of sequences, ``mask = sequence`` is MIS. A
+With token weights, ``mask = token`` is IcePop; with sequence weights, ``mask = sequence`` is MIS. A
 weight multiplies the loss after the clip and has no gradient.
 
-Where top-p or top-k cut the distribution to a support S, the sampler drew from ``q = pi_rollout / pi_rollout(S)``.
-With the column ``support_ids`` all log-probs are over S (``Batch.from_rollouts(replay=True)``), r is
-``pi(token | S) / q`` and its mean over q is 1. Without it both are over the whole vocabulary
-(``rollout_log_probs + support_log_mass``): 1 too where the policies agree, else off by ``pi(S) / pi_rollout(S)``.
+If top-p or top-k cut the distribution to a support S, the sampler drew from ``q = pi_rollout / pi_rollout(S)``.
+With the column ``support_ids`` all log-probs are over S (``Batch.from_rollouts(replay=True)``): r is
+``pi(token | S) / q`` and its mean over q is 1. Without that column both log-probs are over the whole vocabulary
+(``rollout_log_probs + support_log_mass``): the mean of r is 1 if the policies agree, else ``pi(S) / pi_rollout(S)``.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ CAP = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What is done about the gap; the keys of ``[algorithm.correction]``.
+    """The correction of the gap: the keys of ``[algorithm.correction]``.
 
     Args:
-        level: weights of a ``token``, of a ``sequence``, or ``off``.
-        cap: their upper bound; None: that of the mask of the same level, else 2.
+        level: weights per ``token``, per ``sequence``, or ``off``.
+        cap: upper bound of the weights; None: the upper bound of a mask of the same level, else 2.
         mask: ``off``, ``token``, ``sequence`` or ``geometric``.
         mask_low: lower bound of r; None: ``MASK_BOUNDS``.
-        mask_high: upper bound of r.
+        mask_high: upper bound of r; None: ``MASK_BOUNDS``.
         reject: ``off``, ``k1``, ``k2`` or ``k3``.
-        reject_ratio: over 1; the bound is the estimator's value at this r.
-        off_policy_threshold: of the off-policy mask, in nats a token; None is off.
+        reject_ratio: above 1; the bound is the estimator's value at this r.
+        off_policy_threshold: threshold of the off-policy mask in nats per token; None is off.
     """
 
     level: str = "off"
@@ -79,20 +79,20 @@ class Correction:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of the mask."""
+        """Lower and upper bound of the mask."""
         low, high = MASK_BOUNDS[self.mask]
         return self.mask_low or low, self.mask_high or high
 
     @property
     def weight_cap(self) -> float:
-        """Of the weights."""
+        """Upper bound of the weights."""
         if self.cap is not None:
             return self.cap
         return self.bounds[1] if self.mask == self.level != "off" else CAP
 
 
 def importance_weights(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tensor | None:
-    """Truncated importance weights, without gradient.
+    """Return the truncated importance weights, without gradient.
 
     Args:
         batch: the sequences.
@@ -100,7 +100,7 @@ def importance_weights(batch: Batch, log_ratio: Tensor, correction: Correction) 
         correction: ``level`` and ``cap``.
 
     Returns:
-        [T], or None for ``off``; times ``correction_scale`` [T] where the batch has it.
+        [T], or None for ``off``; multiplied by ``correction_scale`` [T] if the batch has it.
     """
     if correction.level == "off":
         return None
@@ -109,14 +109,14 @@ def importance_weights(batch: Batch, log_ratio: Tensor, correction: Correction) 
 
 
 def untruncated(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tensor:
-    """[T]: the ratio that ``level`` speaks of, within e^20: of each token, or of its sequence."""
+    """Return the ratio r [T] of each token, or of its sequence if ``level`` says so, within e^-20..e^20."""
     if correction.level == "sequence":
         log_ratio = batch.to_tokens(batch.sum_by_sequence(log_ratio))
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
 def kept_tokens(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tensor | None:
-    """What mask and rejection leave.
+    """Return the tokens that mask and rejection keep.
 
     Args:
         batch: ``loss_mask`` [T].
@@ -124,7 +124,7 @@ def kept_tokens(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tens
         correction: ``mask`` and ``reject``.
 
     Returns:
-        [T] bool, or None where neither is on.
+        [T] bool, or None if both are off.
     """
     kept = None
     if correction.mask != "off":
@@ -144,15 +144,15 @@ def kept_tokens(batch: Batch, log_ratio: Tensor, correction: Correction) -> Tens
 
 
 def left_behind(batch: Batch, current: Tensor, threshold: float) -> Tensor:
-    """Off-policy sequence masking (OPSM): tokens with ``A < 0`` in a sequence that the policy has left.
+    """Return the tokens with ``A < 0`` in sequences that the policy has moved away from (OPSM).
 
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: a sequence is left when
-    ``mean_t(log pi_rollout - log pi) > threshold``. Good samples are kept however old they are.
+    Off-policy sequence masking is from DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. It selects sequences with
+    ``mean_t(log pi_rollout - log pi) > threshold``. Tokens with ``A >= 0`` are kept at any distance.
 
     Args:
-        batch: ``advantages``, ``rollout_log_probs``, ``loss_mask`` [T].
+        batch: ``advantages``, ``rollout_log_probs``, ``loss_mask``, each [T].
         current: [T] log-probs of the policy in training.
-        threshold: in nats a token.
+        threshold: in nats per token.
 
     Returns:
         [T] bool: True where the loss is dropped.
@@ -163,12 +163,12 @@ def left_behind(batch: Batch, current: Tensor, threshold: float) -> Tensor:
 
 
 def normalizing_scale(batch: Batch, log_probs: Tensor, correction: Correction) -> Tensor:
-    """[T]: one factor that gives the weights of a mini-batch the mean 1 over the tokens that are kept.
+    """Return the factor, [T] with one value, that gives the weights of a mini-batch the mean 1 over kept tokens.
 
     Args:
         batch: the whole mini-batch, before its update.
         log_probs: [T] of the trained policy before this step's updates.
-        correction: how tokens are weighed and masked.
+        correction: weights and masks of tokens.
     """
     log_ratio = rollout_log_ratio(batch, log_probs)
     weights = importance_weights(batch, log_ratio, correction)
@@ -180,7 +180,7 @@ def normalizing_scale(batch: Batch, log_probs: Tensor, correction: Correction) -
 
 
 def mismatch_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """The gap per token: ``kl`` (k3: r - log r - 1), ``mean_abs`` and ``max_abs`` of log r. Each [T]."""
+    """Return metrics of the gap, each [T]: ``kl`` (k3: r - log r - 1), ``mean_abs`` and ``max_abs`` of log r."""
     gap = log_ratio.abs()
     return {
         "mismatch/kl": _divergence(log_ratio, "k3"),
@@ -190,13 +190,13 @@ def mismatch_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def rollout_log_ratio(batch: Batch, log_probs: Tensor) -> Tensor:
-    """[T] ``log pi - log pi_rollout`` at loss tokens, without gradient; 0 elsewhere."""
+    """Return ``log pi - log pi_rollout`` at loss tokens, [T] without gradient; 0 elsewhere."""
     gap = log_probs.detach() - batch["rollout_log_probs"]
     return torch.where(batch["loss_mask"], gap, torch.zeros_like(gap))
 
 
 def _divergence(log_ratio: Tensor, estimator: str) -> Tensor:
-    """k1, k2, k3 of KL(pi_rollout || pi), from log r."""
+    """Return the estimate k1, k2 or k3 of KL(pi_rollout || pi) at each token, from log r."""
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
@@ -205,5 +205,5 @@ def _divergence(log_ratio: Tensor, estimator: str) -> Tensor:
 
 
 def _counts(batch: Batch) -> Tensor:
-    """[B] loss tokens of each sequence, at least 1."""
+    """Return the number of loss tokens of each sequence, [B], at least 1."""
     return batch.sum_by_sequence(batch["loss_mask"].to(batch["rollout_log_probs"].dtype)).clamp(min=1)

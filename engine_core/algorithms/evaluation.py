@@ -1,7 +1,7 @@
-"""What an evaluation says of a policy, and how sure it is: pass@k, maj@k, means, intervals over prompts.
+"""Metrics of an evaluation and their uncertainty: pass@k, maj@k, means, intervals over prompts.
 
-n responses were sampled to each prompt. Every number is a mean over prompts of one value a prompt, so
-all intervals are over prompts: the responses of one prompt are not independent, and more of them do
+Each prompt has n sampled responses. Every metric is a mean over prompts of one value per prompt, so
+all intervals are over prompts: the responses to one prompt are not independent, and more of them do
 not make the set larger.
 """
 
@@ -21,15 +21,18 @@ RESAMPLES = 2000
 
 
 def pass_at_k(passed: int, samples: int, k: int) -> float:
-    """Probability that of k of the samples at least one passed; unbiased for k responses.
+    """Return the probability that at least one of k of the samples passed; unbiased for k responses.
 
     Formula: ``1 - C(n - c, k) / C(n, k)``, as ``1 - prod_{i = n - c + 1}^{n} (1 - k / i)``, which needs no large numbers
     Paper: https://arxiv.org/abs/2107.03374
 
     Args:
-        passed: c, samples that passed.
+        passed: c, the number of samples that passed.
         samples: n.
-        k: at most n.
+        k: 1 to n.
+
+    Raises:
+        ValueError: k is not in that range.
     """
     _check_k(k, samples)
     if samples - passed < k:
@@ -38,18 +41,21 @@ def pass_at_k(passed: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
-    """Probability that the answer with most votes among k of the samples is right.
+    """Return the probability that the most frequent answer among k of the samples is right.
 
     Formula: mean over all subsets of k samples of how right the most frequent answer is
     Paper: https://arxiv.org/abs/2203.11171
     Differs: subsets are counted exactly (verl draws them); answers that tie share the subset
 
-    A sample without an answer has no vote, and a subset without a vote is wrong.
+    A sample without an answer has no vote, and a subset without votes counts as wrong.
 
     Args:
-        answers: [n] of each sample; None where it gave none. Equal texts are one answer.
-        passed: [n] whether the sample passed; an answer is as right as the mean of its samples.
-        k: at most n.
+        answers: [n] the answer of each sample; None: no answer. Equal texts are one answer.
+        passed: [n] whether the sample passed. The correctness of an answer is the share of its samples that passed.
+        k: 1 to n.
+
+    Raises:
+        ValueError: k is not in that range.
     """
     samples = len(answers)
     _check_k(k, samples)
@@ -67,9 +73,9 @@ def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int)
 
 
 def _won_with(most: int, counts: Sequence[int], right: Sequence[float], silent: int, k: int) -> float:
-    """Over the subsets of k in which the first answer has ``most`` votes: the sum of how right it is."""
+    """Return the sum of the winner's correctness over the subsets of k samples in which it has ``most`` votes."""
     ties = k // most
-    # [votes so far, answers that have `most`]: number of ways, and the sum over them of the winners' rightness
+    # [votes so far, answers with `most` votes]: number of subsets, and the sum of the winners' correctness over them
     ways, sums = np.zeros((2, k + 1, ties + 1))
     ways[0, 0] = 1.0
     for count, worth in zip(counts, right, strict=True):
@@ -91,7 +97,7 @@ def _check_k(k: int, samples: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts with its 95% interval; the bounds are NaN where one prompt alone cannot tell."""
+    """A mean over prompts with its 95% interval; the bounds are NaN if a single prompt gives no interval."""
 
     mean: float
     low: float
@@ -100,7 +106,7 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """What stands after the ``±``."""
+        """Half the width of the interval, the number after the ``±``."""
         return (self.high - self.low) / 2
 
     def __str__(self) -> str:
@@ -108,10 +114,10 @@ class Estimate:
 
 
 def mean_interval(values: Sequence[float]) -> Estimate:
-    """``m ± t s / sqrt(P)``: m and s are mean and standard deviation (P - 1) of one value a prompt.
+    """Return ``m ± t s / sqrt(P)``: m and s are mean and standard deviation (P - 1) of one value per prompt.
 
     t is the 97.5% quantile of Student's distribution with P - 1 degrees of freedom. This is the
-    cluster-robust interval of all responses where each prompt has equally many.
+    cluster-robust interval of all responses if each prompt has the same number of them.
 
     Args:
         values: [P], at least one: the mean of a prompt's responses, or a paired difference.
@@ -125,15 +131,15 @@ def mean_interval(values: Sequence[float]) -> Estimate:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Percentile bootstrap over prompts: P prompts are drawn with replacement, 2000 times; 2.5% and 97.5% of the means.
+    """Return the percentile bootstrap interval over prompts, for values in 0..1.
 
-    For values in 0..1, whose interval must stay there. Where all of them are 0, or all 1, no draw
-    differs, and the bound is the exact one of P equal trials (Clopper-Pearson): ``0.025^(1/P)`` from the
-    other end.
+    P prompts are drawn with replacement, 2000 times; the bounds are the 2.5% and 97.5% quantiles of the means, which
+    stay in 0..1. If all values are 0, or all are 1, the draws do not differ: one bound is then the exact bound
+    of P equal trials (Clopper-Pearson), ``0.025^(1/P)`` from the other end of the range.
 
     Args:
         values: [P], at least one, each in 0..1.
-        seed: of the draws, so that the same values give the same interval.
+        seed: seed of the draws, so that the same values give the same interval.
     """
     numbers = np.asarray(values, dtype=np.float64)
     count, mean = len(numbers), float(numbers.mean())
@@ -150,9 +156,10 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def student_quantile(freedom: int, level: float = LEVEL) -> float:
-    """t with ``P(|T| <= t) = level``: by bisection of the closed form; the normal quantile over 1000 degrees.
+    """Return t with ``P(|T| <= t) = level``.
 
-    Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    Bisection of the closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4); above 1000 degrees of freedom the normal
+    quantile.
     """
     if freedom > 1000:
         return NormalDist().inv_cdf((1 + level) / 2)
@@ -164,7 +171,7 @@ def student_quantile(freedom: int, level: float = LEVEL) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(|T| <= t)."""
+    """Return ``P(|T| <= t)``."""
     angle = math.atan(t / math.sqrt(freedom))
     term = total = math.cos(angle) if freedom % 2 else 1.0
     for power in range(3 if freedom % 2 else 2, freedom - 1, 2):

@@ -1,13 +1,13 @@
 """Losses: ``f(outputs, batch, **options) -> (loss per token [T], metrics)``.
 
-A loss sees whole sequences and says what each token costs. Weighing, summing, KL, entropy and
-importance weights are added once for all losses in ``objectives``; a metric is a [T] tensor, of
-which the token mean is reported.
+A loss sees whole sequences and returns the loss of each token. ``objectives`` adds weights, sum, KL, entropy and
+importance weights, in the same way for all losses. A metric is a [T] tensor, whose token mean is reported.
 
-Here are the losses of one token; those whose ratio is a sequence's are in ``losses_sequence``. In the formulas p is the policy in training, r is
-``p / p_old``, sg stops the gradient. Each holds for any ``old_log_probs``; where
-the policy has not moved since (no such column) the ratio is exactly 1 and its gradient that of the
-log-prob. All log-ratios are held within 20, so that one token cannot overflow the batch.
+This module has the losses with a ratio per token; those with a ratio per sequence are in ``losses_sequence``. In the
+formulas p is the policy in training, r is ``p / p_old``, and sg stops the gradient. They hold for any
+``old_log_probs``. If the policy has not changed since (the batch lacks that column), the ratio is exactly 1 and its
+gradient is that of the log-prob. A ratio is computed from a log-ratio clamped to -20..20, so that one token cannot
+overflow the batch.
 
 ``value`` is the loss of a critic.
 """
@@ -38,7 +38,7 @@ def ppo_clip(
     clip_ratio_c: float | None = None,
     delta: float | None = None,
 ) -> TokenLoss:
-    """Clipped surrogate: a token that went far enough the way it is pushed gets no more gradient.
+    """Clipped surrogate: a token that has moved far enough in the direction of its advantage gets no gradient.
 
     Formula: ``max(-r A, -clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A)``; with `clip_ratio_c` at most ``-c A`` where A < 0; with `delta` the first r is at most delta
     Paper: https://arxiv.org/abs/1707.06347 (clip), https://arxiv.org/abs/2503.14476 (clip-higher), https://arxiv.org/abs/1912.09729 (dual clip), https://arxiv.org/abs/2505.07291 (delta)
@@ -46,14 +46,14 @@ def ppo_clip(
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
-        batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        clip_ratio: both widths, where they are not set.
+        batch: ``advantages`` [T]; ``old_log_probs`` [T] if the policy has changed since.
+        clip_ratio: default of both widths.
         clip_ratio_low: lower width.
         clip_ratio_high: upper width.
-        clip_ratio_c: dual clip, above 1 (https://arxiv.org/abs/1912.09729): a negative advantage
-            costs at most ``-c A``. None is off.
-        delta: two-sided clip (INTELLECT-2, https://arxiv.org/abs/2505.07291): rho of the unclipped
-            term is at most this, which bounds what a negative advantage can cost. None is off.
+        clip_ratio_c: dual clip, above 1 (https://arxiv.org/abs/1912.09729): upper bound ``-c A`` of the loss at a
+            negative advantage. None is off.
+        delta: two-sided clip (INTELLECT-2, https://arxiv.org/abs/2505.07291): upper bound of r in the unclipped
+            term, which bounds the loss at a negative advantage. None is off.
 
     Returns:
         [T] loss, and the metrics ``ratio_mean``, ``clip_fraction`` and ``approx_kl`` (k3 of old to new).
@@ -72,7 +72,7 @@ def ppo_clip(
 
 
 def reinforce(outputs: Outputs, batch: Batch) -> TokenLoss:
-    """REINFORCE, and GPG: no ratio and no clip; off policy it is the correction that weighs.
+    """REINFORCE, and GPG: no ratio and no clip; off policy only the correction weighs tokens.
 
     Formula: ``-A log p``
     Paper: https://arxiv.org/abs/2504.02546
@@ -90,7 +90,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> TokenLoss:
 def cispo(
     outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 1.0, clip_ratio_high: float = 4.0
 ) -> TokenLoss:
-    """The weight of a token is bounded and every token keeps its gradient.
+    """The weight of a token is bounded, and every token keeps its gradient.
 
     Formula: ``-sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log p``
     Paper: https://arxiv.org/abs/2506.13585
@@ -99,7 +99,7 @@ def cispo(
     Args:
         outputs: ``log_probs`` [T], with gradient.
         batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        clip_ratio_low: lower width; 1 is no bound.
+        clip_ratio_low: lower width; 1 means no bound.
         clip_ratio_high: upper width.
 
     Returns:
@@ -112,7 +112,7 @@ def cispo(
 
 
 def sapo(outputs: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
-    """A soft gate in place of the clip: the gradient fades on both sides of r = 1.
+    """A soft gate instead of the clip: the gradient decays on both sides of r = 1.
 
     Formula: ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau = `tau_pos` where A > 0, else `tau_neg`
     Paper: https://arxiv.org/abs/2511.20347
@@ -120,7 +120,7 @@ def sapo(outputs: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float
     Args:
         outputs: ``log_probs`` [T], with gradient.
         batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        tau_pos: temperature where A > 0; higher fades faster.
+        tau_pos: temperature where A > 0; a higher one decays faster.
         tau_neg: temperature elsewhere.
 
     Returns:
@@ -140,18 +140,18 @@ def dppo_tv(
     threshold_high: float = 0.2,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """Trust region by probability: a token that has moved too far is pushed no further.
+    """Trust region by probability: a token that has moved too far in the direction of its advantage gets no gradient.
 
     Formula: ``-A sg(min(r, cap)) log p``, and 0 where A > 0 and ``p - p_old > threshold_high``, or A <= 0 and ``p_old - p > threshold_low``
     Paper: https://arxiv.org/abs/2602.04879
-    Differs: thresholds and cap have names of their own (verl reads its clip widths and its dual clip as these)
+    Differs: thresholds and cap are separate options (verl reads its clip widths and its dual clip as these)
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
         batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        threshold_low: bound below.
-        threshold_high: bound above.
-        cap: upper bound of rho.
+        threshold_low: largest decrease of the probability.
+        threshold_high: largest increase of the probability.
+        cap: upper bound of r.
 
     Returns:
         [T] loss, and the metrics ``ratio_mean``, ``clip_fraction`` (dropped) and ``approx_kl``.
@@ -170,7 +170,7 @@ def dppo_kl(
     threshold_high: float = 0.05,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """``dppo_tv`` with the KL of "this token or another" as distance.
+    """``dppo_tv`` with the KL of the binary choice "this token or another" as distance.
 
     Formula: as `dppo_tv`, with ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`` over the threshold, where the token has moved the way that A pushes it
     Paper: https://arxiv.org/abs/2602.04879
@@ -178,9 +178,9 @@ def dppo_kl(
     Args:
         outputs: ``log_probs`` [T], with gradient.
         batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        threshold_low: bound where the token became less likely.
-        threshold_high: bound where it became more likely.
-        cap: upper bound of rho.
+        threshold_low: bound if the token became less likely.
+        threshold_high: bound if it became more likely.
+        cap: upper bound of r.
 
     Returns:
         [T] loss, and the metrics ``ratio_mean``, ``clip_fraction`` (dropped) and ``approx_kl``.
@@ -194,7 +194,7 @@ def dppo_kl(
 
 
 def dro(outputs: Outputs, batch: Batch, *, beta: float = 0.1) -> TokenLoss:
-    """A square in place of the clip.
+    """A squared log-ratio instead of the clip.
 
     Formula: ``-(A log p - beta / 2 (log r)^2)``
     Paper: https://arxiv.org/abs/2405.19107
@@ -214,27 +214,27 @@ def dro(outputs: Outputs, batch: Batch, *, beta: float = 0.1) -> TokenLoss:
 
 
 def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
-    """[T]: one value where the advantage is positive, the other elsewhere."""
+    """Return a tensor [T]: ``positive`` where the advantage is positive, ``other`` elsewhere."""
     return torch.where(
         advantages > 0, torch.full_like(advantages, positive), torch.full_like(advantages, other)
     )
 
 
 def old_log_probs(outputs: Outputs, batch: Batch) -> Tensor:
-    """[T] log-probs of the policy that the update started from; the current ones where it has not moved."""
+    """Return the log-probs [T] of the policy before the update; the current ones if it has not changed."""
     if "old_log_probs" in batch:
         return batch["old_log_probs"]
     return outputs["log_probs"].detach()
 
 
 def log_ratio_and_ratio(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """``log pi - log pi_old`` and its exponential within e^20, both [T] with gradient."""
+    """Return ``log p - log p_old`` and its exponential within e^-20..e^20, both [T] with gradient."""
     log_ratio = outputs["log_probs"] - old_log_probs(outputs, batch)
     return log_ratio, log_ratio.clamp(-20.0, 20.0).exp()
 
 
 def ratio_metrics(log_ratio: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    """``ratio_mean``, and ``approx_kl``: k3 of the old policy to the new one."""
+    """Return ``ratio_mean`` [T] and ``approx_kl`` [T], the k3 estimate of the KL of the old policy to the new one."""
     ratio, log_ratio = ratio.detach(), log_ratio.detach()
     return {"ratio_mean": ratio, "approx_kl": ratio - 1 - log_ratio}
 
@@ -247,12 +247,12 @@ def _within_region(outputs: Outputs, batch: Batch, far: Tensor, cap: float) -> T
 
 
 def _log_of_rest(log_probs: Tensor) -> Tensor:
-    """``log(1 - p)``, finite for a certain token."""
+    """Return ``log(1 - p)``, finite also for p = 1."""
     return (-torch.expm1(log_probs)).clamp(min=1e-12).log()
 
 
 def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) -> TokenLoss:
-    """Squared error of the value: one that has moved further than ``value_clip`` towards its target is moved no more.
+    """Squared error of the value; a value that has moved further than `value_clip` towards its target gets no gradient.
 
     Formula: ``max((V - G)^2, (V_old + clip(V - V_old, -e, e) - G)^2) / 2``
     Paper: https://arxiv.org/abs/1707.06347 (the authors' code)
@@ -260,7 +260,7 @@ def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) ->
     Args:
         outputs: ``values`` [T], with gradient.
         batch: ``returns`` [T] (G), ``values`` [T] (V_old, before the update).
-        value_clip: e, over 0; None is no clip.
+        value_clip: e, above 0; None: no clip.
 
     Returns:
         [T] loss, and the metrics ``value_mean``, ``return_mean``, ``clip_fraction``.

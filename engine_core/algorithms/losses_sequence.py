@@ -1,9 +1,9 @@
 """Policy losses whose ratio is that of a whole sequence: GSPO, LUSPO, GMPO, VESPO.
 
-Each is written per token, so that any aggregation and any split of the mini-batch into whole
-sequences gives the same sum. With the aggregation that a loss names in its spec the sum is the
-paper's own objective; an advantage is then one for all tokens of a sequence, as the papers have it.
-Means and products are over loss tokens; a sequence without any has ratio 1.
+Each loss is written per token, so that any aggregation and any split of the mini-batch into whole
+sequences gives the same sum. With the aggregation that a loss names in its spec, the sum is the
+paper's objective if all tokens of a sequence have the same advantage, as in the papers.
+Means and products are over loss tokens; a sequence without loss tokens has the ratio 1.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def gspo(
     outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4
 ) -> TokenLoss:
-    """PPO's clip on the ratio of the sequence.
+    """PPO's clip on the ratio of the whole sequence.
 
     Formula: ``max(-s A, -clip(s, 1 - clip_ratio_low, 1 + clip_ratio_high) A)``, ``s = exp(mean_t log r_t)``
     Paper: https://arxiv.org/abs/2507.18071
     Differs: written per token (equation 17), which is the sequence form where a sequence has one advantage
 
-    The value at each token is s and its gradient goes through that token's log-prob alone; summed, that
+    The value at each token is s, and its gradient goes only through that token's log-prob; the mean over tokens
     is the gradient of s. The defaults are the paper's widths, far below those of a token's ratio.
 
     Args:
@@ -56,7 +56,7 @@ def gspo(
 def luspo(
     outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4
 ) -> TokenLoss:
-    """GSPO whose sequences weigh by their length.
+    """GSPO with sequences weighed by their length.
 
     Formula: as `gspo`, summed over the tokens of a rollout, then the mean over rollouts
     Paper: https://arxiv.org/abs/2602.05261
@@ -68,7 +68,7 @@ def luspo(
         clip_ratio_high: upper width.
 
     Returns:
-        As ``gspo``.
+        [T] loss, and the metrics of ``gspo``.
     """
     return gspo(outputs, batch, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
 
@@ -85,8 +85,8 @@ def gmpo(
     Args:
         outputs: ``log_probs`` [T], with gradient.
         batch: ``advantages`` [T], ``loss_mask`` [T]; ``old_log_probs`` [T] where the policy has moved.
-        clip_ratio_low: width below, of log rho.
-        clip_ratio_high: width above.
+        clip_ratio_low: lower width, of log r.
+        clip_ratio_high: upper width, of log r.
 
     Returns:
         [T] loss, and the metrics ``ratio_mean`` (of the geometric mean), ``clip_fraction`` (of tokens)
@@ -112,7 +112,7 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> TokenLoss:
-    """A soft window over the weight of the sequence.
+    """A soft window over the importance weight of the sequence.
 
     Formula: ``-sg(w^k exp(lambda (1 - w))) A log p``, ``w = prod_t r_t``, k and lambda by the sign of A
     Paper: https://arxiv.org/abs/2602.10693
@@ -126,7 +126,7 @@ def vespo(
         lambda_neg: decay elsewhere.
 
     Returns:
-        [T] loss, and the metrics ``ratio_mean`` (of tokens), ``weight_mean`` (of phi) and ``approx_kl``.
+        [T] loss, and the metrics ``ratio_mean`` (of tokens), ``weight_mean`` (of the factor in sg) and ``approx_kl``.
     """
     log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
     advantages = batch["advantages"]
@@ -138,11 +138,11 @@ def vespo(
 
 
 def sum_by_sequence(batch: Batch, values: Tensor) -> Tensor:
-    """[T] -> [B]: the sum over a sequence's loss tokens."""
+    """Return the sum of values [T] over each sequence's loss tokens, [B]."""
     return batch.sum_by_sequence(torch.where(batch["loss_mask"], values, torch.zeros_like(values)))
 
 
 def mean_by_sequence(batch: Batch, values: Tensor) -> Tensor:
-    """[T] -> [B]: the mean over a sequence's loss tokens, 0 where it has none."""
+    """Return the mean of values [T] over each sequence's loss tokens, [B]; 0 if a sequence has none."""
     count = batch.sum_by_sequence(batch["loss_mask"].to(values.dtype))
     return sum_by_sequence(batch, values) / count.clamp(min=1)

@@ -1,13 +1,13 @@
-"""What a train engine differentiates: losses by name, resolved in the worker.
+"""Objectives, which a train engine differentiates: losses by name, resolved in the worker.
 
 An objective is ``f(outputs, batch) -> (sum, metrics)``: the sum of ``weights`` times token loss over
-the sequences it sees, and metrics that are reduced as their names declare (``engine_core.metrics``).
+the sequences of the batch, and metrics that are reduced as their names declare (``engine_core.metrics``).
 
-Aggregation goes from token losses to one number, the same on any split into micro-batches and ranks.
+Aggregation reduces token losses to one number that does not depend on the split into micro-batches and ranks.
 
-The weights are computed once over the global mini-batch and travel as a column; a loss is then the
+The weights are computed once over the global mini-batch and sent as a column; a loss is then the
 plain sum of weight times token loss. With m the loss mask, T its sum, B the number of sequences that
-have a loss token and L_i the loss tokens of sequence i, the weight of a token is
+have a loss token and L_i the number of loss tokens of sequence i, the weight of a token is
 
 ======================= ============= =================================================================
 mode                    formula       paper
@@ -19,7 +19,7 @@ seq-mean-token-mean     ``m/(L_i B)`` GRPO, arXiv:2402.03300
 seq-mean-token-sum-norm ``m / (L B)`` Dr.GRPO, arXiv:2503.20783
 ======================= ============= =================================================================
 
-Differs (seq-mean-token-sum-norm): L is a constant (verl divides by the padded length unless told otherwise, which changes with padding)
+Differs (seq-mean-token-sum-norm): L is a constant (verl by default divides by the padded length, which changes with padding)
 Differs (token-mean): T is of the whole mini-batch over all ranks, never of a micro-batch
 """
 
@@ -47,23 +47,25 @@ if TYPE_CHECKING:
 
 
 def with_weights(batch: Batch, mode: str, length_norm: int = 1) -> Batch:
-    """Add each token's share of the aggregated loss: see the table above.
+    """Add each token's share of the aggregated loss; the table of this module has the formulas.
 
     Args:
-        batch: the whole mini-batch, all ranks.
+        batch: the whole mini-batch of all ranks.
         mode: one of the five names.
         length_norm: L of seq-mean-token-sum-norm, in tokens.
 
     Returns:
-        The batch with ``weights`` [T] and ``token_share`` [T] (``m / T``, for metrics); all 0 where
-        no token has loss.
+        The batch with ``weights`` [T] and ``token_share`` [T] (``m / T``, for metrics), 0 outside the loss mask.
+
+    Raises:
+        ValueError: ``mode`` is unknown.
     """
     mask = batch["loss_mask"].to(torch.float32, copy=True)
     per_sequence = counted(batch["loss_mask"].bool(), batch.lengths).float()
     num_tokens = mask.sum().clamp(min=1)
     num_sequences = (per_sequence > 0).sum().clamp(min=1)
     weights = mask * _weight(mode, batch, per_sequence, num_tokens, num_sequences, length_norm)
-    # in place: memory for one more column of 4 bytes a token takes longer than dividing it
+    # in place: allocating one more column takes longer than the division
     return batch.with_columns(tokens={"weights": weights, "token_share": mask.div_(num_tokens)})
 
 
@@ -91,15 +93,15 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
 
     Args:
         call: name and parameters: ``policy`` (a policy loss of the run, with KL, entropy and correction), ``value`` (a
-            critic's), ``nll``, or an objective of a plugin.
-        plugins: the worker's own.
+            critic's loss), ``nll``, or an objective of a plugin.
+        plugins: plugins of the worker.
 
     Raises:
         PluginError: no installed plugin offers the objective, or the plugin is broken.
     """
     found = plugins.require("objectives", call.name)
     spec: Any = plugins.spec("objectives", call.name)
-    guarded = partial(plugins.guarded, "objectives", call.name)  # what fails carries the plugin's name
+    guarded = partial(plugins.guarded, "objectives", call.name)  # adds the plugin's name to errors
     return guarded(
         guarded(found)(plugins, **call.parameters) if spec.factory else partial(found, **call.parameters)
     )
@@ -116,8 +118,8 @@ def make_policy(
     """Return ``policy`` with the loss and the correction that plain values name.
 
     Args:
-        plugins: the worker's own, which hold the policy loss.
-        loss: its name.
+        plugins: plugins of the worker, which offer the policy loss.
+        loss: name of the policy loss.
         loss_options: its option table.
         correction: fields of ``Correction``.
         parameters: the other keyword arguments of ``policy``.
@@ -137,22 +139,22 @@ def policy(
     correction: Correction = Correction(),  # noqa: B008  frozen
     bypass: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``sum_t w_t (c_t loss_t + kl_coef kl_t - entropy_coef H_t)``.
+    """Return ``sum_t w_t (c_t loss_t + kl_coef kl_t - entropy_coef H_t)`` and metrics.
 
     ``c_t`` is the correction between sampler and trainer, multiplied after the clip and without
-    gradient: the importance weight, and 0 where the token is masked.
+    gradient: the importance weight, or 0 where the token is masked.
 
     Args:
-        outputs: ``log_probs`` [T]; ``entropy`` [T] where it is weighed or watched.
-        batch: ``weights``, ``token_share``, ``loss_mask``, ``rollout_log_probs`` (without it the gap is neither
-            measured nor corrected), and what the loss needs; ``ref_log_probs`` [T] for a KL; ``learned`` [T] bool where the loss is of some
-            tokens only; ``fresh`` [T] bool where some tokens are of older policies.
+        outputs: ``log_probs`` [T]; ``entropy`` [T] for a bonus or a metric.
+        batch: ``weights``, ``token_share``, ``loss_mask``, ``rollout_log_probs`` [T] (without the last one the gap is
+            neither measured nor corrected), and the columns of the loss; ``ref_log_probs`` [T] for a KL; ``learned``
+            [T] bool if the loss is over some tokens only; ``fresh`` [T] bool if some tokens are of older policies.
         token_loss: the policy loss with its options bound.
-        kl_coef: weight of the KL to the reference; 0 where it is in the reward.
-        kl_estimator: see ``kl``.
-        entropy_coef: weight of the bonus.
-        correction: see ``correction``.
-        bypass: ``old_log_probs`` are the sampler's, so the gap is between it and the current policy.
+        kl_coef: weight of the KL to the reference; 0 if the KL is in the reward.
+        kl_estimator: one of ``regularizers.ESTIMATORS``.
+        entropy_coef: weight of the entropy bonus.
+        correction: correction of the gap between sampler and trainer.
+        bypass: whether ``old_log_probs`` are the sampler's, so that the gap is between it and the current policy.
     """
     weights, share = batch["weights"], batch["token_share"]
     losses, watched = token_loss(outputs, batch)
@@ -179,9 +181,13 @@ def policy(
 
 
 def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the responses: SFT.
+    """Return the negative log-likelihood of the responses, for SFT.
 
     Formula: ``-sum_t w_t log p_t``
+
+    Args:
+        outputs: ``log_probs`` [T], with gradient.
+        batch: ``weights`` [T], ``token_share`` [T].
     """
     losses = -outputs["log_probs"]
     return _weighted_sum(batch["weights"], losses), over_tokens(
@@ -192,12 +198,12 @@ def nll(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, 
 def value_objective(
     outputs: Mapping[str, Tensor], batch: Batch, *, value_clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's: ``sum_t w_t loss_t``, see ``losses.value``.
+    """Return the critic's objective ``sum_t w_t loss_t``, with the loss ``losses.value``.
 
     Args:
         outputs: ``values`` [T], with gradient.
-        batch: ``weights``, ``token_share``, ``returns``, and ``values`` [T] of before the update.
-        value_clip: width; None is no clip.
+        batch: ``weights``, ``token_share``, ``returns``, and ``values`` before the update, each [T].
+        value_clip: width; None: no clip.
     """
     losses, watched = value_loss(outputs, batch, value_clip=value_clip)
     named = {f"critic/{name}": held for name, held in watched.items()}
@@ -207,7 +213,7 @@ def value_objective(
 def _corrected(
     outputs: Mapping[str, Tensor], batch: Batch, trained: Tensor, correction: Correction
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The factor of each token's loss (None: 1), and the metrics of the gap; neither where the sampler told no log-probs."""
+    """Return the factor of each token's loss [T] (None: 1) and metrics of the gap; None, {} without sampler log-probs."""
     if "rollout_log_probs" not in batch:
         return None, {}
     log_ratio = gap.rollout_log_ratio(batch, trained)
@@ -239,10 +245,10 @@ def _times(factor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _masked(losses: Tensor, factor: Tensor) -> Tensor:
-    """The product, 0 where the factor is, also where the loss is not finite."""
+    """Return the product, which is 0 where the factor is 0, even if the loss is not finite there."""
     return factor * torch.where(factor > 0, losses, torch.zeros_like(losses))
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum of weight times value; a token of weight 0 adds 0 even where its value is not finite."""
+    """Return the sum of weight times value; a token of weight 0 adds 0 even if its value is not finite."""
     return (weights * torch.where(weights > 0, values, torch.zeros_like(values))).sum()

@@ -1,4 +1,4 @@
-"""Regularizers of a policy: estimators of the KL to a reference, adaptive weights of KL and entropy, tokens of high entropy.
+"""Regularizers of a policy: KL estimators, adaptive coefficients of KL and entropy, selection of high-entropy tokens.
 
 The KL(policy || reference) is estimated from the log-probs of sampled tokens.
 
@@ -38,16 +38,19 @@ ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """Estimate the KL at each token.
+    """Return an estimate of the KL at each token.
 
     Args:
         log_probs: [T] of the policy.
-        ref_log_probs: [T] of the reference, same tokens.
-        estimator: one of ``ESTIMATORS``. k3's exponent is held within 20, so that one token cannot
-            overflow the batch.
+        ref_log_probs: [T] of the reference, for the same tokens.
+        estimator: one of ``ESTIMATORS``. The exponent of k3 is clamped to -20..20, so that one token
+            cannot overflow the batch.
 
     Returns:
-        [T], natural log.
+        [T], in nats.
+
+    Raises:
+        ValueError: the estimator is unknown.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"Unknown KL estimator '{estimator}'. Known: {', '.join(ESTIMATORS)}.")
@@ -68,36 +71,36 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
 class AdaptiveKL:
     """A coefficient that keeps the KL at a target.
 
-    It moves after each step, by n, the rollouts of the step (section 2.2 of the paper).
+    It changes after each step, in proportion to n, the number of the step's rollouts (section 2.2 of the paper).
 
     Formula: ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``
     Paper: https://arxiv.org/abs/1909.08593
     Differs: the target is of the mean KL of a token; the paper's is of a whole response
 
     Args:
-        coef: where it starts, over 0 (a coefficient of 0 stays 0).
+        coef: start value, above 0 (a coefficient of 0 stays 0).
     """
 
     coef: float
 
     def update(self, kl: float, target: float, horizon: float, num_rollouts: int) -> None:
-        """Move after a step that measured ``kl``."""
+        """Change the coefficient after a step with mean KL ``kl``."""
         error = min(max(kl / target - 1, -0.2), 0.2)
         self.coef *= 1 + error * num_rollouts / horizon
 
 
 @dataclass
 class AdaptiveEntropy:
-    """A weight of the entropy bonus that keeps the mean entropy from falling under a target.
+    """A weight of the entropy bonus that keeps the mean entropy from falling below a target.
 
-    It moves after each step, and is applied only while the entropy last measured was at most the target.
+    It changes after each step, and is applied only while the last measured entropy is at most the target.
 
     Formula: ``coef <- max(coef + delta, 0)`` where the entropy was below the target, else ``max(coef - delta, 0)``
     Paper: https://arxiv.org/abs/2505.22312
 
     Args:
-        coef: where it starts.
-        below: whether the entropy last measured was at most the target; True before the first.
+        coef: start value.
+        below: whether the last measured entropy was at most the target; True before the first measurement.
     """
 
     coef: float
@@ -105,17 +108,17 @@ class AdaptiveEntropy:
 
     @property
     def applied(self) -> float:
-        """The weight of this step."""
+        """Weight of the entropy bonus in this step."""
         return self.coef if self.below else 0.0
 
     def update(self, entropy: float, target: float, delta: float) -> None:
-        """Move after a step that measured ``entropy``."""
+        """Change the weight after a step with mean entropy ``entropy``."""
         self.coef = max(self.coef + (delta if entropy < target else -delta), 0.0)
         self.below = entropy <= target
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The tokens with the highest entropy, which alone are learned from.
+    """Learning only from the tokens with the highest entropy.
 
     Formula: tokens whose entropy is at least that of the ``share n``-th highest of n
     Paper: https://arxiv.org/abs/2506.01939
@@ -124,10 +127,10 @@ def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     Args:
         entropy: [T] of the whole mini-batch, before its update.
         mask: [T] bool, the loss tokens.
-        share: of the loss tokens, rounded up; ties at the bound are all kept.
+        share: share of the loss tokens to keep, rounded up; ties at the bound are all kept.
 
     Returns:
-        [T] bool.
+        [T] bool, True at the tokens to learn from.
     """
     values = entropy[mask]
     if not len(values):

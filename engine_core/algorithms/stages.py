@@ -1,6 +1,6 @@
-"""Stages of the core: which scored rollouts go into the update. ``f(rollouts, step, **options)``.
+"""Stages of the core, which choose the scored rollouts for the update: ``f(rollouts, step, **options)``.
 
-A stage gives whole rollouts, so tokens, masks and rewards stay together whatever it drops or repeats.
+A stage returns whole rollouts, so tokens, masks and rewards stay together when it drops or repeats some.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 def dynamic_sampling(
     rollouts: list[Rollout], step: int, *, reward: str | None = None
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """Groups without a signal are dropped, and others sampled in their place.
+    """Drop groups without a learning signal, and sample others in their place.
 
     Formula: a group stays where two of its valid rollouts have different rewards
     Paper: https://arxiv.org/abs/2503.14476
     Differs: a further round samples only the prompts that are missing (DAPO: whole batches); `reward` looks at one reward alone
 
     Args:
-        rollouts: scored; groups by ``group_id``.
+        rollouts: scored rollouts, grouped by ``group_id``.
         step: not used.
-        reward: look at this reward alone, such as the correctness without a length penalty; where it
-            did not apply the rollout counts as not valid.
+        reward: compare only this reward, such as the correctness without a length penalty; a rollout to which it
+            does not apply counts as not valid.
 
     Returns:
-        The rollouts of the groups that are kept, in their order; ``groups`` seen and ``dropped_groups``.
+        The rollouts of the groups that are kept, in their order; metrics ``groups`` (all) and ``dropped_groups``.
 
     Raises:
         ConfigError: no rollout has a reward of that name.
@@ -54,23 +54,23 @@ def dynamic_sampling(
 def pf_ppo_resample(
     rollouts: list[Rollout], step: int, *, method: str = "pow", power: float = 2.0, seed: int = 0
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """As many rollouts as there are, drawn with replacement where the reward is reliable: at the ends of its range.
+    """Resample the rollouts with replacement, in favor of rewards at the ends of the range, which are more reliable.
 
     Formula: probability of a rollout by `method`: `pow` ``|R|^power``; `max_min` only the highest and lowest R; `max_random` 0.4 for the highest R, 0.1 for others
     Paper: https://arxiv.org/abs/2409.06957
     Differs: drawn before the advantages (verl: after), so an estimator that looks at groups takes its statistics from what was drawn
 
     Args:
-        rollouts: scored; one that is not valid is never drawn.
-        step: with ``seed``, makes the draw.
+        rollouts: scored rollouts; one that is not valid is never drawn.
+        step: step number; seeds the draw together with ``seed``.
         method: weight of a rollout with reward R: ``pow`` |R|^power, ``max_min`` 1 for the highest and
-            the lowest, ``max_random`` 0.4 for the highest and 0.1 for others.
-        power: of ``pow``.
-        seed: of the draw.
+            the lowest R (else 0), ``max_random`` 0.4 for the highest R and 0.1 for others.
+        power: exponent of ``pow``.
+        seed: seed of the draw.
 
     Returns:
-        The drawn rollouts, in the order of the batch, repeated ones side by side; ``distinct``, the share of
-        valid rollouts that were drawn. As they came where no weight is above 0.
+        As many rollouts as given, in the order of the batch, repeated ones next to each other; the metric ``distinct``,
+        the share of valid rollouts that were drawn. If no weight is above 0, the rollouts are returned unchanged.
     """
     valid = [rollout for rollout in rollouts if rollout.valid]
     weights = _weights([rollout.reward for rollout in valid], method, power)

@@ -10,18 +10,19 @@ from torch import Tensor
 
 from engine_core.contracts.weight_names import some_values
 
-IN_CHECKSUM = 64  # values of each tensor, in addition to a sum
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
+IN_CHECKSUM = 64  # values sampled from each tensor, in addition to a sum
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
 
 
 class Checksum:
-    """Of names, shapes, and values where they lie: a sum over each tensor and some of its values; all bytes of one of integers.
+    """A checksum of names, shapes and values of weights, computed on the weights' device.
 
-    A hash of every byte would bring all weights to the host, which takes a hundred times as long as the
-    update itself. Two orders of the same values within one tensor are told apart by the samples alone.
+    Of a floating-point tensor it covers a sum over all values and some sampled values, of an integer tensor all bytes.
+    A hash of every byte would copy all weights to the host, which takes a hundred times as long as the
+    update itself. Only the samples detect a reordering of values within a tensor.
 
-    On a CPU the sum is of the values' bits, as whole numbers: it does not depend on how many threads share the work, so
-    that unlike hosts agree. On an accelerator it is the L1 norm, one kernel for many tensors.
+    On a CPU the sum is an integer sum of the values' bits: it does not depend on the number of threads, so
+    different hosts agree. On an accelerator it is the L1 norm, one kernel for many tensors.
     """
 
     def __init__(self) -> None:
@@ -29,19 +30,19 @@ class Checksum:
         self._values: list[Tensor] = []
 
     def of(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass weights on, each once it was added."""
+        """Yield the weights unchanged (tensors ``[D1, ..., Dn]``), each after it was added."""
         for entry in stream:
             self.add([entry])
             yield entry
 
     def add(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Tensors of one device."""
+        """Add names and tensors ``[D1, ..., Dn]`` of one device."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for name, tensor in bucket:
             self._words.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
             if tensor.is_floating_point():
                 by_type.setdefault(tensor.dtype, []).append(tensor.detach())
-            else:  # a config, a table: small
+            else:  # integers: a config or a table, which is small
                 self._words.update(_bits(tensor.cpu(), torch.uint8).numpy().tobytes())
         for dtype, tensors in by_type.items():
             if tensors[0].is_cpu:
@@ -53,7 +54,7 @@ class Checksum:
             self._values.append(torch.cat([some_values(tensor, IN_CHECKSUM) for tensor in tensors]).float())
 
     def result(self) -> str:
-        """Hexadecimal; the device is waited for once, here."""
+        """Return the checksum in hexadecimal; the only call that synchronizes with the device."""
         if self._values:
             values = torch.cat([v.to(self._values[0].device) for v in self._values]).cpu()
             self._words.update(values.numpy().tobytes())
@@ -61,11 +62,11 @@ class Checksum:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """[len(tensors)] float32: the L1 norm of each; of one type, which a norm may not be narrower than."""
+    """Return the L1 norms of tensors of one dtype, [len(tensors)] float32, computed in float32 or wider."""
     wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(tensors, 1, dtype=wide)).float()
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n] of whole numbers: what lies in it."""
+    """Return the bits of the tensor's N values as a flat integer tensor [M]; M = N if the item sizes are equal."""
     return tensor.detach().contiguous().reshape(-1).view(dtype)

@@ -1,7 +1,7 @@
-"""The contracts of the two engines: what a backend promises, and what the core builds on it.
+"""The contracts of train engines and rollout engines: the methods of a backend, and what the core builds on them.
 
 Left out on purpose: anything about GRPO or PPO (a train engine sees named outputs and a loss), and
-anything about processes (a runtime calls these methods wherever the worker sits).
+anything about processes (a runtime calls these methods, in whatever process the worker runs).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a worker stands among those of its role.
+    """The position of a worker among the workers of its role.
 
-    Every rank of one data-parallel slice (tensor, pipeline, context ranks) is given the same
-    sequences; results come from the slice's leader.
+    All ranks of one data-parallel slice (tensor, pipeline, context ranks) get the same
+    sequences; the slice's leader returns the results.
     """
 
     dp_rank: int = 0
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker knows besides its config."""
+    """The surroundings of a worker: what it knows in addition to its config."""
 
     plugins: PluginSet  # loaded in this process, from the names in the config
     role: str  # actor, ref, critic, rollout, reward_model, judge
@@ -52,16 +52,16 @@ class WorkerContext:
     total_steps: int = 0  # optimizer steps of the run, for learning-rate schedules
     live: Mapping[str, Any] | None = None  # objects given from Python: "model", "tokenizer"
     deterministic: bool = False  # `[run] deterministic`: torch's deterministic algorithms only
-    # a training run never changes its weights: they are neither trained, refreshed nor exported
+    # the run never changes the weights: they are not trained, refreshed or exported
     frozen: bool = False
-    actor: str = ""  # of the run's sampler: backend of the actor, whose plugin is asked for the model too
+    actor: str = ""  # for the run's sampler: backend of the actor, whose plugin may build the model
 
 
 class TrainEngine(abc.ABC):
-    """One model of one role in one worker: forward, backward, optimizer, weights, state.
+    """A model of one role in one worker: forward, backward, optimizer, weights, state.
 
     Args:
-        config: the role's table; ``config.options`` is the backend's own.
+        config: the role's table; ``config.options`` is the backend's option table.
         model_config: the ``[model]`` table.
         context: the worker's surroundings.
         trainable: False builds no optimizer (a reference model).
@@ -80,11 +80,15 @@ class TrainEngine(abc.ABC):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> Any:
-        """Refuse what this machine cannot do, by key (``ConfigError``). Asked of every role before any is built."""
+        """Refuse options that this machine cannot serve. Called for every role before any engine is built.
+
+        Raises:
+            ConfigError: names the key.
+        """
 
     @property
     def layout(self) -> Layout:
-        """This worker's place among those of its role."""
+        """Position of this worker among the workers of its role."""
         return Layout()
 
     @abc.abstractmethod
@@ -97,7 +101,7 @@ class TrainEngine(abc.ABC):
         override_model_config: dict,
         role: str = "actor",
     ) -> Any:
-        """Build what is trained: **the override point for custom models**.
+        """Build the model and its optimizer: **the override point for custom models**.
 
         Args:
             model_path: folder or hub name.
@@ -107,8 +111,8 @@ class TrainEngine(abc.ABC):
             role: the role being built.
 
         Returns:
-            The module alone (the engine then goes on by the step hooks: wrap units, shard, load,
-            optimizer), or ``(module, optimizer, lr_scheduler)`` and nothing more is done.
+            The module alone (the engine then continues with the step hooks: wrap units, shard, load,
+            optimizer), or ``(module, optimizer, lr_scheduler)``, which are used as they are.
         """
 
     @abc.abstractmethod
@@ -116,110 +120,128 @@ class TrainEngine(abc.ABC):
         """Compute outputs without gradient.
 
         Args:
-            batch: any sequences; computed where ``batch["loss_mask"]`` is True, 0 elsewhere. With the column
-                ``support_ids`` [T, K] ``log_probs`` are over those tokens alone, here and in
+            batch: any sequences; outputs are computed where ``batch["loss_mask"]`` is True, and 0 elsewhere. With the
+                column ``support_ids`` [T, K], ``log_probs`` are normalized over those tokens only, here and in
                 ``forward_backward`` (capability ``support``).
-            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` ([T]); at the K different tokens a
-                position that the column ``candidate_ids`` [T, K] names, ``log_probs_at`` ([T, K]) and ``log_rest``
-                ([T], of all other tokens together); of the ``batch.top_k`` likeliest tokens ``top_ids`` ([T, K]
-                int64, the likeliest first), ``top_log_probs`` ([T, K]) and ``top_log_rest`` ([T]). Where K is the
-                whole vocabulary, the rest has -1e4. Of a model with a value head (roles ``critic``,
-                ``reward_model``) ``values``, ``scores`` ([T], see ``value_forward``).
+            outputs: names of outputs. ``log_probs``, ``entropy``, ``sum_pi_squared`` are [T]. At the K distinct tokens
+                per position in the column ``candidate_ids`` [T, K]: ``log_probs_at`` [T, K] and ``log_rest``
+                [T] (all other tokens together). Of the ``batch.top_k`` most likely tokens: ``top_ids`` [T, K]
+                (int64, most likely first), ``top_log_probs`` [T, K] and ``top_log_rest`` [T]. If K is the
+                whole vocabulary, the rest is -1e4. Of a model with a value head (roles ``critic``,
+                ``reward_model``): ``values``, ``scores`` [T] (see ``value_forward``).
             adapter: False leaves LoRA adapters out.
 
         Returns:
-            float32 CPU tensors (ids: int64) in the batch's order. The micro-batch plan is that of
-            ``forward_backward`` of the same batch, so an unchanged policy has ratio exactly 1.
+            CPU tensors by name, float32 (ids: int64), in the batch's order. The micro-batch plan is that of
+            ``forward_backward`` of the same batch, so an unchanged policy has a ratio of exactly 1.
         """
 
     @abc.abstractmethod
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
         """Add the gradient of one mini-batch: plan micro-batches, forward, loss, backward.
 
-        ``batch["weights"]`` [T] holds each token's share of the aggregated loss (it sums over the
-        global mini-batch), so a loss is a sum and the result does not depend on the plan.
+        ``batch["weights"]`` [T] holds each token's share of the aggregated loss over the
+        global mini-batch, so a loss is a sum and the result does not depend on the plan.
         """
 
     @abc.abstractmethod
     def optimizer_step(self) -> StepOutput:
-        """Clip, step, schedule, clear gradients.
+        """Clip the gradients, do an optimizer step, advance the schedule, clear the gradients.
 
-        With a non-finite gradient on any rank the step is skipped on every rank: weights,
-        optimizer and schedule are left alone, and the gradients are cleared.
+        If any rank has a non-finite gradient, every rank skips the step: weights,
+        optimizer and schedule are unchanged, and the gradients are cleared.
         """
 
     @abc.abstractmethod
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Stream whole tensors under the names of ``save_pretrained``, tied weights once.
+        """Yield unsharded tensors ``[D1, ..., Dn]`` under the names of ``save_pretrained``, tied weights once.
 
-        Collective: every rank runs it to its end.
+        Collective: every rank must run the iterator to its end.
 
         Args:
-            to: ``all`` ranks or the ``leader``.
-            adapter: only the tensors of the LoRA adapter, by the names of an adapter file of peft. Without
-                it, base and adapter come merged, as one model.
+            to: ranks that get the tensors: ``all`` or the ``leader``.
+            adapter: only the tensors of the LoRA adapter, under the names of a peft adapter file; else base and
+                adapter are merged into one model.
         """
 
     def adapter_config(self) -> bytes:
-        """The file ``adapter_config.json`` of peft that belongs to ``named_weights(adapter=True)``."""
+        """Return the bytes of peft's ``adapter_config.json`` for ``named_weights(adapter=True)``.
+
+        Raises:
+            NotImplementedError: by default.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not give its adapter to samplers.")
 
     @abc.abstractmethod
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """Take weights: ``w <- (1 - mix) * w + mix * new``. An unknown or missing name is an error.
+        """Load weights: ``w <- (1 - mix) * w + mix * new``. An unknown or missing name is an error.
 
-        Of a model with a LoRA adapter: those of an adapter file, or of a whole model, after which the
-        adapter adds nothing.
+        Args:
+            stream: names and unsharded tensors ``[D1, ..., Dn]``. For a model with a LoRA adapter: those of an adapter
+                file, or those of a whole model, after which the adapter adds nothing.
+            mix: share of the new weights.
         """
 
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, forward passes are of the base model (capability ``lora``)."""
+        """Return a context in which forward passes are those of the base model (capability ``lora``).
+
+        Raises:
+            NotImplementedError: by default.
+        """
         raise NotImplementedError(f"{type(self).__name__} trains no LoRA adapters.")
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
-        """The module, ready to sample from, where that is possible (capability ``generation_module``).
+        """Yield the module, ready to sample from (capability ``generation_module``).
 
-        With several ranks all of them enter and leave it together, and the module is used by each for itself: no
-        collective in between, since ranks sample different numbers of tokens.
+        With several ranks, all ranks enter and leave the context together. In between each rank uses the module without
+        collectives, since ranks sample different numbers of tokens.
+
+        Raises:
+            NotImplementedError: by default.
         """
         raise NotImplementedError(f"{type(self).__name__} does not give its module to samplers.")
         yield  # pragma: no cover
 
     @property
     def lends_whole(self) -> bool:
-        """With several ranks: each can use what ``generation_module`` gives without the others."""
+        """Whether each of several ranks can use the module of ``generation_module`` without the other ranks."""
         return True
 
     def mark(self) -> None:
-        """A step ended here: a later ``save`` writes the random state of this moment.
+        """Note the random state at the end of a step, for a later ``save``.
 
-        What interrupts the next step may have drawn numbers by then. By default the state when saving.
+        When the next step is interrupted, it may have drawn random numbers before ``save``. By default nothing is
+        noted, and ``save`` writes the random state at its call.
         """
 
     @abc.abstractmethod
     def save(self, folder: Path) -> Future[None]:
         """Write weights, optimizer, schedule and RNG state below ``folder``, no pickle.
 
-        An ``OSError`` (a full disk) is a failed save that may be tried again. With several ranks, none may wait for
-        one that could not write.
+        An ``OSError`` (a full disk) is a failed save that may be tried again. With several ranks, no rank may wait
+        for a rank that could not write.
         """
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote, also under another world size."""
+        """Load the state that ``save`` wrote, also under another world size."""
 
     @abc.abstractmethod
     def export(self, folder: Path, adapter: bool = False) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` loads (weights and config).
 
         Args:
-            folder: a new one.
-            adapter: only the LoRA adapter, as a folder that ``PeftModel.from_pretrained`` loads.
+            folder: a new folder.
+            adapter: write only the LoRA adapter, as a folder that ``PeftModel.from_pretrained`` loads.
         """
 
     def set_lr(self, lr: float) -> None:
-        """Replace the peak learning rate from the next step on (``[schedule]``)."""
+        """Replace the peak learning rate from the next step on (``[schedule]``).
+
+        Raises:
+            NotImplementedError: by default.
+        """
         raise NotImplementedError
 
     def set_token_budget(self, tokens: int | str) -> None:
@@ -227,47 +249,50 @@ class TrainEngine(abc.ABC):
         self.config = self.config.model_copy(update={"max_tokens_per_rank": tokens})
 
     def communicators(self) -> Mapping[str, ProcessGroup]:
-        """Groups of several ranks that this worker talks in, by axis of its mesh."""
+        """Return the process groups of several ranks that this worker is in, by axis of its mesh."""
         return {}
 
     def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        """Measure how fast ranks communicate, for ``engine bench comm``. Collective.
+        """Measure the speed of collectives, for ``engine bench comm``. Collective.
 
         Args:
-            sizes: bytes.
-            repeats: the median of them is taken.
+            sizes: message sizes in bytes.
+            repeats: number of measurements, of which the median is taken.
+
+        Raises:
+            NotImplementedError: by default.
         """
         raise NotImplementedError(f"{type(self).__name__} does not measure its collectives.")
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Give back device memory by part: ``weights``, ``gradients``, ``optimizer``."""
+        """Free device memory of the parts ``weights``, ``gradients`` and ``optimizer``, except those in ``keep``."""
 
     def wake(self, only: Sequence[str] | None = None) -> None:
-        """Take it again."""
+        """Bring the parts back to device memory; default: all of them."""
 
     def close(self) -> None:
         """Free everything; the engine is not used again."""
 
 
 class RolloutEngine(abc.ABC):
-    """A sampler: requests in, finished rollouts out, weights replaced in place.
+    """A sampler, which turns requests into finished rollouts and whose weights are replaced in place.
 
     Args:
-        config: the ``[rollout]`` table; ``config.options`` is the backend's own.
+        config: the ``[rollout]`` table; ``config.options`` is the backend's option table.
         model_config: the ``[model]`` table.
         context: the worker's surroundings; ``context.live["tokenizer"]`` is the run's tokenizer.
     """
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         self.config, self.model_config, self.context = config, model_config, context
-        self.version = 0  # weight updates seen
-        self.running: dict[str, Request] = {}  # of ``advance``, by id
+        self.version = 0  # policy version of the weights
+        self.running: dict[str, Request] = {}  # in-flight requests of ``advance``, by id
         self.dropped: set[str] = set()
         self.deadlines = sampling.Deadlines()
 
     @property
     def step_hooks(self) -> Any:
-        """The step hooks as the plugins of the run's sampler answer them; None for a sampler of another role."""
+        """Step hooks of the plugins of sampler and actor; None for a sampler of another role."""
         plugins = self.context.plugins
         if self.context.role != "rollout" or plugins is None:
             return None
@@ -275,59 +300,59 @@ class RolloutEngine(abc.ABC):
         return plugins.step("rollout", *(backend for backend in named if backend in plugins.chosen))
 
     def custom_module(self, model_config: ModelConfig) -> nn.Module | None:
-        """Return the actor's module as a plugin builds it (capability ``custom_model``); None: the one of ``[model]``."""
+        """Return the actor's module if a plugin builds it (capability ``custom_model``); None: use ``[model]``."""
         hooks, options = self.step_hooks, self.config.options
         return hooks and hooks.engine_build_model(role="rollout", model_config=model_config, options=options)
 
     @property
     def label(self) -> str:
-        """The class, for messages."""
+        """Full name of the class, for messages."""
         return f"{type(self).__module__}.{type(self).__name__}"
 
     @property
     def layout(self) -> Layout:
-        """All ranks of one tensor-parallel engine get the same calls in the same order."""
+        """Position of this worker; all ranks of one tensor-parallel engine get the same calls in the same order."""
         return Layout()
 
     @property
     def capacity(self) -> int:
-        """Requests that it samples at one time, where it finishes them before it takes others; 0: it takes all that come.
+        """Number of requests that the engine samples at a time before it takes others; 0: it takes all at once.
 
-        Of a longer call a runtime of several ranks gives each as many, and more to the one that is free first.
+        A runtime of several ranks splits a longer call: each rank gets this many, and a rank that is done gets more.
         """
         return 0
 
     @abc.abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. A malformed one (no tokens, too long for the model) is an error here.
+        """Queue requests. A malformed request (no tokens, too long for the model) is an error here.
 
-        Where a request has ``Sampling.max_support``, its rollout tells which tokens top-p and top-k left
-        (``Rollout.extras``; capability ``support``). One with ``begun`` is the rest of a response that was stopped
-        (capability ``partial``); one with nothing left to sample is an error.
+        If a request has ``Sampling.max_support``, its rollout records the tokens that top-p and top-k left
+        (``Rollout.extras``; capability ``support``). A request with ``begun`` continues a response that was stopped
+        (capability ``partial``); it is an error if nothing is left to sample.
         """
 
     @abc.abstractmethod
     def step(self) -> list[Rollout]:
-        """Go on sampling; the rollouts that finished since the last call. Nothing queued: [].
+        """Continue sampling; return the rollouts that finished since the last call, [] if nothing is queued.
 
-        With the capability ``partial``, where ``config.steps_are_short``, it takes a bounded number of tokens of each
-        sequence and what is unfinished stays under way, so that single requests can be stopped between two steps.
+        With the capability ``partial`` and ``config.steps_are_short``, a call samples a bounded number of tokens of
+        each sequence. Unfinished requests stay in flight, so that single requests can be stopped between two steps.
         """
 
     @property
     @abc.abstractmethod
     def num_unfinished(self) -> int:
-        """Requests added and not yet returned."""
+        """Number of requests that were added and whose rollouts were not returned yet."""
 
     @abc.abstractmethod
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
-        """Stop these requests; what they have so far, with finish reason ``abort``.
+        """Stop these requests; return their rollouts so far, with finish reason ``abort``.
 
-        With the capability ``partial`` that is every token sampled, with its log-prob and policy version.
+        With the capability ``partial`` they hold every sampled token, with its log-prob and policy version.
         """
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """Sample all requests; rollouts in their order. Built on ``add`` and ``step``."""
+        """Sample all requests with ``add`` and ``step``; return the rollouts in the order of the requests."""
         return sampling.generate(self, requests)
 
     def advance(
@@ -337,51 +362,56 @@ class RolloutEngine(abc.ABC):
         stopped: Sequence[str] = (),
         rounds: int = 1,
     ) -> list[Rollout]:
-        """One round for requests that come and go one by one: queue these, forget those, go on sampling once.
+        """Do a round of continuous sampling: queue, drop and stop requests, then continue sampling.
 
         Built on ``add``, ``step`` and ``abort``.
 
         Args:
-            requests: new ones, with ids that none under way has.
-            dropped: ids whose rollouts nobody waits for any more.
-            stopped: ids whose rollouts are wanted as far as they are; an id that is not under way is passed over.
-            rounds: how many times to go on, while anything is left.
+            requests: new requests, whose ids differ from those in flight.
+            dropped: ids of requests to cancel without a rollout.
+            stopped: ids of requests to stop and return as they are; ids that are not in flight are ignored.
+            rounds: number of calls of ``step``, while requests are in flight.
 
         Returns:
-            The rollouts that finished, of this and earlier calls, and those of ``stopped``. With nothing left to
-            sample: [].
+            The rollouts that finished, requested in this or earlier calls, and those of ``stopped``; [] if nothing is
+            left to sample.
         """
         return sampling.advance(self, requests, dropped, stopped, rounds)
 
     def pause(self, mode: str = "drain") -> None:
-        """Stop between calls: ``drain`` finishes, ``keep`` freezes, ``abort`` drops what runs."""
+        """Pause between calls: ``drain`` finishes in-flight requests, ``keep`` freezes them, ``abort`` drops them."""
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
 
     @abc.abstractmethod
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Replace the weights in place; returns a checksum of what was received.
+        """Replace the weights in place; return a checksum of the received weights. Refused while asleep.
 
-        Refused while asleep. ``version`` becomes the policy version of later tokens.
+        Args:
+            stream: names and unsharded tensors ``[D1, ..., Dn]``.
+            version: policy version of the tokens that are sampled from now on.
         """
 
     def share_module(self, engine: TrainEngine) -> None:
         """Sample from this train engine's own module (capability ``share_module``).
 
-        Weights then need no transport; ``set_version`` alone follows each update.
+        Weights then need no transport: each update is followed only by ``set_version``.
+
+        Raises:
+            NotImplementedError: by default.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot sample from a train engine's module.")
 
     def set_version(self, version: int) -> None:
-        """The shared module has changed: later tokens carry this version."""
+        """Set the policy version of later tokens, after the shared module has changed."""
         self.version = version
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Give back device memory by part: ``weights``, ``kv_cache``."""
+        """Free device memory of the parts ``weights`` and ``kv_cache``, except those in ``keep``."""
 
     def wake(self, only: Sequence[str] | None = None) -> None:
-        """Take it again."""
+        """Bring the parts back to device memory; default: all of them."""
 
     def close(self) -> None:
         """Free everything; the engine is not used again."""

@@ -1,4 +1,4 @@
-"""Parts of a run that the core calls by name and that a plugin brings (hook ``engine_parts``).
+"""Parts of a run that the core calls by name and that a plugin offers (hook ``engine_parts``).
 
 =====================  =======================  ==================================================
 name                   protocol                 needed by
@@ -43,10 +43,10 @@ class RewardPool(Protocol):
     """The worker processes of one reward.
 
     Attributes:
-        name: of the reward.
-        signature: of its function; None until the first worker has started.
-        outcomes: of the samples of the present step, by position; None: not done yet.
-        restarts: workers that were replaced so far.
+        name: name of the reward.
+        signature: signature of its function; None until the first worker has started.
+        outcomes: outcomes of the samples of the current step, by position; None: not done yet.
+        restarts: number of workers that were replaced so far.
     """
 
     name: str
@@ -55,23 +55,23 @@ class RewardPool(Protocol):
     restarts: int
 
     def begin(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
-        """Take ``count`` samples; ``RewardWorkers.drive`` does them."""
+        """Take ``count`` samples, which ``RewardWorkers.drive`` will score."""
 
     def expect(self, count: int) -> None:
-        """Expect ``count`` samples, which come in parts."""
+        """Expect ``count`` samples, which arrive in parts."""
 
     def close(self) -> None:
         """End the workers."""
 
 
 class EarlyScores(Protocol):
-    """Scoring that began while others were still being sampled.
+    """A scoring in progress that overlaps sampling.
 
     Attributes:
         rollouts: in the order of the requests; None: not sampled yet.
         pools: the workers that score them.
         on_failure: called with each failed sample.
-        busy_seconds: in which samples were being scored.
+        busy_seconds: time in which samples were being scored.
     """
 
     rollouts: list[Any]
@@ -83,41 +83,41 @@ class EarlyScores(Protocol):
         """Prepare for the rollouts of these requests."""
 
     def take(self, rollouts: Sequence[Rollout]) -> None:
-        """Score complete groups of what has been sampled so far."""
+        """Take rollouts as they finish, and score groups that are complete."""
 
     def seal(self) -> None:
-        """Everything has been sampled."""
+        """Note that all rollouts have been sampled."""
 
     def cancel(self) -> None:
-        """Give up what was begun."""
+        """Cancel the scoring."""
 
 
 class RewardWorkers(Protocol):
     """Rewards in processes that are killed and replaced when a sample takes too long."""
 
     def pool(self, name: str, order: Mapping[str, Any], size: int) -> RewardPool:
-        """Return the workers of one reward; none is started yet.
+        """Return the worker pool of one reward; no worker is started yet.
 
         Args:
-            name: of the reward.
-            order: the first message to each worker: ``reward``, ``options``, ``modules``, ``root``, ``allow_code``, ``path``,
-                ``timeout`` (seconds), ``max_memory_gb``.
+            name: name of the reward.
+            order: the first message to each worker: ``reward``, ``options``, ``modules``, ``root``, ``allow_code``,
+                ``path``, ``timeout`` (seconds), ``max_memory_gb``.
             size: number of workers.
         """
 
     def start(self, pools: Sequence[RewardPool]) -> None:
-        """Start the workers that do not run yet.
+        """Start the workers that are not running yet.
 
         Raises:
-            EngineError: a reward does not load. No process is left.
+            EngineError: a reward does not load. No process is left running.
         """
 
     def drive(self, pools: Sequence[RewardPool], on_failure: OnFailure) -> None:
         """Keep the workers of all pools busy until each sample has an outcome.
 
         Args:
-            pools: with samples that were begun.
-            on_failure: called with each failed sample; what it raises ends the work.
+            pools: worker pools that have taken samples.
+            on_failure: called with each failed sample; an error that it raises ends the scoring.
         """
 
     def early(
@@ -127,11 +127,11 @@ class RewardWorkers(Protocol):
         rollouts: list[Any],
         decode: Callable[..., None],
     ) -> EarlyScores:
-        """Return scoring of complete groups while others are sampled."""
+        """Return a scoring that begins with complete groups while others are sampled."""
 
 
 class RewardModels(Protocol):
-    """Rewards that a model of the run gives: reward models, judges, verdicts."""
+    """Rewards computed by a model of the run: reward models, judges, verdicts."""
 
     def roles(self, config: EngineConfig) -> dict[str, Role]:
         """Return the models of the rewards as roles of the run, ``reward.NAME``."""
@@ -144,22 +144,22 @@ class RewardModels(Protocol):
         tokenizer: Any = None,
         columns: Collection[str] = (),
     ) -> dict[str, ModelReward]:
-        """Return what asks each reward's model, by reward; refuse here everything that can be refused.
+        """Return the ``ModelReward`` of each reward that has a model; refuse a set-up that cannot work.
 
         Args:
-            config: of the run.
-            plugins: of the run.
-            group_of: returns the workers of a role, which need exist only when a value is wanted.
-            tokenizer: the actor's; None: there are no sampled tokens, only texts.
-            columns: of the data.
+            config: config of the run.
+            plugins: plugins of the run.
+            group_of: returns the workers of a role; called only when a value is needed.
+            tokenizer: the actor's tokenizer; None if there are only texts, no sampled tokens.
+            columns: columns of the data.
         """
 
 
 class Episodes(Protocol):
-    """The environment of a run: samples responses of several turns.
+    """The environment of a run, which samples responses of several turns.
 
     Attributes:
-        reward_weights: weights of the rewards that episodes set.
+        reward_weights: weights of the rewards that episodes set, by name.
     """
 
     reward_weights: Mapping[str, float]
@@ -170,23 +170,23 @@ class Episodes(Protocol):
         requests: list[Request],
         seen: Callable[[Sequence[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """Run an episode for each request; rollouts in their order, also given to ``seen`` as they finish."""
+        """Run an episode for each request; return the rollouts in that order, and call ``seen`` as they finish."""
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data that lacks a column that the environment reads."""
+        """Refuse data without a column that the environment reads."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return what was counted since the last call."""
+        """Return the metrics of the episodes since the last call."""
 
     def close(self) -> None:
         """End the environment."""
 
 
 class EarlyStop(Protocol):
-    """Ends a step as soon as enough groups are complete; what it stopped is dropped, or carried into later steps.
+    """A part that ends sampling once enough groups are complete; the others are dropped or carried into later steps.
 
     Attributes:
-        off_policy: tokens of older policies come into the update.
+        off_policy: whether updates include tokens of older policies.
     """
 
     off_policy: bool
@@ -204,24 +204,24 @@ class EarlyStop(Protocol):
         """Sample until as many groups as wanted are complete; return them, carried ones first.
 
         Args:
-            prompts: new ones.
-            step: its number, a part of the ids of requests.
+            prompts: new prompts.
+            step: step number, a part of the request ids.
             first_group: number of the first group that is returned.
-            request_of: makes the request of a prompt under an id.
+            request_of: returns the request for a prompt and an id.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return what was counted since the last call, ``sampling/...``."""
+        """Return ``sampling/...`` metrics since the last call."""
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
-        """Return what writes each file of a checkpoint: ``CARRIED`` where groups are carried."""
+        """Return the functions that write files of a checkpoint, by file: ``CARRIED`` if groups are carried."""
 
     def load(self, folder: Path) -> None:
-        """Take the groups that a checkpoint carries; without the file, none."""
+        """Load the groups that a checkpoint carries; none if it lacks the file."""
 
 
 class SamplerProcess(Protocol):
-    """Samplers in processes of their own, perhaps with the interpreter of another environment."""
+    """Samplers in separate processes, which may use the Python interpreter of another environment."""
 
     def make(
         self,
@@ -236,19 +236,20 @@ class SamplerProcess(Protocol):
             config: the ``[rollout]`` table.
             model_config: the ``[model]`` table.
             context: of the worker that owns the sampler.
-            source: streams the actor's weights to a process that is started again; None: the sampler keeps a copy.
+            source: streams the actor's weights, tensors ``[D1, ..., Dn]``, to a process that is started again; None:
+                the sampler keeps a copy.
         """
 
     def foreign_plugin(self, python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:
-        """Return a rollout engine as another environment offers it.
+        """Return a rollout engine that another Python environment offers.
 
         Args:
-            python: its interpreter.
-            name: of the engine.
-            plugins: of the run, loaded in this environment.
+            python: interpreter of that environment.
+            name: name of the engine.
+            plugins: plugins of the run, loaded in this environment.
 
         Raises:
-            PluginError: it cannot be had there.
+            PluginError: the other environment does not offer the engine.
         """
 
 
@@ -256,23 +257,23 @@ class RowWorkers(Protocol):
     """Processes that read, render and tokenize rows ahead of the trainer.
 
     Attributes:
-        restarts: processes that were replaced so far.
+        restarts: number of processes that were replaced so far.
     """
 
     restarts: int
 
     def results(self, chunks: Iterator[list[int]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the outcomes of each chunk of row numbers, in order; take chunks ahead of what was asked for."""
+        """Yield the outcomes of each chunk of row numbers, in order; chunks are taken ahead of the consumer."""
 
     def close(self) -> None:
         """End the processes."""
 
 
 class Launcher(Protocol):
-    """Serves ranks that an external launcher started."""
+    """A part that serves ranks started by an external launcher."""
 
     def controlling(self) -> AbstractContextManager[bool]:
-        """Yield whether this process runs its command; at the end the other ranks learn that no session follows."""
+        """Yield whether this process runs the command; at the end tell the other ranks that no session follows."""
 
     def serve(self) -> int:
-        """Be a worker in each session of the command; return the exit code."""
+        """Work as a worker in each session of the command; return the exit code."""

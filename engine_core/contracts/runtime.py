@@ -1,6 +1,6 @@
-"""Contract 3: a runtime starts worker groups; a group carries out calls, in order, wherever it sits.
+"""Contract 3: a runtime starts worker groups; a group carries out calls in order, in whatever process it runs.
 
-What crosses is plain values, batches and names, never code, so that the same trainer runs in one
+Calls carry plain values, batches and names, never code, so that the same trainer runs in one
 process and on a cluster.
 """
 
@@ -26,34 +26,34 @@ REWARD_PHASE = "reward"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One role of a run: what to build for it."""
+    """A role of a run: what to build for it."""
 
     kind: str  # "train" or "rollout"
     trainable: bool = True  # a train role with an optimizer
     refreshed: bool = False  # not trained, but its weights change (a reference that follows the actor)
-    idle_steps: int = 0  # of the run's optimizer steps, those in which it is not trained
-    told: str = ""  # the role that its engine and hooks are told, where that is not its own name
-    phase: str = ""  # it is asked in this phase alone, and needs no device memory in another
+    idle_steps: int = 0  # number of the run's optimizer steps in which it is not trained
+    told: str = ""  # the role's name for its engine and hooks; "": its own name
+    phase: str = ""  # the only phase in which it is used and needs device memory
 
     @property
     def saved(self) -> bool:
-        """Whether a checkpoint must hold it: weights that are not those of the model folder."""
+        """Whether checkpoints must hold the role, because its weights differ from the model folder's."""
         return self.kind == "train" and (self.trainable or self.refreshed)
 
 
 class WorkerGroup(abc.ABC):
-    """The workers of one role, behind one ordered mailbox each.
+    """The workers of one role, each with an ordered queue of calls.
 
     Attributes:
-        repeatable: the same seed gives the same values here, so whoever stops samplers early asks them in rounds: which
-            rollouts are finished by a round does not depend on the time.
+        repeatable: whether the same seed gives the same values. If so, early stopping samples in rounds: which
+            rollouts a round finishes does not depend on time.
     """
 
     repeatable: bool = True
 
     @property
     def world_size(self) -> int:
-        """Processes of this role."""
+        """Number of processes of this role."""
         return 1
 
     @abc.abstractmethod
@@ -62,70 +62,71 @@ class WorkerGroup(abc.ABC):
 
         Args:
             method: a method of the engine contract.
-            batch: sequences for it; None for methods that take none.
+            batch: its sequences; None for a method without a batch.
             split: ``dp`` gives each data-parallel slice its share and puts the results back in
                 order; ``all`` gives every worker the whole batch.
-            plain: plain values and named things.
+            plain: plain values and names.
 
         Returns:
-            A future of the result. A worker that died or missed the deadline is ``WorkerLost``.
+            A future of the result. It raises ``WorkerLost`` if a worker died or missed the deadline.
         """
 
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-        """Have a sampler group sample all requests; rollouts in parts, as they finish.
+        """Sample all requests with a sampler group; yield lists of rollouts as they finish.
 
-        The same rollouts as those of ``call("generate")``. By default all at once, at the end.
+        The rollouts are those of ``call("generate")``. By default they come in one list, at the end. A caller that
+        does not want the rest closes the generator.
 
         Args:
-            requests: with distinct ids. Whoever does not want the rest closes the iterator.
+            requests: requests with distinct ids.
         """
         yield self.call("generate", requests=list(requests)).result()
 
     def flow(self, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]) -> Flow | None:
-        """Have samplers go on by themselves, where each of them can; None where they are asked in rounds of ``advance``.
+        """Start continuous sampling, if each sampler supports it; None: call ``advance`` in rounds instead.
 
         Args:
-            tell: is given rollouts as they finish, in some thread.
-            changed: is told in some thread that ``resting`` or ``error`` is to be looked at.
+            tell: called with rollouts as they finish, in any thread.
+            changed: called in any thread when ``resting`` or ``error`` has to be checked.
         """
         return None
 
 
 class Flow(Protocol):
-    """Requests that samplers work on until they receive other ones."""
+    """Continuous sampling: samplers work on their requests until they receive other commands."""
 
     error: BaseException | None
 
     @property
     def resting(self) -> bool:
-        """Whether a sampler has something to sample and was told something else since."""
+        """Whether a sampler has requests but no command of this flow, so that ``go`` must make it continue."""
 
     def go(self, requests: Sequence[Request] = (), dropped: Iterable[str] = ()) -> None:
-        """Have these sampled, forget those, and have all go on that rest."""
+        """Queue new requests, cancel the dropped ids, and let stopped samplers continue."""
 
     def close(self) -> None:
-        """Nobody waits for anything of it any more."""
+        """Cancel all requests and release the samplers."""
 
 
 class Runtime(abc.ABC):
-    """Starts and stops the workers of a run.
+    """A runtime, which starts and stops the workers of a run.
 
     Args:
         config: the whole run file.
-        plugins: loaded in the controller; workers elsewhere load their own from the names.
+        plugins: loaded in the controller; workers in other processes load plugins by name.
         live: objects given from Python (``model``, ``tokenizer``); only a local runtime takes a model.
     """
 
     in_process = False  # workers are in the controller's process
-    traded_seconds = 0.0  # so far, in which device memory was handed over between roles
-    shared = False  # the sampler reads the actor's own module: the two are one policy
+    traded_seconds = 0.0  # total time so far of handing device memory over between roles
+    shared = False  # the sampler reads the actor's own module, so both are one policy
 
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
         self.config, self.plugins, self.live = config, plugins, live
 
     @abc.abstractmethod
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
-        """Build the engines of these roles; when one fails, those built before it are closed.
+        """Build the engines of these roles; if one fails, close those built before it.
 
         Args:
             roles: what to build, by role name.
@@ -134,32 +135,35 @@ class Runtime(abc.ABC):
 
     @abc.abstractmethod
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
-        """Bring a sampler to a trained role's weights, worker to worker."""
+        """Send a trained role's weights to a sampler, worker to worker."""
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
-        """Bring an untrained role part of the way to a trained one, worker to worker.
+        """Mix a trained role's weights into an untrained role, worker to worker.
 
         Args:
             source: the trained role.
-            target: of the same model.
+            target: the untrained role, of the same model.
             mix: share of the source in the target's new weights.
+
+        Raises:
+            NotImplementedError: by default.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot refresh a reference model.")
 
     def loss_metrics(self) -> dict[str, float]:
-        """Of samplers that were lost and replaced since it was last asked, ``sampling/...``; {} where none may be."""
+        """Return ``sampling/...`` metrics of samplers lost and replaced since the last call; {} if none can be."""
         return {}
 
     def memory_metrics(self) -> dict[str, float]:
-        """Memory of the workers now, ``memory/ROLE/...`` in GiB, the most of a role's ranks; by default they are this process."""
+        """Return the workers' memory, ``memory/ROLE/...`` in GiB, the maximum over ranks; {} if all are this process."""
         return {}
 
     def give_up(self) -> None:
-        """A stop has interrupted this thread: what it has asked workers for is left, where it may be. By default nothing is in hand."""
+        """Abandon this thread's in-flight commands that are safe to interrupt, after a stop; by default none exist."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Hand device memory over for ``generate``, ``reward``, ``train`` or ``sync``; by default nobody sleeps."""
+        """Hand device memory over for the phase ``generate``, ``reward``, ``train`` or ``sync``; by default do nothing."""
         yield
 
     @abc.abstractmethod

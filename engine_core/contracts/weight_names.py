@@ -1,7 +1,7 @@
-"""Names of a model's weights: the module's own, and those that ``save_pretrained`` writes.
+"""Names of a model's weights: the module's own names, and those that ``save_pretrained`` writes.
 
-The two differ for few models: transformers holds the experts of a mixture in one tensor and writes one tensor for each
-expert, as other programs expect them.
+The two differ for few models: transformers holds the experts of a mixture in one tensor and writes one tensor per
+expert, as other programs expect.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")
-OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.default(?=\.|$)")  # as peft names what is trained
-BASE, SAVED = ".base_layer.", ".original_module."  # and what lies below it
+OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.default(?=\.|$)")  # peft's names of trained weights
+BASE, SAVED = ".base_layer.", ".original_module."  # peft's names of the base weights below an adapter
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own tensors (not copies) by its own names, tied ones once."""
+    """Return the module's tensors ``[D1, ..., Dn]`` by its own names, detached but not copied, tied ones once."""
     return {name: tensor.detach() for name, tensor in own_parameters(module).items()}
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """``own_weights`` as the module has them: parameters, and buffers that are saved."""
+    """Return the parameters and saved buffers ``[D1, ..., Dn]`` by the module's own names, tied ones once."""
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     seen: set[int] = set()
     found = {}
@@ -43,22 +43,22 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def base_weights(module: nn.Module) -> dict[str, Tensor]:
-    """``own_weights`` of the model below a LoRA adapter, by the names that they have without it."""
+    """Return the base model's weights ``[D1, ..., Dn]`` below a LoRA adapter, by their names without the adapter."""
     own = own_weights(module)
     return {base_name(name): tensor for name, tensor in own.items() if not OF_ADAPTER.search(name)}
 
 
 def base_name(name: str) -> str:
-    """The name that a weight of the base has without an adapter over it."""
+    """Return the name that a base weight has without an adapter."""
     return name.replace(BASE, ".").replace(SAVED, ".")
 
 
 def published(module: Any, own: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights under the names of ``save_pretrained``, converted a layer at a time.
+    """Yield weights under the names of ``save_pretrained``, converted one layer at a time.
 
     Args:
         module: the model.
-        own: its tensors by its own names, in their order; default: those that it has.
+        own: tensors ``[D1, ..., Dn]`` under the module's own names, in its order; default: the module's own.
     """
     own = own_weights(module).items() if own is None else own
     if not converts(module):
@@ -69,7 +69,7 @@ def published(module: Any, own: Iterable[tuple[str, Tensor]] | None = None) -> I
 
 
 def converts(module: nn.Module) -> bool:
-    """Whether ``save_pretrained`` writes other names or shapes than the module's own."""
+    """Return whether ``save_pretrained`` writes other names than the module's own."""
     if not isinstance(module, PreTrainedModel):
         return False
     shapes = {name: tensor.to("meta") for name, tensor in base_weights(module).items()}
@@ -82,12 +82,12 @@ def _layer(name: str) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The nearest name, without the whole list: models have hundreds."""
+    """Return a hint with the nearest known name, for messages; "" if none is near."""
     match = nearest(name, known)
     return f" Did you mean '{match}'?" if match else ""
 
 
 def some_values(tensor: Tensor, count: int) -> Tensor:
-    """[at most ``count``] of its values, evenly spread."""
+    """Return at most ``count`` values of the tensor, evenly spread: [N] with N <= ``count``."""
     flat = tensor.reshape(-1)
     return flat[:: max(1, flat.numel() // count)][:count]

@@ -1,8 +1,8 @@
-"""Weights from a train engine to a rollout engine of the same process: the transport ``same_process``.
+"""Weight updates from a train engine to a rollout engine in the same process: the transport ``same_process``.
 
-The stream of the train engine goes straight into the sampler, or nothing moves where the sampler uses the train
-engine's own module. ``contracts.weight_transport`` is the contract of transports between processes; engine-plugin-processes has
-some.
+The train engine's stream goes directly into the sampler. If the sampler uses the train engine's own module, nothing
+is sent. ``contracts.weight_transport`` is the contract of transports between processes; engine-plugin-processes
+offers some.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ ADAPTER_PREFIX = "base_model.model."
 
 
 def sends_adapter(config: EngineConfig) -> bool:
-    """Whether the sampler has the base and gets the adapter alone: `adapter` among its options says so."""
+    """Return whether the sampler gets only the adapter, because it has the base (its option `adapter`)."""
     return config.actor.lora is not None and bool(getattr(config.rollout.options, "adapter", False))
 
 
 def stream_of(
     engine: TrainEngine, adapter: bool, to: str = "all", sampler: RolloutConfig | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a sampler is brought up to date with. Collective: every rank runs it to its end.
+    """Yield the names and tensors of a weight update. Collective: every rank must run it to its end.
 
     Args:
         engine: the actor.
-        adapter: its adapter alone, with ``ADAPTER_CONFIG``; else the whole model, an adapter merged into it.
-        to: as ``named_weights``.
-        sampler: the table of the sampler that takes the whole model; plugins may map the weights for it.
+        adapter: only its adapter, after ``ADAPTER_CONFIG`` [N] uint8; else the whole model with the adapter merged.
+        to: as in ``named_weights``.
+        sampler: the table of the sampler that receives the whole model; plugins may map the weights for it.
     """
     if adapter:
         import torch
@@ -57,32 +57,32 @@ def stream_of(
             options=sampler.options,
         )
     yield from weights if mapped is None else mapped
-    for _ in weights:  # collective: what the plugin did not read
+    for _ in weights:  # read what the plugin did not, because the stream is collective
         pass
 
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """One update of a sampler's weights."""
+    """The result of one update of a sampler's weights."""
 
     version: int  # policy version of tokens sampled from now on
-    bytes: int  # taken, over all processes; 0 where the module is shared
+    bytes: int  # received, by all processes together; 0 if the module is shared
     seconds: float
-    checksum: str  # of what the sampler received; "shared" where the module is shared
+    checksum: str  # of the weights that the sampler received; "shared" if the module is shared
 
 
 def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: bool = False) -> SyncResult:
-    """Bring the sampler to the actor's weights, both in this process.
+    """Send the actor's weights to the sampler, both in this process.
 
     Args:
         actor: the TrainEngine that was updated.
-        rollout: the RolloutEngine to bring up to date.
+        rollout: the RolloutEngine that receives the weights.
         version: the new policy version.
-        shared: the sampler reads the actor's own module.
-        adapter: as ``sends_adapter``.
+        shared: whether the sampler reads the actor's own module.
+        adapter: the result of ``sends_adapter``.
 
     Returns:
-        What was moved. When the stream fails half way the sampler raises and keeps its old version.
+        The result of the update. If the stream fails half way, the sampler raises and keeps its old version.
     """
     start = time.perf_counter()
     if shared:
@@ -94,7 +94,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
 
 
 class _Counted:
-    """Passes a weight stream on and counts its bytes."""
+    """An iterable that passes a weight stream on and counts its bytes."""
 
     def __init__(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         self._stream = stream
@@ -109,10 +109,12 @@ class _Counted:
 def buckets(
     stream: Iterable[tuple[str, Tensor]], limit: int, bytes_of: Callable[[Tensor], int] | None = None
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours that together take at most ``limit`` bytes; a larger tensor is alone.
+    """Yield lists of successive tensors of at most ``limit`` bytes in total; a larger tensor is alone in its list.
 
     Args:
-        bytes_of: of one tensor; by default those that it has.
+        stream: names and tensors ``[D1, ..., Dn]``.
+        limit: bytes of one list.
+        bytes_of: returns the bytes to count for a tensor; default: its own size.
     """
     bucket: list[tuple[str, Tensor]] = []
     held = 0

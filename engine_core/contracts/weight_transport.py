@@ -1,16 +1,16 @@
 """Contract 4: a weight transport carries weight updates from a trained model to the processes of another pool.
 
-A *link* joins one sender, the first rank of the pool that trains, with all processes of the pool that receives. Each of these
-processes has one endpoint: an instance of the transport. The runtime calls, at every endpoint of a link:
+A *link* connects one sender, the first rank of the pool that trains, with all processes of the pool that receives. Each
+of these processes has one endpoint: an instance of the transport. The runtime calls, at every endpoint of a link:
 
 1. ``open``, which returns a plain value, such as an address;
 2. ``join``, once all endpoints are open, with the values of all of them;
 3. for each update, ``send`` at the sender and ``receive`` at the receivers;
 4. ``close``.
 
-After an update that failed, and when processes join or leave, the runtime closes the endpoints and creates new ones. How weights
-are encoded is the transport's own business. ``engine_plugin_processes.transports.bucketing`` has what the transports of
-engine-plugin-processes share: numbered buckets with checksums.
+After a failed update, and when processes join or leave, the runtime closes the endpoints and creates new ones. The
+transport chooses the encoding of the weights. ``engine_plugin_processes.transports.bucketing`` has the code that the
+transports of engine-plugin-processes share: numbered buckets with checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One update over a link, the same at the sender and at the receivers."""
+    """An update over a link, the same at the sender and at the receivers."""
 
     number: int  # within the link, counted from 1
     version: int  # policy version of the weights
@@ -39,7 +39,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TransportEndpoint:
-    """The process of an endpoint, and what it needs to find the other processes of its link."""
+    """The process of an endpoint, and the values it needs to find the other processes of its link."""
 
     transport: str  # name of the transport in the run file, for error messages
     index: int  # 0: the sender; 1 and above: the receivers
@@ -47,8 +47,8 @@ class TransportEndpoint:
     device: torch.device  # of the weights in this process
     host: str  # address at which the other processes reach this one
     token: str  # secret of the run, with which a connection proves that it belongs to the run
-    # key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix); the
-    # other one is None
+    # key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix);
+    # the other one is None
     rendezvous: Mapping[str, Any]
     shared_folder: str  # private to the run and visible to all its processes; "" if there is none
     link_id: str  # unique among the links of all runs
@@ -60,7 +60,7 @@ class TransportEndpoint:
         return f"from {self.names[0]} to {', '.join(receivers)}"
 
     def failure(self, update: WeightUpdate, problem: str) -> TrainingFailed:
-        """Return the error of an update that failed: names the transport, both sides and the policy version."""
+        """Return the error of a failed update, which names the transport, both sides and the policy version."""
         source = f"rollout.transport = '{self.transport}', policy version {update.version}"
         return TrainingFailed(f"Weights {self.route} ({source}): {problem}")
 
@@ -71,7 +71,7 @@ class TransportEndpoint:
 
 
 class WeightTransport(abc.ABC):
-    """One endpoint of a link. A plugin offers its subclass with the hook ``engine_weight_transports``.
+    """An endpoint of a link. A plugin offers its subclass with the hook ``engine_weight_transports``.
 
     Args:
         options: the transport's option table, ``[rollout.NAME]``.
@@ -88,7 +88,7 @@ class WeightTransport(abc.ABC):
 
         Args:
             options: the transport's option table.
-            one_machine: the run starts all its processes itself, on this machine, and they have a
+            one_machine: whether the run starts all its processes itself, on this machine, so that they have a
                 ``TransportEndpoint.shared_folder``.
 
         Raises:
@@ -96,7 +96,7 @@ class WeightTransport(abc.ABC):
         """
 
     def open(self) -> Any:
-        """Prepare to be reached by the others, and return a plain value that every endpoint gets in ``join``."""
+        """Prepare for connections of the other endpoints; return a plain value that every endpoint gets in ``join``."""
         return None
 
     def join(self, peers: Sequence[Any]) -> None:
@@ -111,8 +111,8 @@ class WeightTransport(abc.ABC):
         """Send weights to every receiver. Called at index 0.
 
         Args:
-            stream: names and tensors of a train engine. It must be run to its end. An error that it raises is reported to the
-                receivers and raised.
+            stream: names and tensors ``[D1, ..., Dn]`` of a train engine. It must be run to its end. An error that it
+                raises is reported to the receivers and raised.
             update: its number and version must reach the receivers with the weights.
 
         Returns:
@@ -124,17 +124,17 @@ class WeightTransport(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield what ``send`` sends, in its order, each tensor after its checksum was verified. Called at index 1 and above.
+        """Yield names and tensors ``[D1, ..., Dn]`` in the order of ``send``, each after its checksum was verified.
 
-        The caller keeps the tensors: later updates must not overwrite them. A receiver that closes the generator before its
-        end must not block the others.
+        Called at index 1 and above. The caller keeps the tensors: later updates must not overwrite them. A receiver
+        that closes the generator before its end must not block the others.
 
         Args:
-            update: that the receiver expects; another one is refused before its first tensor.
+            update: the update that the receiver expects; another one is refused before its first tensor.
 
         Raises:
-            TrainingFailed: the weights are damaged, of another update, or not complete in time. Tensors that were yielded before
-                are valid, but the engine is unusable until it has received a complete update.
+            TrainingFailed: the weights are damaged, of another update, or not complete in time. Tensors that were
+                yielded before are valid, but the engine is unusable until it has received a complete update.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A reward that a model of the run gives, as the runner of rewards sees it."""
+"""Rewards computed by a model of the run: the interface that the reward runner uses."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from engine_core.rewards.signatures import OnFailure, Outcome, Signature
 
 @dataclass(frozen=True)
 class Known:
-    """Outcomes that were worked out before, for ``RewardRunner.score``."""
+    """Outcomes that were computed before, for ``RewardRunner.score``."""
 
     outcomes: Mapping[str, Sequence[Outcome]]  # by reward, in the order of the rollouts
-    busy_seconds: float  # that it took
+    busy_seconds: float  # time that the scoring took
 
 
 class ModelReward(Protocol):
-    """What gives the values.
+    """The model side of a reward, which computes its values.
 
     Attributes:
-        names: the columns that it reads, by the names of the arguments of a reward in plural form.
-        required: those that the data must have.
+        names: the columns that it reads, named as the arguments of a reward in plural form.
+        required: the columns among them that the data must have.
     """
 
     names: tuple[str, ...]
     required: tuple[str, ...]
 
     def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Outcome]:
-        """An outcome for each of ``count`` samples; what it raises is no failed sample and ends the run."""
+        """Return an outcome for each of ``count`` samples; an exception ends the run."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last ``score``, means over its samples; each becomes ``reward/NAME/...``."""
+        """Return metrics of the last ``score``, means over its samples; each becomes ``reward/NAME/...``."""
 
 
 class ByModel:
-    """Runs in the controller, with all samples of a round at once, so that they share batches."""
+    """A reward by a model, called in the controller with all samples of a round at once, so that they share batches."""
 
     def __init__(self, name: str, model: ModelReward) -> None:
         self.name, self.model = name, model
@@ -52,11 +52,11 @@ class ByModel:
         self.restarts = 0
 
     def run(self, columns: Mapping[str, Sequence[Any]], count: int, on_failure: OnFailure) -> None:
-        """Do all samples."""
+        """Score all samples; call ``on_failure`` for each failed one."""
         self.outcomes = list(self.model.score(columns, count))
         for position, outcome in enumerate(self.outcomes):
             if outcome is not None and outcome.failure:
                 on_failure(self.name, position, outcome)
 
     def close(self) -> None:
-        """Its workers are the runtime's."""
+        """Do nothing: the runtime owns the workers of the model."""

@@ -1,8 +1,8 @@
-"""What the specs of rewards say before a run begins: defaults of ``[[reward]]``, and what is refused by their ``check``.
+"""Checks of rewards before a run begins: defaults of ``[[reward]]``, and data that a reward's ``check`` refuses.
 
-A reward whose rows lack what it reads would train on nothing, or on what is left of the data, and say so once in
-a log; a row whose answer is in no form that it knows would fail in whatever step it comes up. Looked at are rows
-spread evenly over the files, not all: a row that was left out fails its sample when it comes up (`on_error`).
+If rows lack a column that a reward reads, the run would train on nothing, or on the remaining rows, with a single
+log line. A row with an answer in an unknown form would fail in some later step. Only rows spread evenly over the files
+are checked: a bad row that was not checked fails its sample later (`on_error`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RowCheck = Callable[[Mapping[str, Any]], None]
 
 
 def with_defaults(config: RewardConfig, plugins: PluginSet) -> RewardConfig:
-    """With what the reward's plugin says where the run file says nothing."""
+    """Return the table of a reward with the plugin's defaults for `workers` and `on_timeout`."""
     from engine_core.runs.machine import usable_cores  # not at the top: workers import this module
 
     if config.has_model:
@@ -40,17 +40,17 @@ def with_defaults(config: RewardConfig, plugins: PluginSet) -> RewardConfig:
 
 
 def check_rewards(rewards: Sequence[RewardConfig], plugins: PluginSet) -> dict[str, RowCheck]:
-    """Ask every reward that has something to check.
+    """Call the ``check`` of every reward that has one.
 
     Args:
         rewards: the ``[[reward]]`` tables.
-        plugins: those of the run.
+        plugins: plugins of the run.
 
     Returns:
-        What judges rows, by the reward's name.
+        Functions that check a row, by reward name.
 
     Raises:
-        EngineError: of the first that cannot work here.
+        EngineError: the first reward that cannot work here.
     """
     found = {}
     for reward in rewards:
@@ -76,17 +76,17 @@ def check_rewards(rewards: Sequence[RewardConfig], plugins: PluginSet) -> dict[s
 def check_rows(
     checks: Mapping[str, RowCheck], rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int, alone: bool
 ) -> None:
-    """Refuse data that a reward can make nothing of.
+    """Refuse data that a reward cannot use.
 
     Args:
-        checks: of ``check_rewards``.
-        rows: place ("train.jsonl:18") and columns.
-        most_bad: so many rows may be of no use.
-        alone: there is no other reward, so that a row to which it does not apply is of no use either. Else it must
-            apply to one row at least.
+        checks: result of ``check_rewards``.
+        rows: place ("train.jsonl:18") and columns of each row.
+        most_bad: number of unusable rows that are allowed.
+        alone: whether the reward is the only one, so that a row to which it does not apply is unusable. Else the
+            reward must apply to at least one row.
 
     Raises:
-        DataError: names the first such row, and what the reward says of it.
+        DataError: names the first unusable row and the reason.
     """
     if not checks:
         return

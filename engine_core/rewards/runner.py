@@ -1,9 +1,9 @@
-"""From rollouts to rewards: run every ``[[reward]]``, apply its policies, sum by weight.
+"""The reward runner: it runs every ``[[reward]]`` on rollouts, applies its failure policies, and sums by weight.
 
-``rollout.rewards`` holds what the functions gave (``rollout.answers`` the answers that they read);
-``rollout.reward`` is the sum over the rewards that
-apply of ``weight * normalize(clip(value))``. A failed sample has None there (0 under ``zero``), and
-under ``drop`` its rollout is no longer ``valid``, unless the reward's weight is 0.
+``rollout.rewards`` holds the values of the functions (``rollout.answers`` the answers that they read).
+``rollout.reward`` is the sum of ``weight * normalize(clip(value))`` over the rewards that
+apply. A failed sample has None in ``rollout.rewards`` (0 under ``zero``). Under ``drop`` its rollout is no longer
+``valid``, unless the reward's weight is 0.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class RunningStd:
-    """Standard deviation of all values seen (Welford, https://doi.org/10.2307/1266577)."""
+    """The running standard deviation of all values seen (Welford, https://doi.org/10.2307/1266577)."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def update(self, values: Sequence[float]) -> None:
+        """Add values to the statistics."""
         for value in values:
             self.count += 1
             delta = value - self.mean
@@ -53,13 +54,13 @@ class RunningStd:
 
     @property
     def divisor(self) -> float:
-        """The deviation (n), or 1 while there is none."""
+        """The standard deviation (divided by n), or 1 while it is 0."""
         std = (self.squares / self.count) ** 0.5 if self.count else 0.0
         return std if std > 1e-8 else 1.0
 
 
 def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """``reward/mean`` and ``/std`` over valid rollouts, ``/zero_variance_groups``."""
+    """Return ``reward/mean`` and ``/std`` over valid rollouts, and ``reward/zero_variance_groups``."""
     rewards = [r.reward for r in rollouts if r.valid]
     groups: dict[int, set[float]] = {r.group_id: set() for r in rollouts}
     for rollout in rollouts:
@@ -82,34 +83,45 @@ logger = logging.getLogger("engine")
 
 
 class Scorer:
-    """One reward of a run: its settings, what runs it, what failed in the present step."""
+    """A reward of a run: its settings, its runner, and its failures in the current step."""
 
     def __init__(self, config: RewardConfig, runner: RewardPool | InProcess | ByModel) -> None:
         self.config, self.runner = config, runner
         self.std = RunningStd()
         self.failures = {"error": 0, "timeout": 0}
-        self.restarts = 0  # told in metrics so far
+        self.restarts = 0  # restarts that metrics have reported
         self.first_failure = ""
         self.logged: set[str] = set()
         self.told_nothing = False
 
     @property
     def failed(self) -> int:
+        """Number of failed samples in this step."""
         return sum(self.failures.values())
 
     def value(self, outcome: Outcome) -> float | None:
-        """What ``rollout.rewards`` shows."""
+        """Return the value for ``rollout.rewards``: 0 for a failure under the policy ``zero``."""
         return 0.0 if self.policy(outcome) == "zero" else outcome.value
 
     def policy(self, outcome: Outcome) -> str:
-        """``drop``, ``zero`` or ``fail`` for a failure, else an empty string."""
+        """Return the policy for a failed outcome, ``drop``, ``zero`` or ``fail``; "" for others."""
         if not outcome.failure:
             return ""
         policies = {"error": self.config.on_error, "timeout": self.config.on_timeout or "drop"}
         return policies.get(outcome.failure, "")
 
     def note(self, outcome: Outcome, sample: str, step: int, count: int) -> None:
-        """Count a failure; raise where the settings say that the run ends."""
+        """Count and log a failure.
+
+        Args:
+            outcome: the failure.
+            sample: name of the sample, for messages.
+            step: step number, for messages.
+            count: samples of the step.
+
+        Raises:
+            TrainingFailed: the policy is ``fail``, or more than `max_failure_share` of the samples failed.
+        """
         self.failures[outcome.failure] += 1
         self.first_failure = self.first_failure or f"sample {sample}: {outcome.message}"
         if outcome.message not in self.logged and len(self.logged) < TRACES_LOGGED:
@@ -126,14 +138,14 @@ class Scorer:
                 f'The run ends because {key} = "fail". The weights were left alone.'
             )
         if self.failed > share * count:
-            least = "at least " if self.failed < count else ""  # the others were not waited for
+            least = "at least " if self.failed < count else ""  # the other samples are not done yet
             raise TrainingFailed(
                 f"Reward '{name}' failed on {least}{self.failed} of the {count} samples of step {step}, more than "
                 f"max_failure_share = {share:g} allows. First: {self.first_failure}. The weights were left alone."
             )
 
     def warn_nothing_applies(self, count: int) -> None:
-        """Say once that the function gave None for every sample of a step."""
+        """Log a warning, once, that the function returned None for every sample of a step."""
         if not self.told_nothing:
             self.told_nothing = True
             logger.warning(
@@ -150,13 +162,13 @@ class RewardRunner:
     Args:
         configs: the ``[[reward]]`` tables.
         plugins: offers their functions; a worker loads its own copy by name.
-        tokenizer: decodes responses that came without text.
-        live: functions to run in the controller, weight 1, named by their ``__name__``.
-        models: what asks the model of each reward that has one, by the reward's name.
-        given: rewards that rollouts bring along, set by their environment, and their weights.
+        tokenizer: decodes responses that have no text.
+        live: functions to run in the controller, with weight 1, named by their ``__name__``.
+        models: the ``ModelReward`` of each reward that has a model, by reward name.
+        given: weights of the rewards that the environment sets on rollouts, by name.
 
     Raises:
-        EngineError: two rewards of one name, or a reward that does not load. No process is left.
+        EngineError: two rewards have one name, or a reward does not load. No process is left running.
     """
 
     def __init__(
@@ -187,11 +199,11 @@ class RewardRunner:
         self._start()
 
     def early(self, requests: Sequence[Request], step: int) -> EarlyScores | None:
-        """Begin to score what is about to be sampled; None where every reward waits for all samples.
+        """Prepare to score rollouts while others are sampled; return None if every reward waits for all samples.
 
         Args:
-            requests: in groups of at least 2, whose rollouts ``score`` is given in this order.
-            step: for messages.
+            requests: in groups of at least 2; ``score`` must get their rollouts in this order.
+            step: step number, for messages.
         """
         pools = self.in_parts()
         if not pools:
@@ -203,12 +215,12 @@ class RewardRunner:
         return scoring
 
     def in_parts(self) -> list[RewardPool]:
-        """The workers of rewards whose samples may be done in any parts, started."""
+        """Start the worker pools; return those of rewards whose samples may be scored in any parts."""
         self._start()  # a worker reports the signature
         return [pool for pool in self.pools if pool.signature and not pool.signature.whole_batch]
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """What the rewards of ``in_parts`` say of some complete groups, by reward; nothing is counted yet."""
+        """Score complete groups with the rewards of ``in_parts``; return outcomes by reward, without counting failures."""
         self._decode(rollouts)
         pools = self.in_parts()
         for pool in pools:
@@ -227,20 +239,21 @@ class RewardRunner:
         """Fill in ``rewards``, ``reward`` and ``valid`` of each rollout.
 
         Args:
-            rollouts: any number; a rollout that is not valid is scored and stays so.
-            step: for messages.
-            training: False leaves the statistics of ``normalize`` as they are.
-            early: what has been scored of them: by ``early``, after ``seal``, or by ``outcomes``.
+            rollouts: any number; an invalid rollout is scored and stays invalid.
+            step: step number, for messages.
+            training: False leaves the statistics of ``normalize`` unchanged.
+            early: results of an earlier scoring of these rollouts, by ``early`` (after ``seal``) or ``outcomes``.
 
         Returns:
-            Metrics ``reward/...``: ``mean`` and ``std`` over valid rollouts, ``NAME`` (mean of its raw
-            values where it applied), ``NAME/errors``, ``/timeouts``, ``/restarts``, their totals
+            Metrics ``reward/...``: ``mean`` and ``std`` over valid rollouts, ``NAME`` (mean of the raw
+            values where the reward applied), ``NAME/errors``, ``/timeouts``, ``/restarts``, their totals
             ``failures`` and ``timeouts``, ``unrewarded`` (rollouts to which no reward applied, made
             invalid), ``zero_variance_groups`` (share of groups whose valid rewards are all equal).
 
         Raises:
-            TrainingFailed: a policy says so. The rollouts are as they were; the runner can be used again.
+            TrainingFailed: a failure policy ends the run. The rollouts are unchanged; the runner can be used again.
             DataError: a reward needs a column that the data lacks.
+            ValueError: ``early`` has scored other rollouts.
         """
         self._decode(rollouts)
         if (
@@ -254,17 +267,18 @@ class RewardRunner:
         return metrics | self._failures(step) | reward_statistics(rollouts)
 
     def _decode(self, rollouts: Sequence[Rollout]) -> None:
-        """Text for those that came without."""
+        """Decode the text of rollouts that have none."""
         if self.tokenizer is not None:
             decode_texts(rollouts, self.tokenizer)
 
     def _begin(self, rollouts: Sequence[Rollout], step: int) -> OnFailure:
-        """Counts from 0 again; what is told of each failed sample."""
+        """Reset the failure counts; return the function to call with each failed sample."""
         scorers = {scorer.config.name: scorer for scorer in self.scorers}
         for scorer in self.scorers:
             scorer.failures, scorer.first_failure = {"error": 0, "timeout": 0}, ""
 
         def on_failure(reward: str, position: int, outcome: Outcome) -> None:
+            """Count a failed sample of a reward."""
             rollout = rollouts[position]
             sample = f"{rollout.prompt.id} ({rollout.request_id})"
             scorers[reward].note(outcome, sample, step, len(rollouts))
@@ -272,7 +286,7 @@ class RewardRunner:
         return on_failure
 
     def _run(self, rollouts: Sequence[Rollout], step: int, early: EarlyScores | Known | None) -> None:
-        """Every runner's ``outcomes`` for these rollouts; workers of all rewards work at once."""
+        """Fill in every runner's ``outcomes`` for these rollouts; the workers of all rewards run at the same time."""
         self._start()  # a worker reports the signature
         under_way: Sequence[RewardPool] = ()
         if early is not None and not isinstance(early, Known):
@@ -290,7 +304,7 @@ class RewardRunner:
     def _known(
         self, outcomes: Mapping[str, Sequence[Outcome]], count: int, on_failure: OnFailure
     ) -> list[RewardPool]:
-        """Give the workers' pools what was worked out before; those pools."""
+        """Set known outcomes in the worker pools; return those pools."""
         pools = [pool for pool in self.pools if pool.name in outcomes]
         for pool in pools:
             pool.expect(count)
@@ -310,10 +324,10 @@ class RewardRunner:
         """Fill in the ``outcomes`` of every reward's runner.
 
         Args:
-            columns: of each reward, the arguments that its signature names, ``count`` values each.
-            count: samples.
-            on_failure: told of each failed sample; what it raises ends the work.
-            under_way: pools that have their samples already; ``columns`` has nothing for them.
+            columns: by reward, the arguments that its signature names, each with ``count`` values.
+            count: number of samples.
+            on_failure: called with each failed sample; an error that it raises ends the scoring.
+            under_way: pools that already have their samples and need no ``columns``.
         """
         self._start()
         for pool in self.pools:
@@ -358,7 +372,7 @@ class RewardRunner:
                     totals[i] += weight * value
         weighed = any(weight for _, weight, _ in self.terms())
         for i, rollout in enumerate(rollouts):
-            if rollout.failure:  # of its episode: dropped already, or worth nothing
+            if rollout.failure:  # a failed episode: already dropped, or its reward is 0
                 totals[i], applied[i] = 0.0, True
                 rollout.rewards = dict.fromkeys(rollout.rewards, 0.0 if rollout.valid else None)
             rollout.reward = totals[i]
@@ -367,7 +381,7 @@ class RewardRunner:
         return metrics | {"reward/unrewarded": Sum(unrewarded)}
 
     def terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
-        """Name, weight and clipping of each reward, those that rollouts bring along included."""
+        """Yield name, weight and clipping function of each reward, including the environment's rewards."""
         for scorer in self.scorers:
             yield scorer.config.name, scorer.config.weight, scorer.config.clipped
         for name, weight in self.given.items():
@@ -394,10 +408,10 @@ class RewardRunner:
         return metrics
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse now a reward that needs what is no column of the data; what ``score`` would find in step 1.
+        """Refuse rewards that need a column that the data lacks, before ``score`` would fail in step 1.
 
         Raises:
-            DataError: every such reward.
+            DataError: names every such reward.
         """
         problems = []
         for scorer in self.scorers:
@@ -410,11 +424,11 @@ class RewardRunner:
             raise DataError("\n".join(problems))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: plain values."""
+        """Return the statistics of normalized rewards as plain values, for checkpoints."""
         return {s.config.name: dataclasses.asdict(s.std) for s in self.scorers if s.config.normalize}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; a reward that it does not know starts anew."""
+        """Restore the result of ``state``; a reward that it lacks starts with empty statistics."""
         for scorer in self.scorers:
             if scorer.config.name in state:
                 scorer.std = RunningStd(**state[scorer.config.name])
@@ -422,7 +436,7 @@ class RewardRunner:
     def _runner(
         self, config: RewardConfig, plugins: PluginSet, models: Mapping[str, ModelReward]
     ) -> RewardPool | InProcess | ByModel:
-        """Return what runs a reward: its model, this process, or workers."""
+        """Return the runner of a reward: its model, this process, or a worker pool."""
         if config.has_model:
             return ByModel(config.name, models[config.name])
         options = config.options.model_dump(mode="json") if config.options is not None else None
@@ -449,23 +463,23 @@ class RewardRunner:
         return pool
 
     def _start(self) -> None:
-        """Start the workers that do not run yet."""
+        """Start the workers that are not running yet."""
         if self._workers is not None:
             self._workers.start(self.pools)
 
     def _drive(self, pools: Sequence[RewardPool], on_failure: OnFailure) -> None:
-        """Have the workers do what was begun."""
+        """Run the workers until each sample that the pools have taken has an outcome."""
         if self._workers is not None:
             self._workers.drive(pools, on_failure)
 
     def close(self) -> None:
-        """End the workers; ``score`` would start new ones."""
+        """End the workers; a later ``score`` starts new ones."""
         for scorer in self.scorers:
             scorer.runner.close()
 
 
 def _live(function: Callable[..., Any]) -> Scorer:
-    # Not at the top: workers import this module, and need it not.
+    # Not at the top: workers import this module and do not need the config.
     from engine_core.config.rewards import RewardConfig
 
     plain = getattr(function, "func", function)  # functools.partial

@@ -1,17 +1,17 @@
-"""Which arguments a reward function takes, how it is called, and what it may return.
+"""Signatures of reward functions: their arguments, how they are called, and the values they may return.
 
-The *form* follows from the names of the arguments:
+The *form* of a function follows from the names of its arguments:
 
 * plural (``completions``, ``prompts``, ...): called with lists, returns a list of that length;
 * singular (``completion``, ``prompt``, ``solution_str``, ...): called for each sample, returns a number;
-* neither: with lists.
+* neither: called with lists.
 
-A function in plural form is called with a part of the step's samples, so that they spread over
-workers. One whose value for a sample depends on the others names ``group_ids``: it is called once
-with all samples, and fails for all of them.
+A function in plural form is called with a part of the step's samples, so that the samples spread over
+workers. A function whose value for a sample depends on other samples must name ``group_ids``: it is called once
+with all samples, and a failure is one of all samples.
 
-Texts are always strings, also for conversations: the response as decoded, the prompt as rendered. What
-came after the prompt, message by message, is ``dialogues``.
+Texts are always strings, also for conversations: the response as decoded, the prompt as rendered. The messages
+after the prompt are in ``dialogues``.
 """
 
 from __future__ import annotations
@@ -59,59 +59,59 @@ SINGULAR = {
     "dialogue": "dialogues",
 }
 COLUMN_ALIASES = {"ground_truth": "answer"}  # verl; used where the data has no column of that name
-TRL_NAMES = ("prompts", "completions", "completion_ids")  # what **columns receives besides the columns
+TRL_NAMES = ("prompts", "completions", "completion_ids")  # passed to **columns with the columns
 
-ASYNC_GRACE_SECONDS = 0.5  # the event loop tells which sample is late; only if it hangs, the guard acts
+ASYNC_GRACE_SECONDS = 0.5  # the event loop times out single samples; the guard acts only if the loop hangs
 TRACE_CHARACTERS = 3000
 ANSWER_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What the caller must know of a function; plain values, so that a worker can tell them."""
+    """The facts about a function that its caller needs; plain values, so that a worker can send them."""
 
     per_sample: bool
     asynchronous: bool
     whole_batch: bool  # names group_ids: one call with all samples
-    names: tuple[str, ...]  # arguments to fill, options left out
-    required: tuple[str, ...]  # those of them without a default
+    names: tuple[str, ...]  # arguments to fill, without options
+    required: tuple[str, ...]  # those without a default
     all_columns: bool  # has **kwargs
 
     @property
     def streams(self) -> bool:
-        """Whether samples are done one after another, so that a lost worker tells which one it was at."""
+        """Whether samples are scored one after another, so that the sample at which a worker was lost is known."""
         return self.per_sample and not self.asynchronous
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one sample got: a value (None: not applicable), or a failure."""
+    """The outcome of one sample: a value (None: not applicable), or a failure."""
 
     value: float | None = None
     failure: str = ""  # "", "error", "timeout"
     message: str = ""
     trace: str = ""
     contract: bool = False  # the function broke its contract for all samples of the call
-    answer: str | None = None  # what the function read as the response's answer
+    answer: str | None = None  # the response's answer, as the function read it
 
 
-OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, what happened
+OnFailure = Callable[[str, int, Outcome], None]  # reward, position of the sample, its outcome
 
 
 class BadResult(Exception):
-    """A function returned what is no reward; the message says what was expected."""
+    """An error: a function returned a value that is not a reward; the message names the expected form."""
 
 
 class RewardFunction:
-    """A function with its options, ready to be called.
+    """A reward function with its options.
 
     Args:
-        name: for messages.
-        function: anything callable by argument names, synchronous or not.
-        options: the arguments that its table fills.
+        name: name of the reward, for messages.
+        function: any callable that takes named arguments, synchronous or asynchronous.
+        options: the arguments that its option table fills.
 
     Raises:
-        ConfigError: it cannot be called by names, or does not take one of the options.
+        ConfigError: the function cannot be called by argument names, or does not take one of the options.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class RewardFunction:
         self.signature = _inspect(name, function, self.options)
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it; it may change what it is given."""
+        """Call the function, which may modify the arguments."""
         return self.function(**arguments, **copy.deepcopy(self.options))
 
 
@@ -132,16 +132,18 @@ def load_reward(
     timeout: float,
     modules: Sequence[str],
 ) -> RewardFunction:
-    """A reward of loaded plugins, its options checked; imports the plugin's code.
+    """Load a reward of a plugin and check its options; this imports the plugin's code.
+
+    A factory receives those of the last four arguments that it names.
 
     Args:
         name: as in ``[[reward]] name``.
-        plugins: the set that offers it.
-        options: its table; None: all defaults.
-        root: folder of the run file, which a factory may ask for.
-        allow_code: whether files outside of it may be run, which a factory may ask for.
-        timeout: seconds that a call may take, which a factory may ask for.
-        modules: the run file's `plugins`, which a factory may ask for, to load what other tables offer.
+        plugins: the set of plugins that offers it.
+        options: its option table; None: all defaults.
+        root: folder of the run file.
+        allow_code: whether files outside of ``root`` may be executed.
+        timeout: seconds that a call may take.
+        modules: the run file's `plugins`, from which a factory can load entries of other tables.
     """
     spec, function = plugins.spec("rewards", name), plugins.resolve("rewards", name)
     model = spec.config.model_validate(options or {})
@@ -154,17 +156,17 @@ def load_reward(
 
 
 def check_functions(rewards: Sequence[RewardConfig], plugins: PluginSet) -> None:
-    """Refuse rewards that could not be called by the names of their arguments, as far as their code is there.
+    """Refuse rewards that cannot be called by argument names, as far as their code is already imported.
 
-    What a plugin names as text is not imported; that, and whether the data has the columns, is judged when a
-    run starts.
+    Functions that a plugin names by an import path are not imported here. They, and the columns of the data, are
+    checked when a run starts.
 
     Args:
         rewards: the ``[[reward]]`` tables.
-        plugins: those of the run file.
+        plugins: plugins of the run file.
 
     Raises:
-        ConfigError: every such reward.
+        ConfigError: names every such reward.
     """
     problems = []
     for reward in rewards:
@@ -220,10 +222,10 @@ def _inspect(name: str, function: Callable[..., Any], options: Mapping[str, Any]
 
 
 def arguments(name: str, signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """The values of the arguments that a function takes, each a list with one entry a rollout.
+    """Return the values of the arguments that a function takes, each a list with one entry per rollout.
 
     Raises:
-        DataError: an argument without default is neither offered nor a column of any rollout.
+        DataError: an argument without a default is neither in ``OFFERED`` nor a column of any rollout.
     """
     columns = dict.fromkeys(column for r in rollouts for column in r.prompt.columns)
     if rollouts:
@@ -243,15 +245,15 @@ def arguments(name: str, signature: Signature, rollouts: Sequence[Rollout]) -> d
 
 
 def check_columns(name: str, signature: Signature, columns: Collection[str]) -> None:
-    """Refuse, before anything is sampled, a function that needs what the data lacks.
+    """Refuse, before anything is sampled, a function that needs a column that the data lacks.
 
     Args:
-        name: the reward.
-        signature: of its function.
-        columns: of the data.
+        name: name of the reward.
+        signature: signature of its function.
+        columns: columns of the data.
 
     Raises:
-        DataError: an argument without default is neither offered nor a column.
+        DataError: an argument without a default is neither in ``OFFERED`` nor a column.
     """
     for argument in signature.required:
         column = argument if argument in columns else COLUMN_ALIASES.get(argument, argument)
@@ -271,13 +273,13 @@ def evaluate(
 
     Args:
         reward: the function.
-        columns: argument values, each of ``count`` entries.
-        count: samples.
-        timeout: seconds for a call; of an asynchronous function in singular form, for a sample.
-        guard: entered around every call, with the seconds it may take.
+        columns: argument values, each with ``count`` entries.
+        count: number of samples.
+        timeout: seconds for a call; for an asynchronous function in singular form, seconds for a sample.
+        guard: context manager around every call, built with the seconds that the call may take.
 
     Yields:
-        Position and outcome, as they come; position None: the outcome of the whole call.
+        Position and outcome, in order of completion; position None: the outcome of the whole call.
     """
     signature = reward.signature
     rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
@@ -304,6 +306,7 @@ def evaluate(
 
 def _finish(result: Any) -> Any:
     async def wait() -> Any:
+        """Await the result."""
         return await result
 
     return asyncio.run(wait()) if inspect.isawaitable(result) else result
@@ -311,6 +314,7 @@ def _finish(result: Any) -> Any:
 
 async def _gather(reward: RewardFunction, rows: Sequence[Mapping[str, Any]], timeout: float) -> list[Outcome]:
     async def one(row: Mapping[str, Any]) -> Outcome:
+        """Score one sample; turn a timeout or an exception into a failed outcome."""
         try:
             return outcome_of(reward.name, await asyncio.wait_for(reward.call(row), timeout))
         except TimeoutError:
@@ -322,16 +326,20 @@ async def _gather(reward: RewardFunction, rows: Sequence[Mapping[str, Any]], tim
 
 
 def outcome_of(name: str, value: Any) -> Outcome:
-    """What a function gave for one sample: a number, or a dict with ``score`` and perhaps ``pred``, the answer."""
+    """Return the outcome for a function's value: a number, or a dict with ``score`` and perhaps ``pred``, the answer.
+
+    Raises:
+        BadResult: the value is not a finite number or None.
+    """
     said = value.get("pred") if isinstance(value, dict) else None
     return Outcome(number(name, value), answer=None if said is None else str(said)[:ANSWER_CHARACTERS])
 
 
 def number(name: str, value: Any) -> float | None:
-    """One reward as a float; a scalar of NumPy or of torch on any device, a bool, verl's dict.
+    """Convert one reward to a float: a number, a scalar of NumPy or torch on any device, a bool, verl's dict, or None.
 
     Raises:
-        BadResult: it is none, or not finite.
+        BadResult: the value is of another type, or not finite.
     """
     if isinstance(value, dict) and "score" in value:
         value = value["score"]
@@ -351,10 +359,10 @@ def number(name: str, value: Any) -> float | None:
 
 
 def numbers_of(name: str, result: Any, count: int) -> list[Outcome]:
-    """The outcome of each sample of one call in plural form; an entry that is an exception is a sample that failed.
+    """Return the outcome of each sample of one call in plural form; an entry that is an exception is a failed sample.
 
     Raises:
-        BadResult: not a list, tuple, array or tensor of ``count`` entries. Nothing is broadcast.
+        BadResult: the result is not a list, tuple, array or tensor of ``count`` entries. Scalars are not broadcast.
     """
     wanted = f"Reward '{name}' must return a list of {count} numbers, one for each sample, got"
     shape = getattr(result, "shape", None)
@@ -380,9 +388,9 @@ def _checked(name: str, value: Any) -> Outcome:
 
 
 def failed(exc: BaseException) -> Outcome:
-    """The failure that an exception is, with the traceback from the function's own frame on.
+    """Return the failed outcome for an exception, with the traceback from the function's own frame on.
 
-    Its message ends without a full stop, because it becomes a part of sentences.
+    The message ends without a full stop, because it becomes a part of sentences.
     """
     if isinstance(exc, BadResult):
         return Outcome(failure="error", message=str(exc).rstrip("."), contract=True)
@@ -400,8 +408,8 @@ def _shown(value: Any) -> str:
 class InProcess:
     """A reward that runs in the controller: ``workers = 0``, or a Python function given to the trainer.
 
-    What it raises is a failed sample, as in a worker. It cannot be killed: one that hangs or crashes
-    the interpreter takes the run with it.
+    An exception is a failed sample, as in a worker. The function cannot be killed: if it hangs or crashes
+    the interpreter, so does the run.
     """
 
     def __init__(self, reward: RewardFunction, timeout: float) -> None:
@@ -411,7 +419,7 @@ class InProcess:
         self.restarts = 0
 
     def run(self, columns: Mapping[str, Sequence[Any]], count: int, on_failure: OnFailure) -> None:
-        """Do all samples."""
+        """Score all samples; call ``on_failure`` for each failed one."""
         own = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}
         self.outcomes = [None] * count
         for position, outcome in self._evaluate(own, count):
@@ -427,10 +435,10 @@ class InProcess:
             if position is not None or outcome.contract or self.reward.signature.whole_batch or count == 1:
                 yield position, outcome
                 continue
-            for alone in range(count):  # one call for each, to know which of them fails
+            for alone in range(count):  # one call per sample, to find the failing ones
                 row = {name: [values[alone]] for name, values in columns.items()}
                 for _, single in evaluate(self.reward, row, 1, self.timeout, contextlib.nullcontext):
                     yield alone, single
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process was started."""

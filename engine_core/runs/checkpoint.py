@@ -1,13 +1,12 @@
-"""Checkpoints: written aside, published by one rename, verified before they are read.
+"""Checkpoints: written to a temporary folder, published by one rename, verified before they are read.
 
-Layout of ``checkpoints/step_00000012/``: a folder for each role that the train engine filled,
-what the trainer writes besides (``stages/``: rollouts that stages keep), ``state.json`` (position of the
-data, random states, algorithm state, versions) and ``manifest.json``
-(size and SHA-256 of every other file), written last and synced. A folder without a manifest that
-matches is not a checkpoint, whatever its name. Nothing is ever overwritten, and a checkpoint that goes
-is renamed first, so that what is half deleted does not look like one.
+Layout of ``checkpoints/step_00000012/``: a folder for each role, written by its train engine; files of the trainer
+(``stages/``: rollouts that stages keep); ``state.json`` (position in the data, random states, algorithm state,
+versions); and ``manifest.json`` (size and SHA-256 of every other file), written last and synced. A folder without a
+matching manifest is not a checkpoint, whatever its name. Nothing is ever overwritten. A checkpoint is renamed before
+it is deleted, so that a half-deleted folder does not look like a checkpoint.
 
-Left out on purpose: a file that points to the newest one. The folders' names say it, and cannot dangle.
+Left out on purpose: a file that points to the newest checkpoint. The folders' names are enough, and cannot dangle.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ log = logging.getLogger("engine")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
-CHUNK_BYTES = 1024**2  # of a file that is hashed
-MAX_JSON_BYTES = 64 * 1024**2  # of the manifest and of state.json; ours are far below
+CHUNK_BYTES = 1024**2  # read at a time to hash a file
+MAX_JSON_BYTES = 64 * 1024**2  # limit for the manifest and state.json, which are far smaller
 PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"})
 """Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which checkpoints count as the best: those whose ``metric`` is the highest (``max``) or lowest (``min``)."""
+    """The choice of the best checkpoints: those whose ``metric`` is the highest (``max``) or lowest (``min``)."""
 
     metric: str
     mode: str = "max"
@@ -51,13 +50,13 @@ class Best:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Best | None:
-        """What ``[checkpoint]`` says; None where it names no metric."""
+        """Return the choice that ``[checkpoint]`` configures; None if it names no metric."""
         if config.best_metric is None:
             return None
         return cls(config.best_metric, config.best_mode, config.keep_best)
 
     def rank(self, metrics: Mapping[str, float]) -> float | None:
-        """A number that is higher for a better checkpoint; None where the metric was not measured."""
+        """Return a number that is higher for a better checkpoint; None if the metric was not measured or is not finite."""
         value = metrics.get(self.metric)
         if value is None or not math.isfinite(value):
             return None
@@ -68,10 +67,10 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: made when missing.
-        keep_last: how many verified ones stay; older ones go once a newer one is verified.
-        best: which ones stay besides.
-        metrics_of: the metrics of a step, for one that was evaluated after its checkpoint was written.
+        folder: created if missing.
+        keep_last: number of newest verified checkpoints to keep; older ones are deleted after a save.
+        best: the best checkpoints, which are kept in addition.
+        metrics_of: returns the metrics of a step, for a step that was evaluated after its checkpoint was written.
     """
 
     def __init__(
@@ -88,13 +87,16 @@ class Checkpoints:
         """Write and publish the checkpoint of ``step``.
 
         Args:
-            step: steps done.
-            write: fills the folder that it is given.
+            step: number of steps done.
+            write: called with the folder to fill.
             state: JSON values.
 
         Returns:
-            The published folder. When anything fails before the rename, what was there before is
-            untouched and the half-written folder is removed where that is still possible.
+            The published folder. If anything fails before the rename, older checkpoints are unchanged and the
+            half-written folder is removed if possible.
+
+        Raises:
+            OSError: the checkpoint could not be written. Errors of ``write`` pass through.
         """
         final = self.path(step)
         if final.exists():
@@ -121,27 +123,27 @@ class Checkpoints:
         faults.point("checkpoint.before_prune")
         try:
             self.prune(self.keep_last, upto=step)
-        except OSError as error:  # this one is saved; the next save, or `engine prune`, deletes what is left
+        except OSError as error:  # the new one is saved; the next save or `engine prune` tries again
             log.warning("Older checkpoints could not be deleted: %s.", error)
         return final
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies or would lie."""
+        """Return the folder of the checkpoint of ``step``, which need not exist."""
         return self.folder / f"step_{step:08d}"
 
     def steps(self) -> list[int]:
-        """Published steps, oldest first, verified or not."""
+        """Return the published steps, oldest first, verified or not."""
         names = [p.name for p in self.folder.glob("step_*") if p.is_dir()]
         return sorted(int(name.removeprefix("step_")) for name in names if name[5:].isdigit())
 
     def latest(self, strict: bool = False) -> Path:
-        """The newest checkpoint that verifies; newer ones that do not are named in a warning.
+        """Return the newest checkpoint that passes verification; log a warning for each newer damaged one.
 
         Args:
-            strict: the newest one must verify.
+            strict: whether the newest checkpoint must pass.
 
         Raises:
-            DataError: there is none, or with ``strict`` the newest one is damaged.
+            DataError: no checkpoint passes; with ``strict``, the newest one is damaged.
         """
         for step in reversed(self.steps()):
             found = problems(self.path(step))
@@ -156,7 +158,7 @@ class Checkpoints:
         )
 
     def leftovers(self) -> list[Path]:
-        """What interrupted saves, interrupted deletions and replaced broken checkpoints left behind; nothing reads them."""
+        """Return unused folders: of interrupted saves and deletions, and broken checkpoints that were replaced."""
         return sorted(
             path
             for sort in ("partial", "broken", "deleted")
@@ -166,13 +168,13 @@ class Checkpoints:
     def prune(
         self, keep: int, dry_run: bool = False, deep: bool = False, upto: int | None = None
     ) -> list[Path]:
-        """Delete all but the newest ``keep`` verified checkpoints and the best ones; returns what goes.
+        """Delete all verified checkpoints but the newest ``keep`` and the best; return their folders.
 
         Args:
-            keep: how many stay besides the best.
-            dry_run: delete nothing.
-            deep: compare hashes to find which are verified, not sizes alone.
-            upto: leave later steps out. A resume passed over them as damaged, which sizes may not show.
+            keep: number of checkpoints to keep in addition to the best.
+            dry_run: only return the folders that would be deleted.
+            deep: verify by hashes; else only by sizes.
+            upto: ignore later steps. A resume skipped them as damaged, which sizes alone may not show.
         """
         steps = [step for step in self.steps() if upto is None or step <= upto]
         good = [step for step in steps if not problems(self.path(step), deep)]
@@ -186,7 +188,7 @@ class Checkpoints:
         return gone
 
     def best_rank(self) -> float | None:
-        """The rank of the best checkpoint there is; None without one."""
+        """Return the rank of the best checkpoint; None if no checkpoint has the metric."""
         good = [step for step in self.steps() if not problems(self.path(step), deep=False)]
         return max((rank for step in good if (rank := self._rank(step)) is not None), default=None)
 
@@ -208,10 +210,10 @@ class Checkpoints:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint.
+    """Return the JSON state of a checkpoint.
 
     Raises:
-        DataError: it is none.
+        DataError: the state cannot be read or is not a JSON object.
     """
     state = _read_json(path / STATE)
     if not isinstance(state, dict):
@@ -220,14 +222,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None = None) -> list[str]:
-    """What is wrong with a checkpoint; empty when it can be trusted.
+    """Return what is wrong with a checkpoint, a sentence each; [] if it passes verification.
 
-    Nothing but the manifest is parsed, and a file that the manifest does not list is a problem too.
+    Only the manifest is parsed. A file that the manifest does not list is a problem, too.
 
     Args:
-        path: its folder.
-        deep: compare hashes, not sizes alone.
-        read: is told the bytes of each part that was read to compare hashes; what it raises ends the reading.
+        path: the checkpoint's folder.
+        deep: compare hashes; else only sizes.
+        read: called with the number of bytes after each part of a file is hashed; its errors pass through.
     """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
@@ -245,7 +247,7 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
 
 
 def size(path: Path) -> tuple[int, int]:
-    """How many files a checkpoint has by its manifest, and of how many bytes; 0, 0 where that cannot be read."""
+    """Return the number of files and of bytes in a checkpoint's manifest; 0, 0 if it cannot be read."""
     manifest = _read_json(path / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
@@ -258,7 +260,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _unsafe(path: Path, name: str) -> str | None:
-    """Why a file of this name is not opened."""
+    """Return why a file of this name must not be opened; None if it may be."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name:
         return f"{name} points outside the checkpoint"
@@ -293,7 +295,7 @@ def _unlisted(path: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def _read_json(path: Path) -> Any:
-    """The value of a JSON file, None where it cannot be parsed or is beyond any size of ours."""
+    """Return the value of a JSON file; None if it cannot be parsed or is larger than ``MAX_JSON_BYTES``."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             return None

@@ -1,11 +1,11 @@
 """The folder of a run: claimed at the start, and written to without ending the run when the disk is full.
 
-A new run has a new folder, or one that a start has left in which nothing was trained. A start may be refused late: by a
-worker, by a row, by an engine's options. Its folder then holds its log alone and must not be in the way of the next
-start of that name. What a step or a user has left in it is never touched.
+A new run gets a new folder, or reuses the folder of a failed start in which nothing was trained. A start may be refused
+late: by a worker, a row or an engine's options. Its folder then holds only its log and must not block the next
+start of that name. Files of a step or of a user are never touched.
 
-A write that a full disk refuses is kept and tried again before the next one. A checkpoint is only written once no write
-is pending, so that none outlives the metrics and rollouts of its steps.
+A write that fails on a full disk is kept and tried again before the next write. A checkpoint is written only if no
+write is pending, so that a checkpoint never exists without the metrics and rollouts of its steps.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ ATTEMPT = re.compile(r"attempt_(\d+)")
 
 
 def folder_for(config: EngineConfig) -> tuple[Path, bool]:
-    """The folder of a run that starts, and whether it was made now; if not, it is to be locked and looked at once more.
+    """Return the folder for a run that starts, and whether it is new; if not, lock it and call ``is_unused`` again.
 
-    ``mkdir`` decides, so two starts at once never make the same.
+    The folder is created by an atomic ``mkdir``, so two simultaneous starts never get the same new folder.
 
     Raises:
-        ConfigError: the name exists already, with something in it, or is no folder name.
-        EnvironmentProblem: the folder cannot be made.
+        ConfigError: the name is that of a used folder, or is not a folder name.
+        EnvironmentProblem: the folder cannot be created.
     """
     root, name = Path(config.run.dir), config.run.name
     if name is not None and (name in ("", ".", "..", "latest") or Path(name).name != name):
@@ -71,15 +71,15 @@ def folder_for(config: EngineConfig) -> tuple[Path, bool]:
 
 
 def is_unused(path: Path) -> bool:
-    """Whether a folder holds what a start writes before its first step, and nothing else: no metrics, rollouts, checkpoints.
+    """Return whether a folder holds only what a start writes before its first step: no metrics, rollouts, checkpoints.
 
-    A link is none of ours: what lies beside the folder that it leads to is somebody else's. Neither is one that was resumed.
+    Return False for a link, since its target may not be a run folder, and for a folder in which a run was resumed.
     """
     try:
         if path.is_symlink():
             return False
         names = {entry.name for entry in path.iterdir()}
-        if names and ".lock" not in names:  # somebody else's
+        if names and ".lock" not in names:  # not a run folder
             return False
         metrics = path / "metrics.jsonl"
         return (
@@ -89,15 +89,15 @@ def is_unused(path: Path) -> bool:
             and not any(entry.is_file() for entry in _within(path / "rollouts"))
             and all(_is_log(entry) for entry in _within(path / "logs"))
         )
-    except OSError:  # it is no folder, or may not be read
+    except OSError:  # not a folder, or not readable
         return False
 
 
 def _within(folder: Path) -> Iterator[Path]:
-    """What is in a folder and in those below; nothing where it is not there.
+    """Return an iterator of everything below a folder; it is empty if the folder does not exist.
 
     Raises:
-        OSError: it is a link, or no folder.
+        OSError: the folder is a link or cannot be read.
     """
     if folder.is_symlink():
         raise NotADirectoryError(f"{folder} is a link")
@@ -105,14 +105,14 @@ def _within(folder: Path) -> Iterator[Path]:
 
 
 def _is_log(entry: Path) -> bool:
-    """Whether it is what a start writes below ``logs``; a resumed one writes its config there, too."""
+    """Return whether a first start writes this entry below ``logs``; False for the config of a resumed attempt."""
     if entry.parent.name == "logs":
         return entry.is_dir() and ATTEMPT.fullmatch(entry.name) is not None
     return entry.suffix == ".log"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also beside another process that writes it."""
+    """Write a file atomically: readers and other writers never see a part of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -122,7 +122,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def exists_already(path: Path) -> ConfigError:
-    """What to say of a folder that is not taken over."""
+    """Return the error for a run name whose folder exists and cannot be reused."""
     started = any((path / "checkpoints").glob("step_*"))
     way = f"go on with that run: engine resume {path}" if started else "delete it: it holds no checkpoint."
     return ConfigError(
@@ -137,25 +137,25 @@ def _stem(config: EngineConfig) -> str:
     return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
 
 
-MOST = 16  # large writes that wait at one time; lines of metrics are small, and as many as there are
+MOST = 16  # limit of pending large writes; lines of metrics are small and have no limit
 
 
 class PendingWrites:
-    """Writes in the order in which they were asked for; none is made before the one that waits."""
+    """A queue of writes, done strictly in order; writes that fail with ``OSError`` stay pending."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, bool, Callable[[], Any]]] = deque()
 
     def do(self, what: str, write: Callable[[], Any], small: bool = False) -> None:
-        """Write now, after what waits; what fails waits.
+        """Write now, after the pending writes; a write that fails stays pending.
 
         Args:
-            what: the thing that is written, for messages: ``the metrics of step 7``.
-            write: leaves nothing behind when it raises ``OSError``.
-            small: any number may wait.
+            what: name of what is written, for messages: ``the metrics of step 7``.
+            write: must leave nothing behind when it raises ``OSError``.
+            small: whether the write does not count towards the limit ``MOST``.
 
         Raises:
-            EnvironmentProblem: too much waits. It is kept.
+            EnvironmentProblem: more than ``MOST`` large writes are pending. They are kept.
         """
         waited = len(self._waiting)
         self._waiting.append((what, small, write))
@@ -173,11 +173,11 @@ class PendingWrites:
                 raise EnvironmentProblem(self._refused(error)) from error
 
     def flush(self) -> None:
-        """Write what waits.
+        """Do the pending writes.
 
         Raises:
-            OSError: it still cannot be written; it waits on.
-            Exception: what else a write raises; that one would fail again, and waits no more.
+            OSError: a write failed again; it stays pending.
+            Exception: another error of a write, which is dropped because it would fail again.
         """
         count = len(self._waiting)
         while self._waiting:
@@ -193,10 +193,10 @@ class PendingWrites:
             log.info("What could not be written before is written now: %d writes.", count)
 
     def finish(self) -> None:
-        """Write what waits, for there is no next time.
+        """Do the pending writes for the last time.
 
         Raises:
-            EnvironmentProblem: it cannot be written.
+            EnvironmentProblem: a write failed.
         """
         try:
             self.flush()
@@ -205,7 +205,7 @@ class PendingWrites:
 
     @property
     def waiting(self) -> list[str]:
-        """What waits."""
+        """Names of the pending writes, oldest first."""
         return [what for what, _, _ in self._waiting]
 
     def _refused(self, error: OSError) -> str:
@@ -218,20 +218,20 @@ class PendingWrites:
 
 
 class LineFile:
-    """A file of lines, each of which is there whole or not at all.
+    """A file of lines to which each line is appended as a whole or not at all.
 
     Args:
-        path: of a file that is appended to.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
 
     def append(self, line: str) -> None:
-        """Write a line at the end; when that fails the file is as it was.
+        """Append a line; if that fails, restore the file's length.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the line cannot be written.
         """
         data = line.encode() + b"\n"
         end = os.fstat(self._file.fileno()).st_size
@@ -239,19 +239,20 @@ class LineFile:
             self._write(data[: len(data) // 2])
             faults.point("metrics.half_written")
             self._write(data[len(data) // 2 :])
-        except BaseException:  # a stop by the keyboard too: the line is tried again at the end
+        except BaseException:  # KeyboardInterrupt, too: the line is written again at the end
             self._file.truncate(end)
             raise
 
     def _write(self, data: bytes) -> None:
-        while data:  # a disk that is nearly full takes some of it
+        while data:  # a nearly full disk takes only a part
             data = data[self._file.write(data) or 0 :]
 
     def sync(self) -> None:
-        """Bring it to the disk."""
+        """Flush the file to the disk (fsync)."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

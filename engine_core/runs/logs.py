@@ -1,9 +1,9 @@
-"""What a run says: log lines on stderr and in files, and the progress display.
+"""Log lines of a run on stderr and in files, and its progress display.
 
 ``logs/attempt_N/rank_R.log`` has every line of one rank, rotates at 20 MiB and keeps three old files. ``LOG_LEVEL``
-(default INFO) sets what it and stderr receive. Every line passes the redactor.
+(default INFO) sets the level of both the file and stderr. Secrets are removed from every line.
 
-Progress is a live display on a terminal and a line a step elsewhere, both on stderr: results belong to stdout.
+Progress is a live display on a terminal, else one line per step. Both go to stderr, because results go to stdout.
 ``NO_COLOR`` is obeyed. Log lines appear above the live display.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine_core.runs.tracking import RunFolder
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-LOGGERS = ("engine", "engine_core")  # the run's own notes, and those of modules named after themselves
+LOGGERS = ("engine", "engine_core")  # the run's messages, and loggers named after a module
 MAX_BYTES, OLD_FILES = 20 * 1024**2, 3
 FILE_ONLY = {"file_only": True}
 """``extra=`` of what belongs into the file alone."""
@@ -45,14 +45,14 @@ _FILE_FORMAT = "%(asctime)s %(levelname)-7s rank %(rank)d  %(name)s: %(message)s
 def setup_logging(run: RunFolder, rank: int = 0) -> contextlib.ExitStack:
     """Send the loggers ``engine`` and ``engine_core`` to stderr and to this rank's file; record uncaught exceptions.
 
-    Ranks other than 0 show only warnings on stderr. Called again, it replaces what it set up
-    before, so one process may run several trainings after another.
+    Ranks other than 0 show only warnings on stderr. A further call replaces the set-up of the previous one, so
+    one process may run several trainings in sequence.
 
     Returns:
-        A context whose end undoes it (``close_logging``); it need not be entered.
+        A context whose end calls ``close_logging``; it need not be entered.
 
     Raises:
-        ConfigError: ``LOG_LEVEL`` names no level.
+        ConfigError: ``LOG_LEVEL`` is not a log level.
     """
     level = os.environ.get("LOG_LEVEL", "").upper() or "INFO"
     if level not in LEVELS:
@@ -79,7 +79,7 @@ def setup_logging(run: RunFolder, rank: int = 0) -> contextlib.ExitStack:
 
 
 def close_logging() -> None:
-    """Close the file and undo what ``setup_logging`` did; nothing to undo is no error."""
+    """Close the log file and undo ``setup_logging``; do nothing if logging is not set up."""
     for logger in map(logging.getLogger, LOGGERS):
         for handler in [h for h in logger.handlers if isinstance(h.formatter, _Formatter)]:
             logger.removeHandler(handler)
@@ -98,9 +98,10 @@ def _log_uncaught(
 
 
 class _Console(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is now: a live display replaces it and prints lines above itself."""
+    """A handler that looks up ``sys.stderr`` at each line: a live display replaces it to print lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print the record, unless it is only for the file."""
         if getattr(record, "file_only", False):
             return
         try:
@@ -115,11 +116,12 @@ class _Formatter(logging.Formatter):
         self._redact, self._rank = redact, rank
 
     def format(self, record: logging.LogRecord) -> str:
+        """Add the rank to the record; return its line without secrets."""
         record.rank = self._rank
         return self._redact(super().format(record))
 
 
-PHASES = {  # name in metrics -> as shown, colour
+PHASES = {  # name in metrics -> displayed name, color
     "generate": ("gen", "cyan"),
     "reward": ("reward", "yellow"),
     "log_probs": ("logp", "blue"),
@@ -130,9 +132,9 @@ PHASES = {  # name in metrics -> as shown, colour
 }
 ACCURACY = re.compile(r"eval/(?:([^/]+)/)?accuracy")
 BLOCKS = "▁▂▃▄▅▆▇█"
-HISTORY = 40  # steps in the little curve
+HISTORY = 40  # steps in the sparkline
 
-# label, metric names of which the first present one is shown, format
+# label, metric names (the first one present is shown), format
 FIGURES = (
     ("reward", ("reward/mean",), "{:.3f}"),
     ("loss", ("actor/loss",), "{:.4f}"),
@@ -144,10 +146,10 @@ FIGURES = (
 
 
 class Progress:
-    """Shows a run's progress; a context manager, or ``close()`` at the end.
+    """A display of a run's progress: a context manager, or call ``close`` at the end.
 
     Args:
-        total_steps: the step after which the run ends.
+        total_steps: the last step of the run.
         done: steps done before this attempt.
         title: name of the run, shown on a terminal.
         stream: where to write; default: ``sys.stderr``.
@@ -173,7 +175,7 @@ class Progress:
             self._live.start()
 
     def phase(self, name: str) -> None:
-        """Say what is going on now."""
+        """Set the name of the current phase."""
         self._now = name
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -189,13 +191,13 @@ class Progress:
 
     @property
     def eta(self) -> float | None:
-        """Seconds to the end at the pace of the last steps; None before the first."""
+        """Estimated seconds to the end at the pace of the last 20 steps; None before the first step."""
         if not self._seconds:
             return None
         return statistics.fmean(self._seconds) * max(0, self.total - self.current)
 
     def close(self) -> None:
-        """Leave the last state on the screen. May be called again."""
+        """End the display and leave its last state on the screen; safe to call twice."""
         self._now = "finished" if self.current >= self.total else f"stopped after step {self.current}"
         if self._live is not None:
             self._live.stop()
@@ -208,7 +210,7 @@ class Progress:
         self.close()
 
     def __rich__(self) -> RenderableType:
-        """The live display: progress, figures, phase times, what is going on."""
+        """Return the live display: progress, figures, phase times, current phase."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -232,7 +234,7 @@ class Progress:
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The figures of a step that are there, as (label, text); the loss only where there is no reward."""
+    """Return the figures found in a step's metrics, as (label, text); the loss only if there is no reward."""
     shown = []
     for label, names, form in FIGURES:
         name = next((name for name in names if name in metrics), None)
@@ -248,19 +250,19 @@ def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def half_width(metrics: Mapping[str, float], name: str) -> float | None:
-    """Half the 95% interval of a metric; None where it has none."""
+    """Return half the width of a metric's 95% interval; None if it has no interval."""
     bounds = [metrics.get(f"{name}_{end}") for end in ("low", "high")]
     return None if None in bounds else (bounds[1] - bounds[0]) / 2  # type: ignore[operator]
 
 
 def with_interval(metrics: Mapping[str, float], name: str, form: str = "{:.6g}") -> str:
-    """``0.83 ± 0.04``; a metric without an interval as ``form`` says."""
+    """Return a metric as ``0.83 ± 0.04``, or formatted with ``form`` if it has no interval."""
     half = half_width(metrics, name)
     return form.format(metrics[name]) if half is None else f"{metrics[name]:.2f} ± {half:.2f}"
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | None) -> str:
-    """One step in one line: ``step 12/100  reward 0.412  kl 0.001  ...  gen 0.8s train 0.5s  ETA 1m20s``."""
+    """Return one step as a line: ``step 12/100  reward 0.412  kl 0.001  ...  gen 0.8s train 0.5s  ETA 1m20s``."""
     times = [f"{name} {seconds:.1f}s" for name, seconds, _ in _phase_times(metrics) if seconds >= 0.05]
     parts = (
         f"step {step:>{len(str(total))}}/{total}",
@@ -272,7 +274,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | 
 
 
 def clock(seconds: float) -> str:
-    """``8s``, ``1m20s``, ``2h05m``, ``3d04h``."""
+    """Return a duration as text: ``8s``, ``1m20s``, ``2h05m``, ``3d04h``."""
     whole = round(seconds)
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:
@@ -283,7 +285,7 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """A curve of block characters from the smallest value to the largest."""
+    """Return a curve of block characters, scaled from the smallest to the largest finite value."""
     finite = [value for value in values if math.isfinite(value)]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
     top = len(BLOCKS) - 1
@@ -293,7 +295,7 @@ def sparkline(values: list[float]) -> str:
 def phase_bar(
     metrics: Mapping[str, float], now: str, no_color: bool = False, width: int = 40
 ) -> RenderableType:
-    """The phases of the last step as one bar with its legend, and the phase of the moment."""
+    """Return the phases of the last step as a bar with its legend, and the current phase."""
     from rich.text import Text
 
     times = _phase_times(metrics)
@@ -308,6 +310,6 @@ def phase_bar(
 
 
 def _phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """(phase as shown, seconds, colour) of a step, in the order of the loop."""
+    """Return (displayed name, seconds, color) of each phase of a step, in the order of ``PHASES``."""
     found = ((name, metrics.get(f"time/{phase}"), color) for phase, (name, color) in PHASES.items())
     return [(name, seconds, color) for name, seconds, color in found if seconds is not None]

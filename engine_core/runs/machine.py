@@ -1,7 +1,7 @@
-"""The machine under a run: checks at the start, what ``env.json`` says of it, memory as metrics.
+"""The machine of a run: checks at the start, the content of ``env.json``, memory metrics.
 
-Each check returns None or a sentence that names the thing and says what to do. None of them stops
-a run: a small shared memory is fatal to one set-up and of no interest to another.
+Each check returns None or a sentence that names the problem and the fix. No check stops
+a run: a small shared memory is fatal to one set-up and irrelevant to another.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ NETWORK_FILE_SYSTEMS = re.compile(
 
 
 def check_start(run_path: Path) -> list[str]:
-    """Raise the limit of open files, look at shared memory and at the disk of the run folder; a sentence a problem."""
+    """Raise the limit of open files; check shared memory and the run folder's disk. Return a sentence per problem."""
     checks = raise_open_file_limit(), check_shared_memory(), check_file_system(run_path), check_disk(run_path)
     return [problem for problem in checks if problem]
 
 
 def raise_open_file_limit() -> str | None:
-    """Set this process's soft limit of open files to the hard one; a sentence where that is low too."""
+    """Set this process's soft limit of open files to the hard limit; return a sentence if that is low, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The hard limit of macOS reads as infinite, and setting that is refused.
+    # macOS reports an infinite hard limit, but refuses to set it.
     limit = max(soft, min(hard, 10240)) if sys.platform == "darwin" else hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit == resource.RLIM_INFINITY or limit >= ENOUGH_FILES:
@@ -74,7 +74,7 @@ def raise_open_file_limit() -> str | None:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm"), need: int = MIN_SHARED_MEMORY) -> str | None:
-    """A sentence where ``/dev/shm`` is smaller than ``need`` bytes; macOS has none and needs none."""
+    """Return a sentence if ``/dev/shm`` is smaller than ``need`` bytes; macOS does not have or need it."""
     if not path.is_dir():
         return None
     size = shutil.disk_usage(path).total
@@ -87,7 +87,7 @@ def check_shared_memory(path: Path = Path("/dev/shm"), need: int = MIN_SHARED_ME
 
 
 def check_file_system(path: Path) -> str | None:
-    """A sentence where ``path``, which need not exist, lies on a network file system."""
+    """Return a sentence if ``path``, which need not exist, is on a network file system."""
     below = [
         mount
         for mount in psutil.disk_partitions(all=True)
@@ -103,7 +103,7 @@ def check_file_system(path: Path) -> str | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: those that it is bound to, and the share that its control group has."""
+    """Return the number of cores that this process may use, limited by its CPU affinity and its control group."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -113,7 +113,7 @@ def usable_cores() -> int:
 
 
 def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
-    """A sentence where less than ``need`` bytes are free on the disk of ``path``."""
+    """Return a sentence if less than ``need`` bytes are free on the disk of ``path``."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if free >= need:
@@ -125,7 +125,7 @@ def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
 
 
 def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
-    """What the run depends on besides its config: the content of ``env.json``."""
+    """Return the content of ``env.json``: what the run depends on in addition to its config."""
     named = [*files_of(config.data.train), *files_of(config.data.validation)]
     source = plugins.find("data_sources", config.data.source) if plugins and config.data.source else None
     about = {key: getattr(source, key, "") for key in ("license", "revision", "url")}
@@ -154,9 +154,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of the project around the working directory and whether files differ from it; None without git."""
+    """Return the commit of the working directory's project and the number of changed files; None without git."""
 
     def git(*arguments: str) -> str:
+        """Return the output of a git command."""
         return subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
         ).stdout
@@ -176,16 +177,16 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Memory of this process and of its accelerator now, in GiB.
+    """Return the memory of this process and of its accelerator now, in GiB.
 
     Returns:
         ``memory/rss_gib``; with an accelerator also ``memory/allocated_gib``, ``memory/reserved_gib``
-        and ``memory/peak_gib`` (allocated, since the process began). torch is not imported for it.
+        and ``memory/peak_gib`` (allocated, since the process began). This function does not import torch.
     """
     metrics = {"memory/rss_gib": psutil.Process().memory_info().rss / GIB}
     torch = sys.modules.get("torch")
     if torch is not None and torch.accelerator.is_available():
-        # An accelerator whose allocator keeps no statistics (MPS) has no more to say.
+        # The allocator of some accelerators (MPS) keeps no statistics.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             metrics["memory/allocated_gib"] = torch.accelerator.memory_allocated() / GIB
             metrics["memory/reserved_gib"] = torch.accelerator.memory_reserved() / GIB

@@ -1,16 +1,16 @@
-"""Rollouts on disk: one Parquet file a step, one row a rollout.
+"""Rollouts on disk: one Parquet file per step, one row per rollout.
 
 Columns: ``step``, ``request_id``, ``prompt_id``, ``group_id``, ``index``, ``prompt``, ``response`` (texts),
 ``prompt_ids``, ``token_ids``, ``loss_mask``, ``rollout_log_probs``, ``policy_versions`` (lists),
-``finish_reason``, ``reward``, ``rewards`` (map of name to value, null where it did not apply),
+``finish_reason``, ``reward``, ``rewards`` (map of name to value, null if the reward does not apply),
 ``answers`` (map of reward to the answer that it read), ``greedy_reward``, ``valid``, ``failure`` (of an
-episode), ``messages`` (of an episode: what came after the prompt, JSON), ``columns`` (the row of the data,
-JSON) and ``extras`` (tensors by name, as a safetensors file). Any Parquet reader shows them;
-``read_rollouts`` rebuilds what ``write_rollouts`` was given.
+episode), ``messages`` (of an episode: the messages after the prompt, JSON), ``columns`` (the row of the data,
+JSON) and ``extras`` (tensors by name, as a safetensors file). Any Parquet reader can display them;
+``read_rollouts`` returns the rollouts that ``write_rollouts`` wrote.
 
-The key ``engine.rollouts`` of the file's metadata holds JSON: ``format`` (``FORMAT``) and what all rows have
-in common, such as ``tokenizer`` (hash) and ``temperature``. Format 1 had neither the key nor
-``greedy_reward``, format 2 neither ``failure`` nor ``messages`` nor ``answers``; both are still read.
+The key ``engine.rollouts`` of the file's metadata holds JSON: ``format`` (``FORMAT``) and the values that all rows
+share, such as ``tokenizer`` (hash) and ``temperature``. Format 1 has neither the key nor ``greedy_reward``, formats
+1 and 2 have none of ``failure``, ``messages`` and ``answers``; both can still be read.
 """
 
 from __future__ import annotations
@@ -59,24 +59,26 @@ SINCE = {"greedy_reward": 2, "failure": 3, "messages": 3, "answers": 3}
 
 
 def rollout_path(folder: Path, step: int) -> Path:
-    """The file of one step in a folder of rollouts."""
+    """Return the file of one step in a folder of rollouts."""
     return folder / f"step_{step:06d}.parquet"
 
 
 def write_rollouts(
     run: RunFolder | Path, step: int, rollouts: Sequence[Rollout], about: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write rollouts whole or not at all; a file of the same name is replaced.
+    """Write a file of rollouts atomically; a file of the same name is replaced.
 
     Args:
         run: a run, a folder of rollouts, or the file itself (``.parquet``).
         step: the step they belong to.
-        rollouts: any number of them, none included.
-        about: what all of them have in common, plain values: ``tokenizer`` (its hash), ``temperature``,
-            ``top_p``, ``top_k``.
+        rollouts: any number of rollouts, also none.
+        about: plain values that all of them share: ``tokenizer`` (its hash), ``temperature``, ``top_p``, ``top_k``.
 
     Returns:
         The file.
+
+    Raises:
+        OSError: the file cannot be written. An older file is unchanged.
     """
     import pyarrow.parquet as pq
 
@@ -101,19 +103,19 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Read a file that ``write_rollouts`` wrote.
 
     Raises:
-        DataError: the file is absent, is no Parquet, lacks a column or is of a later version.
+        DataError: the file is missing, is not Parquet, lacks a column or has a later format.
     """
     return RolloutFile(path).rollouts()
 
 
 class RolloutFile:
-    """A file of rollouts, of which any rows can be read.
+    """A file of rollouts with access to any of its rows.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        DataError: the file is absent, is no Parquet, lacks a column or is of a later version.
+        DataError: the file is missing, is not Parquet, lacks a column or has a later format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,14 +151,14 @@ class RolloutFile:
         return self._starts[-1]
 
     def table(self, columns: Sequence[str]) -> pa.Table:
-        """Some columns of all rows."""
+        """Return these columns of all rows."""
         return self._read(range(self._file.num_row_groups), columns)
 
     def rollouts(self, rows: Sequence[int] | None = None) -> list[Rollout]:
-        """The rollouts of these rows, in that order; default: all.
+        """Return the rollouts of these rows, in that order; default: all.
 
         Raises:
-            DataError: a value is not what ``write_rollouts`` writes.
+            DataError: a value has another form than ``write_rollouts`` writes.
         """
         import pyarrow as pa
         from safetensors import SafetensorError
@@ -242,7 +244,7 @@ def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
 
 
 def _rollouts(table: pa.Table) -> list[Rollout]:
-    """The rows of a table of our columns; tokens do not become Python numbers on the way."""
+    """Return the rows of a table as rollouts; token columns are not converted to Python numbers."""
     import torch
     from safetensors.torch import load
 

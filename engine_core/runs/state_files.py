@@ -22,10 +22,14 @@ FORMAT = 1
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file.
+    """Write tensors to one safetensors file.
+
+    Args:
+        path: the file.
+        tensors: by name, each of any shape ``[D1, ..., Dn]`` and on any device.
 
     Raises:
-        OSError: it cannot be written; a part of it may be there.
+        OSError: the file cannot be written; a part of it may exist.
     """
     try:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
@@ -34,10 +38,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, on the CPU.
+    """Return the tensors of one file by name, on the CPU, with the shapes ``[D1, ..., Dn]`` that were saved.
 
     Raises:
-        DataError: it is missing, or no safetensors file.
+        DataError: the file is missing or is not a safetensors file.
     """
     if not path.is_file():
         raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
@@ -48,15 +52,15 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Plain values only; anything else is an error."""
+    """Write plain values to a JSON file; a value that is not plain raises ``TypeError``."""
     path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """What ``save_json`` wrote.
+    """Return the values that ``save_json`` wrote.
 
     Raises:
-        DataError: it is missing, or something else.
+        DataError: the file is missing or holds no JSON object.
     """
     if not path.is_file():
         raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
@@ -71,7 +75,11 @@ def load_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Within it values of a file are taken up; those of another form are a ``DataError`` that names the file."""
+    """Wrap code that reads values of a file.
+
+    Raises:
+        DataError: a value has another form than this version reads; names the file.
+    """
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

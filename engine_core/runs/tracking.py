@@ -1,4 +1,4 @@
-"""The run folder, and what is written about a run while it goes.
+"""The run folder, and the metrics and trackers of a run.
 
     runs/latest -> math-20260102-030405
     runs/math-20260102-030405/
@@ -7,10 +7,10 @@
       metrics.jsonl           one line a step, always, written before the step counts as done
       rollouts/step_000012.parquet       checkpoints/       logs/attempt_0/rank_0.log       report.html
 
-A run folder is never shared and never overwritten. A resumed run goes on in its folder: what was
-written after the checkpoint is dropped first, so every step stands there once.
+A run folder is never shared and never overwritten. A resumed run continues in its folder: records of steps
+after the checkpoint are dropped first, so each step is recorded once.
 
-Left out on purpose: reading anything back into training; state belongs to the checkpoint.
+Left out on purpose: reading records back into training; state belongs in the checkpoint.
 """
 
 from __future__ import annotations
@@ -58,43 +58,44 @@ logger = logging.getLogger("engine")
 
 
 class RunFolder:
-    """One run on disk: made by ``create``, found and continued by ``open``, locked until ``close``."""
+    """A run on disk: ``create`` makes a new one, ``open`` finds an existing one, ``close`` unlocks it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.redactor = Redactor.of()  # removes secrets from what is written
-        self.attempt = 0  # starts of this run before this one
-        self.start_step = 0  # the step this attempt went on from
+        self.attempt = 0  # number of this attempt, from 0
+        self.start_step = 0  # the step that this attempt resumed from
         self.metrics_file = path / "metrics.jsonl"
         self.rollouts_dir = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.logs_dir = path / "logs"
-        self.pending = PendingWrites()  # what a full disk refused
+        self.pending = PendingWrites()  # writes that failed on a full disk
         self._lock_file: TextIO | None = None
 
     @property
     def attempt_dir(self) -> Path:
-        """Logs of this attempt."""
+        """Folder of this attempt's logs."""
         return self.logs_dir / f"attempt_{self.attempt}"
 
     @classmethod
     def create(cls, config: EngineConfig, plugins: PluginSet | None = None) -> RunFolder:
         """Make a new run folder where ``[run]`` says and describe the run in it.
 
-        The default name is that of the TOML with date and time, and is new even twice in a second. A folder that a start
-        has left in which nothing was trained is taken over as it is: its log stays, this attempt has the next number.
+        The default name is the name of the TOML file with date and time, with a suffix if two runs start in the same
+        second. The folder of a failed start in which nothing was trained is reused: its log stays, and this attempt
+        gets the next number.
 
         Raises:
-            ConfigError: the name exists already or is no folder name. Nothing was written.
-            EnvironmentProblem: the folder cannot be made, or another process works in it.
+            ConfigError: the name exists already or is not a folder name. Nothing was written.
+            EnvironmentProblem: the folder cannot be created, or another process uses it.
         """
         path, new = folder_for(config)
         run = cls(path)
         try:
             locked = run._lock()
-        except OSError as error:  # of another user, who lets others read it
+        except OSError as error:  # the folder of another user, which is only readable
             raise exists_already(path) from error
-        if not new and not (locked and is_unused(path)):  # somebody may have begun to work in it
+        if not new and not (locked and is_unused(path)):  # another process may use it by now
             run.close()
             raise exists_already(path)
         run.attempt = run._next_attempt()
@@ -111,14 +112,14 @@ class RunFolder:
         path: str | Path,
         runs: str | Path = "runs",
     ) -> RunFolder:
-        """A run that exists: its path, its name below ``runs``, or ``latest``.
+        """Return an existing run.
 
         Args:
-            path: which run.
+            path: path of the run, its name below ``runs``, or ``latest``.
             runs: folder of run folders.
 
         Raises:
-            DataError: there is no such run.
+            DataError: the run does not exist.
         """
         candidates = [Path(path), Path(runs) / path]
         found = [folder for folder in candidates if (folder / "config.resolved.toml").is_file()]
@@ -133,16 +134,16 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The config that the run goes on with: that of its newest attempt that came to training."""
+        """Config file that a resume starts from: that of the newest attempt that began training."""
         name = "config.resolved.toml"
         described = [self.logs_dir / f"attempt_{number}" / name for number in reversed(self._attempts())]
         return next(filter(Path.is_file, described), self.path / name)
 
     def claim(self, step: int) -> None:
-        """Begin a new attempt, which goes on from ``step``: locked, with a log folder of its own.
+        """Begin a new attempt that resumes from ``step``: lock the folder and make a log folder.
 
         Raises:
-            EnvironmentProblem: another process works on it. Nothing was changed.
+            EnvironmentProblem: another process uses the folder. Nothing was changed.
         """
         self._lock()
         self.attempt, self.start_step = self._next_attempt(), step
@@ -152,19 +153,19 @@ class RunFolder:
         return max(self._attempts(), default=-1) + 1
 
     def _attempts(self) -> list[int]:
-        """Numbers of those that have a log folder, in order; what somebody else has put there is none."""
+        """Return the numbers of the attempts that have a log folder, in order; other folders are ignored."""
         found = (ATTEMPT.fullmatch(folder.name) for folder in self.logs_dir.glob("attempt_*"))
         return sorted(int(match[1]) for match in found if match)
 
     def rewind(
         self, step: int, config: EngineConfig, plugins: PluginSet | None = None, unfinished: bool = False
     ) -> None:
-        """Drop the metrics and rollouts of later steps, since those are done again, and describe the attempt.
+        """Drop the metrics and rollouts of later steps, which will be repeated, and describe the attempt.
 
         Args:
-            step: of the checkpoint that the attempt goes on from.
-            config, plugins: what the attempt runs with, written to its log folder; the first stays.
-            unfinished: the metrics of ``step`` itself are written again.
+            step: step of the checkpoint that the attempt resumes from.
+            config, plugins: of this attempt, described in its log folder; the first attempt's description stays.
+            unfinished: whether to drop the metrics of ``step`` itself, too, because they will be written again.
         """
         last = step - unfinished
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= last]
@@ -178,7 +179,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Claim the folder for a while; an ``EnvironmentProblem`` where another process works on it."""
+        """Lock the folder for the duration of a block.
+
+        Raises:
+            EnvironmentProblem: another process uses the folder.
+        """
         self._lock()
         try:
             yield
@@ -187,7 +192,7 @@ class RunFolder:
 
     @property
     def in_use(self) -> bool:
-        """Whether a process works on it, as far as the file system tells; where that has no locks, it may be."""
+        """Whether a process uses the folder; also True if the file system has no locks and this is unknown."""
         try:
             with (self.path / ".lock").open(encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -198,7 +203,11 @@ class RunFolder:
         return False
 
     def _lock(self) -> bool:
-        """Claim the folder until ``close`` or the end of the process, however it ends; False where there are no locks."""
+        """Lock the folder until ``close`` or the end of the process; return False if the file system has no locks.
+
+        Raises:
+            EnvironmentProblem: another process holds the lock.
+        """
         locked = True
         self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
         try:
@@ -220,17 +229,17 @@ class RunFolder:
         return locked
 
     def close(self) -> None:
-        """Let other processes resume this run."""
+        """Unlock the folder, so that other processes can resume the run."""
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
 
     def rollout_file(self, step: int) -> Path:
-        """Where the rollouts of ``step`` are written."""
+        """Return the file of the rollouts of ``step``."""
         return rollout_path(self.rollouts_dir, step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; one that a crash cut off, or a loss of power left garbled, is left out."""
+        """Return the lines of ``metrics.jsonl``, without lines that a crash has cut off or damaged."""
         if not self.metrics_file.is_file():
             logger.warning("%s is missing: the metrics of the steps so far are lost.", self.metrics_file)
             return []
@@ -241,11 +250,11 @@ class RunFolder:
         return [line for line in found if line is not None]
 
     def metrics_of(self, step: int) -> dict[str, Any]:
-        """The line of one step; empty where it has none."""
+        """Return the metrics line of one step; {} if it has none."""
         return next((line for line in self.read_metrics() if line["step"] == step), {})
 
     def _describe(self, folder: Path, config: EngineConfig, plugins: PluginSet | None) -> None:
-        """Write what was asked for, where each key came from, and what the run depends on besides."""
+        """Write the config, the origin of each key, and the environment of the run."""
         self.redactor = Redactor.of(as_data(config))
         where = {key: origin for key, _, origin in origins(config)}
         environment = describe_environment(config, plugins)
@@ -257,7 +266,7 @@ class RunFolder:
             replace_text(folder / name, self.redactor(text))
 
     def _become_latest(self) -> None:
-        """Make ``latest`` beside the folder a link to it, in one rename; what is there and no link stays."""
+        """Point the link ``latest`` next to the folder to it, in one rename; leave a ``latest`` that is not a link."""
         latest, link = self.path.with_name("latest"), self.path.with_name(f".latest-{os.getpid()}")
         if latest.exists() and not latest.is_symlink():
             logger.warning("%s is no link, and was left alone: 'latest' does not mean this run.", latest)
@@ -271,39 +280,44 @@ class RunFolder:
 
 
 class Tracker:
-    """Base of trackers: where metrics go besides ``metrics.jsonl``.
+    """The base class of trackers, which receive metrics in addition to ``metrics.jsonl``.
 
-    Each tracker lives in a thread of its own and may take its time: a slow one loses steps, a
-    failing one is switched off, and training notices neither. Example::
+    Each tracker runs in its own thread and does not delay training: a slow tracker misses steps, a
+    failing one is switched off. Example::
 
         class Printer(Tracker):
             def log(self, step, metrics):
                 print(step, metrics["reward/mean"])
 
     Args:
-        options: the tracker's table ``[tracking.NAME]``. The constructor runs in the controller and
-            may refuse a set-up that cannot work by an ``EngineError``.
+        options: the tracker's table ``[tracking.NAME]``. The constructor runs in the controller; it may raise an
+            ``EngineError`` to refuse a set-up that cannot work.
     """
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
     def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
-        """Open what is needed. ``config`` is plain values without secrets; ``run.start_step`` is 0 or the resumed step."""
+        """Open what the tracker needs.
+
+        Args:
+            run: the run folder; ``run.start_step`` is 0 or the step that the run resumed from.
+            config: plain values without secrets.
+        """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take one step's metrics; only finite numbers arrive here."""
+        """Record one step's metrics, which are finite numbers; an error that this raises switches the tracker off."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is still buffered and release resources."""
 
 
 class _Feeder(threading.Thread):
-    """Feeds one tracker.
+    """A thread that feeds one tracker.
 
     consumes: its queue of at most ``size`` steps; waits for: the next step; unblocked by: ``offer``
-    or ``end``; produces: calls of the tracker, one after another. A daemon, so a stalled one cannot
+    or ``end``; produces: calls of the tracker, one after another. It is a daemon, so a stalled tracker cannot
     keep the process alive.
     """
 
@@ -312,18 +326,18 @@ class _Feeder(threading.Thread):
         self.label, self.tracker, self._begin, self._size = name, tracker, begin, size
         self.failed = False
         self.dropped = 0  # steps not queued
-        self._offered = 0  # written by the training thread alone
-        self._taken = 0  # steps that the tracker took without an error; written by this thread alone
+        self._offered = 0  # only written by the training thread
+        self._taken = 0  # steps that the tracker logged without an error; only written by this thread
         self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
 
     @property
     def pending(self) -> int:
-        """Steps that it was offered and has not taken."""
+        """Number of steps that were offered and that the tracker has not logged."""
         return self._offered - self._taken
 
     @property
     def missed(self) -> int:
-        """Steps that are lost to this tracker by now: dropped, or queued when it failed."""
+        """Number of steps that this tracker missed so far: dropped, or queued when it failed."""
         return self.pending if self.failed else self.dropped
 
     def offer(self, step: int, metrics: dict[str, float]) -> None:
@@ -335,17 +349,18 @@ class _Feeder(threading.Thread):
             self._queue.put((step, metrics))
 
     def end(self) -> None:
-        """Let it finish what is queued and close."""
+        """Ask the thread to finish the queue and close the tracker."""
         self._queue.put(None)
 
     def run(self) -> None:
+        """Start the tracker, log queued steps, close it; an error switches it off."""
         try:
             self._begin()
             while (item := self._queue.get()) is not None:
                 self.tracker.log(*item)
                 self._taken += 1
             self.tracker.close()
-        except BaseException as error:  # a library may also end its thread by SystemExit
+        except BaseException as error:  # some libraries raise SystemExit in their thread
             self.failed = True
             logger.error("Tracker '%s' failed.", self.label, exc_info=True, extra=FILE_ONLY)
             logger.error(
@@ -355,13 +370,13 @@ class _Feeder(threading.Thread):
 
 
 class TrackerHub:
-    """Sends each step's metrics to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` in their own time.
+    """A dispatcher of each step's metrics, to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` by queues.
 
-    When ``queue_size`` steps wait for a slow tracker, further ones are dropped for it. Nothing is opened
+    If ``queue_size`` steps are queued for a slow tracker, it misses further steps. Nothing is opened
     before ``start``.
 
     Raises:
-        EngineError: a tracker refuses its set-up, before any step.
+        EngineError: a tracker refuses its set-up.
     """
 
     def __init__(
@@ -378,13 +393,13 @@ class TrackerHub:
             self._feeders.append(_Feeder(name, tracker, begin, queue_size))
 
     def start(self) -> None:
-        """Open ``metrics.jsonl`` and the trackers, once the run folder is as the attempt begins it."""
+        """Open ``metrics.jsonl`` and start the trackers; call this once the run folder is ready for the attempt."""
         self._file = LineFile(self._path)
         for feeder in self._feeders:
             feeder.start()
 
     def counters(self) -> dict[str, float]:
-        """``tracking/dropped`` (steps that some tracker missed) and ``tracking/failed`` (trackers off), where not 0."""
+        """Return ``tracking/dropped`` (steps that trackers missed) and ``tracking/failed`` (trackers off), if not 0."""
         counts = {
             "tracking/dropped": sum(feeder.missed for feeder in self._feeders),
             "tracking/failed": sum(feeder.failed for feeder in self._feeders),
@@ -392,12 +407,12 @@ class TrackerHub:
         return {name: count for name, count in counts.items() if count}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one line ``{"step": ..., "time": seconds since 1970, ...metrics}`` and pass it on.
+        """Write one line ``{"step": ..., "time": seconds since 1970, ...metrics}`` and queue it for the trackers.
 
-        JSON has no NaN: a value that is not finite is written as ``null``, is left out for the
+        JSON has no NaN: a value that is not finite is written as ``null``, is not sent to the
         trackers, and is counted in ``tracking/non_finite``.
 
-        A line that cannot be written waits, see ``folders.PendingWrites``.
+        A line that cannot be written stays pending; see ``folders.PendingWrites``.
 
         Raises:
             TypeError: a metric is not a number. Nothing was written.
@@ -414,13 +429,13 @@ class TrackerHub:
             feeder.offer(step, finite)
 
     def sync(self) -> None:
-        """Write what waits and bring ``metrics.jsonl`` to the disk, so that no checkpoint outlives its metrics."""
+        """Do the pending writes and flush ``metrics.jsonl`` to the disk; call this before each checkpoint."""
         if self._file is not None:
             self._pending.flush()
             self._file.sync()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Give the trackers ``timeout`` seconds together to finish; what they missed is logged."""
+        """Close the trackers, which have ``timeout`` seconds together to finish; log the steps that they missed."""
         if self._file is None:
             return
         try:
@@ -441,7 +456,7 @@ class TrackerHub:
 
 
 def _metrics_line(text: str) -> dict[str, Any] | None:
-    """One line of ``metrics.jsonl``; None where it is none."""
+    """Parse one line of ``metrics.jsonl``; return None if it is damaged."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a run asks of its engines beyond sampling and training: the support of cut distributions, responses stopped early."""
+"""Checks of optional engine capabilities that a run needs: replayed support, LoRA adapters, responses stopped early."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ log = logging.getLogger("engine")
 
 
 def replays_support(run: SampledRun) -> bool:
-    """What `algorithm.correction.support` comes to in this run; said where it is not what one would expect.
+    """Return whether the run replays the support of cut distributions (`algorithm.correction.support`).
+
+    Logs a warning if ``auto`` comes to False although sampling options cut the distribution.
 
     Raises:
-        ConfigError: ``replay`` is asked for, and an engine of the run cannot do it.
+        ConfigError: ``replay`` is set, and an engine of the run lacks the capability.
     """
     config, wanted = run.config, run.config.algorithm.correction.support
     if wanted == "off":
@@ -45,13 +47,13 @@ def replays_support(run: SampledRun) -> bool:
 
 
 def cutting_keys(config: EngineConfig) -> str:
-    """The keys that cut the distribution in some step; empty where none does."""
+    """Return the keys that cut the distribution in some step, as text; "" if none does."""
     cutting = {name for step in boundaries(config) for name in config_at(config, step).rollout.cutting}
     return " and ".join(f"rollout.{name}" for name in CUTTING if name in cutting)
 
 
 def _lacking(run: SampledRun) -> str:
-    """The first engine of the run that cannot; empty where all can. Stored rollouts have a support or have none."""
+    """Return the key of the first engine that lacks ``support``; "" if none does. Stored rollouts have no sampler."""
     config, roles = run.config, run.roles(training=True)
     engines = [("rollout", "rollout_engines", config.rollout.backend)] if run.samples else []
     engines += [
@@ -67,10 +69,10 @@ def _lacking(run: SampledRun) -> str:
 
 
 def check_other_policy(run: SampledRun) -> None:
-    """Refuse to learn, unweighed, from a sampler that is by its options another policy than its weights.
+    """Refuse to learn without importance weights from a sampler whose options make it another policy.
 
     Raises:
-        ConfigError: `algorithm.correction.level` is ``off`` and nothing else takes the gap into account.
+        ConfigError: `algorithm.correction.level` is ``off`` and ``bypass`` is not set.
     """
     config, correction = run.config, run.config.algorithm.correction
     keys = getattr(config.rollout.options, "other_policy", "")
@@ -82,10 +84,10 @@ def check_other_policy(run: SampledRun) -> None:
 
 
 def check_adapter(run: SampledRun) -> None:
-    """Refuse an adapter alone for the sampler where there is none, or one that its base would not carry.
+    """Refuse to send the sampler only an adapter where the run has none, or the sampler's base does not fit it.
 
     Raises:
-        ConfigError: no [actor.lora], or one that trains more than products; another base.
+        ConfigError: no [actor.lora]; DoRA or `modules_to_save`; the actor's base is another model.
     """
     config, lora = run.config, run.config.actor.lora
     if not (run.samples and getattr(config.rollout.options, "adapter", False)):
@@ -109,10 +111,10 @@ def check_adapter(run: SampledRun) -> None:
 
 
 def check_partial(run: SampledRun) -> None:
-    """Refuse keys that stop responses, where the sampler cannot do it.
+    """Refuse options that stop responses early if the sampler cannot stop them.
 
     Raises:
-        ConfigError: its backend has no capability ``partial``.
+        ConfigError: the sampler's backend lacks the capability ``partial``.
     """
     config = run.config.rollout
     if not (run.samples and config.stops_responses):

@@ -1,11 +1,11 @@
-"""Checkpoints of a run: what is saved between two steps, when and how it is written, and how a run resumes from it.
+"""Checkpoints of a run: the state between two steps, when and how it is saved, and how a run resumes from it.
 
-A ``ResumePoint`` is everything between two steps that no worker holds. It is taken when a step is trained and again when
-it is done. Whatever interrupts the next step, the workers' weights are still those of the last point, so that a
-checkpoint of it can be written at any time.
+A ``ResumePoint`` is the state between two steps that no worker holds. It is taken after a step is trained and again
+after the step is finished. While the next step has not updated weights, the workers' weights are those of the last
+point, so a checkpoint of that point can still be written.
 
 A resume finds the newest good checkpoint, refuses what does not fit, then restores. Nothing in the run folder changes
-before the checkpoint was verified, compared and loaded.
+before the checkpoint is verified, compared and loaded.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ log = logging.getLogger("engine")
 class ResumePoint:
     """The controller's state after a step.
 
-    ``unfinished`` holds the metrics of a step that is trained, but not evaluated and written down yet.
+    ``unfinished`` holds the metrics of a step that is trained, but not evaluated and recorded yet.
     """
 
     step: int
     data: dict[str, Any]  # position of the data source
-    trainer: dict[str, Any]  # the trainer's own: rewards' statistics, adaptive coefficients
+    trainer: dict[str, Any]  # the trainer's own state: statistics of rewards, adaptive coefficients
     random: tuple[Any, Any]  # states of Python's and numpy's global generators
     metrics: dict[str, float]  # of the step, for the choice of the best checkpoint
     unfinished: dict[str, float] | None = None
-    files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)  # state that is no JSON
+    files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)  # state that is not JSON
 
     @classmethod
     def take(
         cls, run: TrainingRun, metrics: Mapping[str, float], unfinished: Mapping[str, float] | None = None
     ) -> ResumePoint:
-        """The point where ``run`` stands now; its trained workers note their random states."""
+        """Return the state of ``run`` now; its trained workers note their random states."""
         for name, role in run.roles(training=True).items():
             if role.kind == "train" and role.trainable and name in run.groups:  # not all outside of training
                 run.groups[name].call("mark").result()
@@ -75,7 +75,7 @@ class ResumePoint:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for ``state.json``."""
+        """Return the state as plain values, for ``state.json``."""
         python, (name, keys, *rest) = self.random
         return {
             "data": self.data,
@@ -87,7 +87,7 @@ class ResumePoint:
 
 
 def seed_random(seed: int) -> None:
-    """Seed Python's and numpy's global generators, which rewards and stages of a user may draw from."""
+    """Seed Python's and numpy's global generators, which a user's rewards and stages may use."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
 
@@ -106,11 +106,11 @@ def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-PACKAGES = ("torch", "transformers", "numpy")  # whose versions decide whether a resume is bit for bit
+PACKAGES = ("torch", "transformers", "numpy")  # a resume is bit for bit only with the same versions
 
 
 class Saver:
-    """Writes the checkpoints of one run as ``[checkpoint]`` says.
+    """A writer of the checkpoints of one run, as ``[checkpoint]`` says.
 
     Args:
         run: set up for training, with its run folder.
@@ -126,7 +126,7 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def due(self, step: int, metrics: Mapping[str, float], last: bool) -> bool:
-        """Whether this step is saved: by its number, by the clock, as the best so far, or as the last."""
+        """Return whether to save this step: by its number, by the clock, as the best so far, or as the last."""
         minutes = (time.monotonic() - self._saved_at) / 60
         return (
             bool(self.config.every_steps and step % self.config.every_steps == 0)
@@ -136,17 +136,20 @@ class Saver:
         )
 
     def save(self, point: ResumePoint, must: bool = False) -> Path | None:
-        """Write the checkpoint of ``point``; the workers' weights are those of its step.
+        """Write the checkpoint of ``point``; the workers' weights must be those of its step.
 
-        A save that fails leaves the older checkpoints as they are and is a warning; the next step that
+        A save that fails leaves the older checkpoints as they are and logs a warning; the next step that
         saves tries again.
 
         Args:
-            point: where the run stands.
-            must: there is no next time.
+            point: the state to save.
+            must: whether a failure is an error, because no later save follows.
+
+        Returns:
+            The checkpoint's folder; None if the save failed.
 
         Raises:
-            EnvironmentProblem: that many saves in a row failed (`checkpoint.max_failures`), or this one must not.
+            EnvironmentProblem: the save failed, and ``must`` is set or `checkpoint.max_failures` saves failed in a row.
         """
         self._saved_at = time.monotonic()
         try:
@@ -175,7 +178,7 @@ class Saver:
             write(folder / name)
 
     def _about(self) -> dict[str, Any]:
-        """What a resume compares with: config, tokenizer, roles, plugins, versions."""
+        """Return the values that a resume compares: config, tokenizer, roles, plugins, versions."""
         assert self.run.folder is not None
         return {
             "config": self.run.folder.redactor.tree(as_data(self.run.config)),
@@ -202,7 +205,7 @@ class Saver:
         log.warning("%s%s Training goes on; the next save tries again.", what, kept)
 
     def _room(self) -> str:
-        """Space that a checkpoint took and that is left."""
+        """Return a sentence on the free disk space and the size of the newest checkpoint."""
         folder = self.checkpoints.folder
         free = shutil.disk_usage(folder).free / 1e6
         older = self.checkpoints.steps()
@@ -214,7 +217,7 @@ class Saver:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Return the versions of Python and of ``PACKAGES``."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
@@ -237,12 +240,12 @@ KEYS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Resume:
-    """A verified checkpoint and what it holds.
+    """A verified checkpoint to resume from.
 
     Args:
         path: its folder, below a run's ``checkpoints``.
-        state: of ``state.json``.
-        force: keys whose change since is wanted.
+        state: content of ``state.json``.
+        force: keys that may differ from the checkpoint's config.
     """
 
     path: Path
@@ -251,19 +254,19 @@ class Resume:
 
     @classmethod
     def find(cls, run: Path, strict: bool = False, force: Sequence[str] = ()) -> Resume:
-        """The newest good checkpoint of a run folder.
+        """Return the newest good checkpoint of a run folder.
 
         Raises:
-            DataError: there is none; with ``strict``, the newest one is damaged.
+            DataError: no good checkpoint exists; with ``strict``, the newest one is damaged.
         """
         return cls.at(Checkpoints(Path(run) / "checkpoints").latest(strict), force)
 
     @classmethod
     def at(cls, path: Path, force: Sequence[str] = ()) -> Resume:
-        """A verified checkpoint folder.
+        """Read the state of a verified checkpoint folder.
 
         Raises:
-            DataError: its state is of another version.
+            DataError: another version wrote its state, or a value has the wrong type.
         """
         state = read_state(path)
         if missing := sorted(KEYS.keys() - state.keys()):
@@ -277,16 +280,16 @@ class Resume:
         return cls(path, state, tuple(force))
 
     def claim(self) -> RunFolder:
-        """The run's folder, locked for a new attempt; its metrics and rollouts are as they were."""
+        """Lock the run's folder for a new attempt and return it; its metrics and rollouts are unchanged."""
         folder = RunFolder.open(self.path.parents[1])
         folder.claim(self.state["step"])
         return folder
 
     def compare(self, run: TrainingRun) -> None:
-        """Report what changed since the checkpoint.
+        """Log what changed since the checkpoint.
 
         Raises:
-            ConfigError: something that would not fit changed, and is not forced.
+            ConfigError: a change does not fit the checkpoint and is not in ``force``.
         """
         self._check_backends(run)
         now_data = as_data(run.config)
@@ -307,7 +310,7 @@ class Resume:
             log.log(level, "Changed since %s: %s", self.path.name, difference)
 
     def _movable(self, run: TrainingRun) -> list[str]:
-        """Roles that another engine may go on with: it reads the format of what was saved, or nothing was."""
+        """Return the roles that another engine may take over: it reads the saved format, or nothing was saved."""
         found = []
         for role in set(ROLES) & set(self.state["roles"]):
             spec: Any = run.plugins.find("train_engines", run.config.role(role).backend)
@@ -318,7 +321,11 @@ class Resume:
         return found
 
     def _check_backends(self, run: TrainingRun) -> None:
-        """Refuse an engine that cannot read what another engine saved in the common format."""
+        """Refuse an engine that cannot read what another engine saved.
+
+        Raises:
+            ConfigError: the engine's ``check_checkpoint`` found a problem.
+        """
         for role in sorted(set(ROLES) & set(self.state["roles"])):
             table, now = self.state["config"].get(role), run.config.role(role).backend
             if not isinstance(table, dict) or not isinstance(was := table.get("backend"), str) or was == now:
@@ -333,8 +340,8 @@ class Resume:
         """Set the data to its position, before any model is built.
 
         Raises:
-            ConfigError: the tokenizer is another one, and `model.tokenizer` is not forced; or there is a
-                role now that the checkpoint does not hold.
+            ConfigError: the tokenizer differs, and `model.tokenizer` is not forced; or the checkpoint lacks a role
+                of the run.
             DataError: the data files have other numbers of rows.
         """
         if self.state["tokenizer"] != tokenizer_hash(run.tokenizer) and TOKENIZER not in self.force:
@@ -352,7 +359,7 @@ class Resume:
         run.source.load_state(self.state["data"])
 
     def go_on(self, run: TrainingRun) -> ResumePoint:
-        """Take everything up, then drop what was written after the checkpoint: it is done again."""
+        """Restore the trainer, then drop what was recorded after the checkpoint, since those steps are repeated."""
         point = self.restore(run)
         log.info("Resumed from %s.", self.path)
         faults.point("resume.before_rewind")
@@ -361,7 +368,7 @@ class Resume:
         return point
 
     def restore(self, run: TrainingRun) -> ResumePoint:
-        """Weights, optimizers, random states and the trainer's own state, into a trainer that is set up."""
+        """Load weights, optimizers, random states and the trainer's own state into a trainer that is set up."""
         for name, role in run.roles(training=True).items():
             if role.saved and name in run.groups:
                 run.groups[name].call("load", folder=self.path / name).result()

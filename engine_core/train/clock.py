@@ -1,7 +1,7 @@
-"""Time and threads, as a trainer uses them: those of the machine, or those of a simulation.
+"""Time and threads of a trainer: those of the machine, or those of a simulation.
 
-The controller's threads read the time and wait for each other through a ``Clock`` alone, so that a simulation can run the same code in
-virtual time, one thread at a time.
+The controller's threads read the time and wait for each other only through a ``Clock``, so that a simulation can run
+the same code in virtual time, one thread at a time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 
 class Clock:
-    """The machine's."""
+    """The clock and threads of the machine."""
 
     def now(self) -> float:
-        """Seconds since some moment; never less than before."""
+        """Return monotonic seconds since an arbitrary moment."""
         return time.perf_counter()
 
     def condition(self) -> threading.Condition:
-        """What threads of the controller lock, and wait for each other with."""
+        """Return a condition variable for threads of the controller."""
         return threading.Condition()
 
     def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
-        """One that carries out ``work`` once it is started, and ends with the process."""
+        """Return a daemon thread that runs ``work`` once it is started."""
         return threading.Thread(target=work, name=name, daemon=True)

@@ -1,4 +1,4 @@
-"""Evaluations of a policy: every held-out set sampled as ``[eval]`` says, scored, and told with its uncertainty."""
+"""Evaluation of a policy: every held-out set is sampled as ``[eval]`` says, scored, and reported with its uncertainty."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Evaluation:
     """The held-out sets of a run.
 
     Args:
-        run: the trainer that it serves; its worker groups exist when it is called.
-        sampling: samples and scores.
+        run: the trainer to evaluate; its worker groups exist when ``measure`` is called.
+        sampling: samples and scores the prompts.
 
     Raises:
-        DataError: a reward needs a column that a set lacks. Sets are read here where the run evaluates,
-            else when it is called.
+        DataError: a set lacks a column that a reward needs. Sets are read here if the run evaluates during training,
+            else in ``measure``.
     """
 
     def __init__(self, run: SampledRun, sampling: RolloutSource) -> None:
@@ -49,7 +49,7 @@ class Evaluation:
             self.prompts(held_out)
 
     def prompts(self, held_out: HeldOut) -> list[Prompt]:
-        """The prompts of a set, read once."""
+        """Return the prompts of a set, which are read once."""
         if held_out.name not in self._prompts:
             data = held_out.data(self.run.config)
             split = f"validation/{held_out.name}".rstrip("/")
@@ -71,10 +71,10 @@ class Evaluation:
         """Sample and score every set.
 
         Args:
-            out: folder for the rollouts, one file a set; default: that of the run, in training.
+            out: folder for the rollouts, one file a set; default: the run folder, during training.
 
         Returns:
-            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``, see
+            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``; see
             ``set_metrics``.
         """
         metrics: dict[str, float] = {}
@@ -107,17 +107,17 @@ class Evaluation:
 
 
 def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, float]:
-    """What is told of one set; intervals as ``NAME_low`` and ``NAME_high`` where there is one.
+    """Return the metrics of one set; an interval adds ``NAME_low`` and ``NAME_high``.
 
     A response without a score (its reward does not apply, or failed and `on_error` drops it) is left out
-    and counted in ``unscored``; a prompt with fewer than k others is not in pass@k and maj@k.
+    and counted in ``unscored``. A prompt with fewer than k scored responses is not in pass@k and maj@k.
 
     Args:
-        rollouts: scored, in groups of a prompt.
-        held_out: how they were sampled and what is asked for.
+        rollouts: scored rollouts; those of one prompt share a ``group_id``.
+        held_out: how they were sampled, and the metrics to compute.
 
     Returns:
-        ``reward_mean``, ``accuracy`` (mean score), ``mean@N`` (the same, of N > 1 responses a prompt),
+        ``reward_mean``, ``accuracy`` (mean score), ``mean@N`` (the same, with N > 1 responses per prompt),
         ``pass@K``, ``maj@K``, ``NAME`` of each reward, ``response_length``, ``prompts``, ``unscored``.
     """
     names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
@@ -145,7 +145,7 @@ def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, flo
 
 
 def _of_score(scored: Mapping[int, Sequence[Rollout]], score: str, held_out: HeldOut) -> dict[str, Estimate]:
-    """Means of the score, pass@k and maj@k over the prompts."""
+    """Return the means of the score, pass@k and maj@k over the prompts."""
     prompts = [_Prompt.of(members, score, held_out) for members in scored.values()]
     binary = {value for prompt in prompts for value in prompt.scores} <= {0.0, 1.0}
     interval = bootstrap_interval if binary else mean_interval
@@ -168,10 +168,11 @@ class _Prompt:
 
     scores: list[float]
     passed: list[bool]
-    answers: list[str | None]  # what each votes for
+    answers: list[str | None]  # the vote of each response; None: no vote
 
     @classmethod
     def of(cls, members: Sequence[Rollout], score: str, held_out: HeldOut) -> _Prompt:
+        """Build from the scored responses to a prompt, with the reward ``score`` as their score."""
         scores = [r.rewards[score] or 0.0 for r in members]
         return cls(
             scores,
@@ -181,14 +182,14 @@ class _Prompt:
 
 
 def _answers(members: Sequence[Rollout], majority: str) -> list[str | None]:
-    """What each response votes for; a text with its white space collapsed."""
+    """Return the vote of each response: the answer found by reward ``majority``, or its text with white space collapsed."""
     if majority == "text":
         return [" ".join(r.text.split()) or None for r in members]
     return [r.answers.get(majority) for r in members]
 
 
 def flat(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """Estimates as metrics: ``NAME``, and ``NAME_low`` and ``NAME_high`` where there is an interval."""
+    """Return estimates as metrics: ``NAME``, and ``NAME_low`` and ``NAME_high`` if there is an interval."""
     metrics = {}
     for name, estimate in estimates.items():
         metrics[name] = estimate.mean

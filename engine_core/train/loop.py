@@ -1,7 +1,7 @@
 """THE LOOP of every trainer, top to bottom: set-up, steps with their schedule, evaluation, metrics, saving, stopping.
 
-A step itself is the trainer's: ``trainer.Trainer.step`` is that of reinforcement learning. After each step the loop takes a
-``ResumePoint``. A stop that comes later, in the middle of the next step or of an evaluation, saves that point.
+The trainer defines the step itself: ``trainer.Trainer.step`` is the step of reinforcement learning. After each step the
+loop takes a ``ResumePoint``. A stop in the middle of the next step or of an evaluation saves that point.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ STEPS_BEFORE_ADVICE = 10
 
 
 def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
-    """Set a trainer up, do the steps that are left, and save; see ``TrainingRun.train``."""
+    """Set a trainer up, do the remaining steps, and save; see ``TrainingRun.train``.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C stopped the run.
+        SystemExit: another signal stopped the run; 75 if its last step was saved, else 143.
+        Exception: the run failed; the failure is logged and the trainer is closed.
+    """
     faults.arm()
     loop: Loop | None = None
     with StopSignals() as run.signals:
@@ -62,7 +68,7 @@ class Loop:
 
     Args:
         run: a trainer that is set up for training.
-        point: where it continues; None at its beginning.
+        point: the point to resume from; None in a new run.
     """
 
     def __init__(self, run: TrainingRun, point: ResumePoint | None) -> None:
@@ -74,7 +80,11 @@ class Loop:
         self._first: list[dict[str, float]] = []  # metrics of the first steps of this attempt
 
     def run_steps(self) -> dict[str, float]:
-        """Do the steps that are left; return the metrics of the last one done here."""
+        """Do the remaining steps; return the metrics of the last step done here.
+
+        Raises:
+            SamplerLost: a sampler was lost; the last finished step is saved if that is possible.
+        """
         run, metrics = self.run, dict[str, float]()
         assert run.folder is not None
         log.info("%s", " ".join(run.derived()))
@@ -85,7 +95,7 @@ class Loop:
         with progress as run.progress, frozen_gc(run.clock.now) as collect_garbage:
             try:
                 if self.point.unfinished is not None:  # of a step that an earlier attempt did not finish
-                    if run.step_done:  # it is evaluated under its own settings
+                    if run.step_done:  # the step is evaluated under its own settings
                         apply_schedule(run, run.step_done)
                     metrics = self.finish_step(dict(self.point.unfinished))
                 while run.step_done < self.total:
@@ -121,7 +131,7 @@ class Loop:
         return metrics
 
     def finish_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Evaluate if it is time, write the metrics, hold them against their bounds, save if it is time."""
+        """Evaluate if it is time, write the metrics, check them against their bounds, save if it is time."""
         run, step = self.run, self.run.step_done
         if self.evaluation_is_due(step):
             metrics |= self.evaluate()
@@ -162,10 +172,10 @@ class Loop:
         return metrics
 
     def check_bounds(self, metrics: Mapping[str, float]) -> None:
-        """End the run where a metric is above its bound in ``[run] stop_above``.
+        """End the run if a metric is above its bound in ``[run] stop_above``.
 
         Raises:
-            TrainingFailed: it is; the step is not saved.
+            TrainingFailed: a metric is above its bound; the step is not saved.
             ConfigError: no step measures a metric that has a bound or chooses the best checkpoint.
         """
         self._measured |= set(metrics)
@@ -182,7 +192,7 @@ class Loop:
                 )
 
     def log_advice(self, metrics: dict[str, float]) -> None:
-        """Log once what would make the run faster, where the part ``advice`` is installed."""
+        """Log advice on speed after ``STEPS_BEFORE_ADVICE`` steps, if the part ``advice`` is installed."""
         if len(self._first) < STEPS_BEFORE_ADVICE:
             self._first.append(metrics)
             if len(self._first) == STEPS_BEFORE_ADVICE and self.run.plugins.offered("parts", "advice"):
@@ -199,7 +209,7 @@ class Loop:
         self.saver.save(self.point, must=last)
 
     def save_for(self, stop: Stop) -> bool:
-        """Save the last finished step because of a stop; return False where that is not wanted or cannot be written."""
+        """Save the last finished step because of a stop; return False if that is switched off or fails."""
         if not self.saver.config.at_stop:
             return False
         try:
@@ -221,7 +231,7 @@ class Loop:
 
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found, times = {}, self.run.times
-        if times.get("generate") and "time/sampling" not in metrics:  # which is not a phase
+        if times.get("generate") and "time/sampling" not in metrics:  # asynchronous sampling is no phase
             found["throughput/generated_tokens_per_second"] = metrics["tokens/generated"] / times["generate"]
         if times.get("train"):
             found["throughput/train_tokens_per_second"] = metrics.get("tokens/total", 0.0) / times["train"]
@@ -229,7 +239,7 @@ class Loop:
 
 
 def apply_schedule(run: TrainingRun, step: int) -> None:
-    """Give a run the settings of ``step``, and send its workers those that they hold."""
+    """Give a run the settings of ``step``, and send the workers their learning rates and token budgets."""
     run.config_now = config_at(run.config, step)
     changed = changes(run.config, step)
     if changed:

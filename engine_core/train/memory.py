@@ -1,4 +1,4 @@
-"""The memory of the run's own process: what to say of a step that had none, and what is not looked through for more."""
+"""Memory of the controller process: reuse of freed memory, pacing of garbage collection, advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -33,35 +33,36 @@ _SET_BY_USER = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHO
 
 
 def keep_freed_memory() -> None:
-    """Have this process use what it frees again, up to ``KEPT`` bytes of it, for the rest of its life.
+    """Make this process reuse freed memory, up to ``KEPT`` bytes, for the rest of its life.
 
-    The columns of a step's batch are tens of MB each; glibc gives such back to the kernel when they are freed, and the next
-    step has them page by page, each cleared first. Does nothing with another C library, or where the environment says
-    how memory is handed out. Meant for a process that holds no model: what one frees may be needed by others.
+    The columns of a step's batch are tens of MB each. By default glibc returns such blocks to the kernel when they are
+    freed, and the next step gets them back page by page, each cleared first. This does nothing with another C library,
+    or if an environment variable sets these limits. It is meant for a process that holds no model, because other
+    processes may need the memory that a model frees.
     """
     if any(name in os.environ for name in _SET_BY_USER):
         return
     with contextlib.suppress(AttributeError, OSError, TypeError):  # none of glibc's
         mallopt = ctypes.CDLL(None).mallopt
-        # without the first, the second would end what glibc learns by itself, and give back yet more
+        # setting only the second would turn off glibc's adaptive thresholds, and more memory would be given back
         if mallopt(_MMAP_THRESHOLD, LARGE) or mallopt(_MMAP_THRESHOLD, LARGE_BEFORE):
             mallopt(_TRIM_THRESHOLD, KEPT)
 
 
 @contextmanager
 def frozen_gc(now: Callable[[], float]) -> Iterator[Callable[[], None]]:
-    """Within it Python's garbage collector leaves out what is there now, and looks between steps for what is garbage.
+    """Exclude the objects that exist now from Python's garbage collection, and collect between steps.
 
-    A program with torch and transformers has many objects that stay until its end; looking through them again for
-    each few thousand rollouts was a fifth of what the controller computes, and looking through the rollouts of a step in the
-    midst of it, again and again, a tenth. Where somebody has frozen objects before, nothing is done: thawing would
-    undo theirs. A program that has set how often is left with it, where that is rarer.
+    A program with torch and transformers has many objects that live until its end. Scanning them again for every few
+    thousand rollouts took a fifth of the controller's time; scanning the rollouts of a step repeatedly within it took a
+    tenth. If the program has frozen objects already, this does nothing, because unfreezing would undo that. A higher
+    threshold that the program has set is kept.
 
     Args:
         now: the clock of the run, in seconds.
 
     Yields:
-        What is to be called at the end of each step.
+        A function to call at the end of each step, which collects garbage.
     """
     if gc.get_freeze_count():
         yield lambda: None
@@ -69,7 +70,7 @@ def frozen_gc(now: Callable[[], float]) -> Iterator[Callable[[], None]]:
     gc.collect()
     gc.freeze()
     young, *older = before = gc.get_threshold()
-    gc.set_threshold(max(young, YOUNG) if young else 0, *older)  # 0: it is off
+    gc.set_threshold(max(young, YOUNG) if young else 0, *older)  # 0: collection is off
     try:
         yield _GcPacer(now) if young else lambda: None
     finally:
@@ -78,17 +79,17 @@ def frozen_gc(now: Callable[[], float]) -> Iterator[Callable[[], None]]:
 
 
 class _GcPacer:
-    """Frees what is garbage when it is called: each time, unless that would take more of the time than ``SHARE``.
+    """A callable that collects garbage, but skips calls as needed to spend at most ``SHARE`` of the time.
 
-    Garbage may hold an accelerator's memory, of which Python knows nothing. A run of thousands of workers has objects for a
-    second's look; there it waits for some steps.
+    Garbage may hold an accelerator's memory, which Python does not count. In a run of thousands of workers one
+    collection may take a second, so some steps are skipped.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self._next = now, now()
 
     def __call__(self) -> None:
-        if not gc.isenabled() or self._now() < self._next:  # somebody has switched it off, or it is too soon
+        if not gc.isenabled() or self._now() < self._next:  # switched off, or too soon
             return
         began = time.perf_counter()
         gc.collect()
@@ -97,10 +98,10 @@ class _GcPacer:
 
 @contextmanager
 def out_of_memory_explained(run: TrainingRun) -> Iterator[None]:
-    """Within it an accelerator or host that has no memory left is a problem of the machine, told with what takes less.
+    """Turn an out-of-memory error of an accelerator or host into one that names the settings to lower.
 
     Raises:
-        EnvironmentProblem: in place of an error of memory.
+        EnvironmentProblem: raised in place of the out-of-memory error.
     """
     try:
         yield

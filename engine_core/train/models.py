@@ -1,4 +1,4 @@
-"""What a trainer knows of the models of its run: how long sequences can be, whether the teacher fits, what serves as reference.
+"""Facts about the models of a run: the longest sequence, whether the teacher fits, which model is the reference.
 
 The reference model of an actor with a LoRA adapter is the actor itself without the adapter: no second model is built.
 """
@@ -34,18 +34,18 @@ WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".tx
 
 
 def held_tokens(run: TrainingRun) -> int:
-    """Tokens of prompt and response together that both the model and a sampler that is told its length can hold."""
+    """Return the most tokens of prompt plus response that the model and the sampler (`max_model_len`) can hold."""
     told = getattr(run.config.rollout.options, "max_model_len", None)
     return min(model_length(run), told or 1 << 30)
 
 
 def model_length(run: TrainingRun) -> int:
-    """Tokens that the model can hold; one that does not say sets no limit."""
+    """Return the longest sequence of the model in tokens; 2**30 if its config does not say."""
     return getattr(_text_config(run), "max_position_embeddings", None) or 1 << 30
 
 
 def table_length(run: TrainingRun) -> int | None:
-    """Positions of a model that has a table of them, the longest sequence that it can learn; None of others."""
+    """Return the number of rows of the model's position table, its longest sequence; None without such a table."""
     text = _text_config(run)
     if getattr(text, "model_type", None) not in POSITION_TABLES:
         return None
@@ -54,7 +54,7 @@ def table_length(run: TrainingRun) -> int | None:
 
 
 def _text_config(run: TrainingRun) -> Any:
-    """Of the text model in transformers' words; None of models that a plugin builds."""
+    """Return the transformers config of the text model; None for a model that a plugin builds."""
     if "model" in run.live:
         hf_config = getattr(run.live["model"], "config", None)
     elif run.plugins.overrides("engine_build_model"):
@@ -66,11 +66,11 @@ def _text_config(run: TrainingRun) -> Any:
 
 
 def check_teacher(run: TrainingRun) -> None:
-    """Refuse a teacher that reads other tokens than the student.
+    """Refuse a teacher that has another tokenizer than the student.
 
     Raises:
-        ConfigError: an id means another token to it; its backend does not give log-probs at the run's temperature.
-        DataError: no tokenizer loads from its folder.
+        ConfigError: the tokenizers differ, or the teacher's backend gives no log-probs at the run's temperature.
+        DataError: no tokenizer loads from the teacher's folder.
     """
     _check_temperature(run)
     theirs = load_tokenizer(_teacher_model(run), table="teacher")
@@ -84,7 +84,7 @@ def check_teacher(run: TrainingRun) -> None:
 
 
 def _check_temperature(run: TrainingRun) -> None:
-    """A backend that only scores knows probabilities, from which those at another temperature do not follow."""
+    """Refuse a temperature other than 1 for a backend that only scores, since it gives log-probs at temperature 1."""
     config = run.config
     backend = config.role("teacher").backend
     own: float | None = getattr(config.options, "temperature", None)
@@ -99,14 +99,14 @@ def _check_temperature(run: TrainingRun) -> None:
 
 
 def common_vocabulary(run: TrainingRun) -> int:
-    """V of student and teacher, which both give a distribution over.
+    """Return V, the vocabulary size that student and teacher share.
 
     Raises:
-        ConfigError: their models have different numbers of tokens.
+        ConfigError: the two models have different vocabulary sizes.
     """
     teacher = _vocabulary(_teacher_model(run))
     if run.plugins.overrides("engine_build_model"):
-        return teacher  # the student's is known once it is built
+        return teacher  # the student's size is known once its model is built
     if live := run.live.get("model"):
         student = int(live.config.get_text_config().vocab_size) if hasattr(live, "config") else teacher
     else:
@@ -136,16 +136,21 @@ def _vocabulary(model: ModelConfig) -> int:
 
 
 class WithoutAdapter(WorkerGroup):
-    """The workers of a role with an adapter, as the base model below it.
+    """A view of a role's workers that computes with the base model, without the adapter.
 
     Args:
-        group: of the role; its ``infer`` is what a reference model is asked for.
+        group: the workers of the role that has the adapter.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        """Call ``infer`` without the adapter.
+
+        Raises:
+            RuntimeError: ``method`` is another one.
+        """
         if method != "infer":
             raise RuntimeError(f"The reference is the actor without its adapter: it can infer, not {method}.")
         return self.group.call(method, batch, split, adapter=False, **plain)
@@ -154,10 +159,10 @@ class WithoutAdapter(WorkerGroup):
 def start_groups(
     runtime: Runtime, config: EngineConfig, roles: Mapping[str, Role], total_steps: int
 ) -> dict[str, WorkerGroup]:
-    """Start the workers of these roles; a reference that is the actor's base gets none of its own.
+    """Start the workers of these roles; a reference that is the actor's base shares the actor's workers.
 
     Raises:
-        ConfigError: such a reference was to follow the actor.
+        ConfigError: such a reference has to follow the actor (`ref_refresh_steps`), which it cannot.
     """
     if "ref" not in roles or not config.ref_is_base:
         return runtime.start(roles, total_steps)
@@ -172,7 +177,7 @@ def start_groups(
 
 
 def warn_of_random_weights(run: TrainingRun, roles: Mapping[str, Role]) -> None:
-    """Log each model folder without weights that a role starts from."""
+    """Log a warning for each role whose model folder holds a config and no weights."""
     if "model" in run.live or run.plugins.overrides("engine_build_model"):
         return
     for name in (name for name, role in roles.items() if role.kind == "train"):

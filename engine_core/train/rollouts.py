@@ -1,4 +1,4 @@
-"""The rollout side of a trainer: sample, score, describe, keep, and bring new weights in."""
+"""Rollouts of a trainer: sampling, scoring, metrics, recording, and weight updates of the sampler."""
 
 from __future__ import annotations
 
@@ -39,29 +39,38 @@ Seen = Callable[[Sequence["Rollout"]], None]
 
 
 class RolloutSource:
-    """Scored rollouts for one run.
+    """A source of scored rollouts for one run.
 
     Args:
-        run: the trainer that it serves; its worker groups exist when a method is called.
-        scores: False where nothing is scored: no reward is made.
+        run: the trainer that uses this source; its worker groups exist when a method is called.
+        scores: whether rollouts are scored; without it no rewards are built.
+
+    Raises:
+        PluginError: a stage cannot be called.
+        ConfigError: the environment or a reward cannot be used.
+        DataError: the data lacks a column that a reward needs.
     """
 
     def __init__(self, run: SampledRun, scores: bool = True) -> None:
         self.run = run
-        self.stages = Stages(run.config.stage, run.plugins)  # one that cannot be called is refused here
+        self.stages = Stages(run.config.stage, run.plugins)  # refuses a stage that cannot be called
         columns = run.reward_columns() if scores else set()
         self.environment = environment_of(run, columns) if scores else None
         self.rewards = self._make_rewards(columns) if scores else RewardRunner([], run.plugins)
-        self.recorded: Path | None = None  # a folder: steps take their rollouts from it, and none is sampled
-        self._tokenizer = ""  # its hash, worked out once
-        self.version = 0  # weight updates that the sampler has seen
+        self.recorded: Path | None = None  # a folder of stored rollouts, which steps read instead of sampling
+        self._tokenizer = ""  # its hash, computed once
+        self.version = 0  # number of weight updates sent to the sampler
         self.early_stop = self.make_early_stop() if run.config.rollout.over_sampling > 1 else None
-        self._traded = 0.0  # of the runtime's seconds, those before the last update
+        self._traded = 0.0  # the runtime's `traded_seconds` at the last sync
         self.timeouts = 0  # responses of the step that were stopped at their time limit
-        self.tells_log_probs = True  # the step asks the sampler for log-probs
+        self.tells_log_probs = True  # whether this step asks the sampler for log-probs
 
     def sync(self, updated: bool = True) -> dict[str, float]:
-        """Bring the sampler to the actor's weights, a version on where they were updated."""
+        """Send the actor's weights to the sampler and return ``sync/...`` metrics.
+
+        Args:
+            updated: whether the weights changed; they then get the next version number.
+        """
         runtime = self.run.runtime
         result = runtime.push_weights("actor", "rollout", self.version + updated)
         traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
@@ -76,7 +85,11 @@ class RolloutSource:
         }
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
-        """The rollouts of a step after the stages, kept; metrics of sampling, rewards and stages."""
+        """Sample, score and record the rollouts of a step.
+
+        Returns:
+            The rollouts after the stages; the metrics of sampling, rewards and stages.
+        """
         if self.recorded is not None:
             return read_rollouts(rollout_path(self.recorded, step)), {}
         rounds = Rounds(self, step, self.run.samples_greedy)  # more than one where a stage refills
@@ -85,31 +98,32 @@ class RolloutSource:
             with self.run.phase("generate"):
                 rounds.sample(prompts)  # G rollouts for each prompt
             with self.run.phase("reward"):
-                rounds.score()  # failures are handled by policy
+                rounds.score()  # handles failures by `on_error`
         rollouts, metrics = rounds.finish()
         self.keep(rollouts, step)
         return rollouts, metrics
 
     def make_early_stop(self) -> EarlyStop:
-        """Return what ends a step as soon as enough groups are complete."""
+        """Return the installed ``EarlyStop``, which ends sampling as soon as enough groups are complete."""
         part: Callable[[RolloutSource], EarlyStop] = self.run.plugins.require("parts", "early_stop")
         return part(self)
 
     def _take(self, count: int) -> list[Prompt]:
-        """The next prompts of the data."""
+        """Return the next ``count`` prompts of the data."""
         return self.run.source.take(count)
 
     def sample(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0, seen: Seen | None = None
     ) -> list[Rollout]:
-        """G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ...; see ``sample_as``."""
+        """Return G rollouts for each prompt, in order: prompt 0's group, prompt 1's group, ...; see ``sample_as``."""
         size, sampling = self.run.config_now.rollout.group_size, self._as_told(step)
         return self._sample(self._requests(prompts, step, size, sampling, first_group), seen)
 
     def _sample(self, requests: list[Request], seen: Seen | None) -> list[Rollout]:
-        """See ``sample``."""
+        """Sample the requests, apply the timeout policy to rollouts as they finish, then pass them to ``seen``."""
 
         def settled(rollouts: Sequence[Rollout]) -> None:
+            """Apply the timeout policy, then call ``seen``."""
             self._settle_late(rollouts)
             if seen is not None:
                 seen(rollouts)
@@ -118,13 +132,13 @@ class RolloutSource:
         return self._generate(requests, settled if seen is not None or timed else None)
 
     def _settle_late(self, rollouts: Sequence[Rollout]) -> None:
-        """What `rollout.on_timeout` says of responses that ran out of time.
+        """Apply `rollout.on_timeout` to the responses that reached their time limit.
 
         Raises:
-            TrainingFailed: it says that the run ends.
+            TrainingFailed: a response timed out and the policy is ``fail``.
         """
         if self.environment:
-            return  # its episodes have a limit of their own
+            return  # episodes have their own time limit
         policy = self.run.config_now.rollout.on_timeout
         for rollout in rollouts:
             if rollout.failure != TIMEOUT:
@@ -141,7 +155,7 @@ class RolloutSource:
                 rollout.failure = ""
 
     def _as_told(self, step: int) -> Sampling:
-        """How the step samples."""
+        """Return the sampling parameters of a step, and note whether it asks for log-probs."""
         config = self.run.config_now.rollout
         self.tells_log_probs = (step - 1) % config.log_probs_every_steps == 0
         return self.sampling_of(
@@ -150,17 +164,18 @@ class RolloutSource:
         )
 
     def sampling_of(self, *tables: Distribution, **request: Any) -> Sampling:
-        """How the run samples now: by ``[rollout]``, but for the options of the tables."""
+        """Return the sampling parameters of ``[rollout]`` at this step, overridden by the options of ``tables``."""
         config = self.run.config_now.rollout
         return Sampling.of(config, *tables, timeout_s=config.request_timeout_seconds, **request)
 
     def sample_and_score(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0
     ) -> tuple[list[Rollout], EarlyScores | Known | None]:
-        """As ``sample``; complete groups are scored while others are sampled, where `rollout.overlap_rewards` allows it.
+        """Return what ``sample`` returns, and score complete groups meanwhile if `rollout.overlap_rewards` is set.
 
         Returns:
-            The rollouts, and what ``score`` needs to finish their rewards.
+            The rollouts, and the rewards in progress, which ``score`` finishes; None where none were started.
+            If the sampling raises, the rewards in progress are canceled.
         """
         config = self.run.config_now.rollout
         if self.early_stop:
@@ -172,7 +187,7 @@ class RolloutSource:
         early = None
         if (
             config.overlap_rewards and config.group_size > 1
-        ):  # one at a time would hide a wrong number of rewards
+        ):  # groups of one would hide a reward that returns a wrong number of values
             early = self.rewards.early(requests, step)
         if early is None:
             return self._sample(requests, None), None
@@ -185,7 +200,7 @@ class RolloutSource:
         return rollouts, early
 
     def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
-        """One rollout for each prompt, of the most likely token each time."""
+        """Return one greedy rollout for each prompt (temperature 0)."""
         greedy = self.sampling_of(Distribution(temperature=0.0), log_probs=False)
         return self.sample_as(prompts, step, 1, greedy, first_group)
 
@@ -196,22 +211,22 @@ class RolloutSource:
         training: bool = True,
         early: EarlyScores | Known | None = None,
     ) -> dict[str, float]:
-        """Fill in the rewards; metrics of the rewards and of their failures."""
-        with self.run.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is no phase of a step
+        """Fill in the rewards of the rollouts; return the metrics of the rewards and of their failures."""
+        with self.run.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is outside the step
             return self.rewards.score(rollouts, step, training=training, early=early)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
-        """Name, weight and clipping of each reward that is in the sum."""
+        """Return name, weight and clipping function of each reward with a nonzero weight."""
         return (term for term in self.rewards.terms() if term[1])
 
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Pack the rollouts, with the columns that only the run knows.
+        """Pack the rollouts into a batch and add the columns that only the run knows.
 
-        Besides ``Batch.from_rollouts``: ``reward_term/NAME`` [B], the clipped value of each reward with
-        a weight (NaN where it did not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] where
-        they are sampled (NaN where the greedy response has none). With `algorithm.mask_truncated` the
-        ``loss_mask`` of truncated rollouts is False; their rewards still count in their group. Without
-        ``rollout_log_probs`` where the step did not ask for them (`rollout.log_probs_every_steps`).
+        The added columns are float32: ``reward_term/NAME`` [B], the clipped value of each reward with a weight
+        (NaN where the reward does not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] if greedy
+        responses are sampled (NaN where one has no reward). With `algorithm.mask_truncated` the ``loss_mask`` of
+        truncated rollouts is False; their rewards still count in their group. ``rollout_log_probs`` is left out
+        if the step did not ask for it (`rollout.log_probs_every_steps`).
         """
         config = self.run.config_now
         replay = self.run.replays_support
@@ -232,22 +247,22 @@ class RolloutSource:
             mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
             batch = batch.with_columns(tokens={"loss_mask": mask})
         if not self.tells_log_probs:
-            del batch.tokens["rollout_log_probs"]  # zeros, which somebody might take for log-probs
+            del batch.tokens["rollout_log_probs"]  # zeros, not log-probs
         return batch
 
     def known_columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, torch.Tensor] | None:
-        """Columns of these rollouts that are there already, as ``Batch.from_rollouts`` takes them."""
+        """Return the [T] columns that are already built for these rollouts, for ``Batch.from_rollouts``; else None."""
         return None
 
     def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """``fresh`` [T] bool, True on tokens of the newest policy of the batch; nothing where all are."""
+        """Return ``fresh`` [T] bool, True on tokens of the newest policy of the batch; {} if all tokens are."""
         sampled = batch["policy_versions"][batch["loss_mask"]]
         if not len(sampled) or bool((sampled == sampled.max()).all()):
             return {}
         return {"fresh": batch["policy_versions"] == sampled.max()}
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Counts and lengths."""
+        """Return metrics of the rollouts: counts, lengths, timeouts, turns."""
         lengths = [r.response_length for r in rollouts] or [0]
         of_turns = self.environment.metrics() if self.environment else {}
         truncated = sum(r.finish_reason in CUT for r in rollouts)
@@ -268,11 +283,11 @@ class RolloutSource:
         }
 
     def sampled_tokens(self, rollouts: Sequence[Rollout]) -> int:
-        """Tokens of a step's rollouts that the policy sampled."""
+        """Return the number of tokens in these rollouts that the policy sampled."""
         return sampled_tokens(rollouts)
 
     def keep(self, rollouts: list[Rollout], step: int) -> None:
-        """Write them for people and for offline training, and tell observers."""
+        """Write the rollouts to the run folder if it is time, and emit ``rollouts_finished``."""
         every = self.run.config.tracking.rollouts_every_steps
         if self.run.folder and every and step % every == 0:
             write = partial(write_rollouts, self.run.folder.rollouts_dir, step, rollouts, self.about())
@@ -280,14 +295,18 @@ class RolloutSource:
         self.run.emit("rollouts_finished", {"rollouts": rollouts})
 
     def about(self, sampling: Sampling | None = None) -> dict[str, Any]:
-        """What rollouts have in common, for the file that they are written to; default: those of the step."""
+        """Return the tokenizer hash and the distribution parameters, for the metadata of a rollout file.
+
+        Args:
+            sampling: the parameters that the rollouts were sampled with; default: those of the step.
+        """
         config = sampling or self.run.config_now.rollout
         if not self._tokenizer:
             self._tokenizer = tokenizer_hash(self.run.tokenizer)
         return {"tokenizer": self._tokenizer, **{name: getattr(config, name) for name in DISTRIBUTION}}
 
     def _make_rewards(self, columns: set[str]) -> RewardRunner:
-        """Every reward of the run, refused where the data lacks a column that it needs."""
+        """Build the rewards of the run; refuse data that lacks a column they need."""
         run = self.run
         self._row_checks = check_rewards(run.config.reward, run.plugins)
         self.check_rows(run.reward_rows(), run.config.data.max_bad_rows)
@@ -308,7 +327,7 @@ class RolloutSource:
         return rewards
 
     def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int) -> None:
-        """Refuse data of which a reward can make nothing; see ``preflight.check_rows``."""
+        """Refuse rows that a reward cannot use; see ``preflight.check_rows``."""
         others = any(
             reward.weight for reward in self.run.config.reward if reward.name not in self._row_checks
         )
@@ -332,19 +351,20 @@ class RolloutSource:
         first_group: int = 0,
         seen: Seen | None = None,
     ) -> list[Rollout]:
-        """``group_size`` rollouts for each prompt, each with a seed of its own.
+        """Return ``group_size`` rollouts for each prompt, in order, each sampled with its own seed.
 
         Args:
-            prompts: in order; their groups are numbered from ``first_group`` on.
-            step: part of the seeds.
+            prompts: P prompts; their groups are numbered from ``first_group``.
+            step: step number, a part of the seeds.
             group_size: G.
-            sampling: as ``sampling_of`` gives it.
-            seen: is given rollouts as they finish, in any order; what it raises ends the sampling.
+            sampling: the result of ``sampling_of``.
+            first_group: number of the first prompt's group.
+            seen: called with rollouts as they finish, in any order; an error that it raises ends the sampling.
         """
         return self._generate(self._requests(prompts, step, group_size, sampling, first_group), seen)
 
     def _generate(self, requests: list[Request], seen: Seen | None) -> list[Rollout]:
-        """See ``sample_as``."""
+        """Sample the requests, or run them as episodes of the environment; return rollouts in order of requests."""
         sampler = self.run.groups["rollout"]
         if self.environment:
             return self.environment.run(sampler, requests, *([seen] if seen else []))
@@ -359,7 +379,7 @@ class RolloutSource:
     def _requests(
         self, prompts: Sequence[Prompt], step: int, group_size: int, sampling: Sampling, first_group: int
     ) -> list[Request]:
-        """See ``sample_as``."""
+        """Return the requests for ``group_size`` responses to each prompt, group by group."""
         return [
             self._asked(prompt, (step, group, index), sampling)
             for group, prompt in enumerate(prompts, first_group)
@@ -367,19 +387,19 @@ class RolloutSource:
         ]
 
     def _request(self, prompt: Prompt, id: str, sampling: Sampling) -> Request:
-        """Of the response ``STEP:GROUP:INDEX``, which has a seed of its own."""
+        """Return the request for the response with the id ``STEP:GROUP:INDEX``."""
         step, group, index = map(int, id.split(":"))
         return self._asked(prompt, (step, group, index), sampling)
 
     def _asked(self, prompt: Prompt, place: tuple[int, int, int], sampling: Sampling) -> Request:
-        """Of the response of a step, group and index."""
+        """Return the request for the response at ``place`` = (step, group, index), with its own seed."""
         step, group, index = place
         own = dataclasses.replace(sampling, seed=sampling_seed(self.run.config.run.seed, step, group, index))
         return Request(f"{step}:{group}:{index}", prompt, own, group, index)
 
 
 def environment_of(run: SampledRun, columns: Collection[str]) -> Episodes | None:
-    """What ``[environment]`` names; one that cannot be used is refused here."""
+    """Build the environment that ``[environment]`` names, or refuse it; None without that table."""
     config = run.config.environment
     if config is None:
         return None
@@ -391,6 +411,6 @@ def environment_of(run: SampledRun, columns: Collection[str]) -> Episodes | None
 
 
 def sampling_seed(seed: int, step: int, group: int, index: int) -> int:
-    """A seed of its own for every rollout, independent of how requests are batched (63 bits)."""
+    """Return the seed of one rollout (63 bits), independent of how requests are batched."""
     text = f"{seed}:{step}:{group}:{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,8 +1,8 @@
-"""What every trainer shares: set-up in order, training from start or checkpoint to the end, export.
+"""Base class of every trainer: set-up, training from the start or from a checkpoint, export.
 
 A trainer is a subclass with ``prepare`` (resolve what it needs, refuse what cannot work), ``roles``
-(which workers), ``step`` (one step, metrics out) and its own state. The steps are driven by
-``train.loop``, checkpoints are written by ``train.checkpointing``.
+(which workers to start), ``step`` (do one step, return its metrics) and its own state. ``train.loop`` drives the
+steps, ``train.checkpointing`` writes checkpoints.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ PHASES_WITH_FAULTS = ("generate", "reward", "log_probs", "train", "sync")
 
 
 class TrainingRun(abc.ABC):
-    """One run of one trainer. Nothing heavy happens before ``setup`` or ``train``.
+    """A run of one trainer. No model is built before ``setup`` or ``train``.
 
     Args:
         config: from ``load_config``.
         model: a live module instead of ``[model] path`` (local runtime).
         tokenizer: a live tokenizer.
-        rewards: functions, scored in this process with weight 1, besides ``[[reward]]``.
+        rewards: functions, called in this process with weight 1, in addition to ``[[reward]]``.
         data: rows (dicts) instead of ``[data] train``.
     """
 
@@ -85,25 +85,25 @@ class TrainingRun(abc.ABC):
         self.times: dict[str, float] = {}  # seconds in each phase of this step
         self.progress: Progress | None = None
         self._trains = self._trained = self._restores = False
-        self._updated = False  # an optimizer step of this step was done: it must come to its end
+        self._updated = False  # an optimizer step was done in this step, so the step must finish
         self._cleanup = ExitStack()  # workers and data
         self._attempt = ExitStack()  # run folder, logs, trackers
 
-    # what a trainer brings
+    # what a subclass overrides
 
     def prepare(self) -> None:
         """Resolve what the trainer needs; refuse what cannot work, before any model is built."""
 
     @abc.abstractmethod
     def roles(self, training: bool) -> dict[str, Role]:
-        """The workers to start, by role; without ``training`` none has an optimizer."""
+        """Return the workers to start, by role; without ``training`` none has an optimizer."""
 
     @abc.abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """Do step number ``step`` (from 1); returns its metrics."""
+        """Do step number ``step`` (from 1); return its metrics."""
 
     def start(self) -> None:
-        """Called once when the workers are there."""
+        """Do what is needed once after the workers have started."""
 
     @property
     def optimizer_steps_per_step(self) -> int:
@@ -112,38 +112,38 @@ class TrainingRun(abc.ABC):
 
     @abc.abstractmethod
     def make_source(self) -> Any:
-        """Where training rows come from; ``live`` may have them."""
+        """Build the source of training rows, which may come from ``live``."""
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
-        """Scores on the held-out files; ``eval/...`` metrics.
+        """Score the held-out files; return ``eval/...`` metrics.
 
         Args:
-            out: folder for what was sampled, one file a set; of trainers that sample.
+            out: folder for the sampled rollouts, one file a set; read by trainers that sample.
         """
         return {}
 
     def state(self) -> dict[str, Any]:
-        """JSON state of the trainer itself, for checkpoints."""
+        """Return the trainer's own JSON state, for checkpoints."""
         return {}
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
-        """State that is no JSON: what writes each file of a checkpoint, with all that it needs as it is now."""
+        """Return the functions that write state that is not JSON, by file of the checkpoint; each holds a snapshot."""
         return {}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
-        """Take what ``state`` gave, and read what ``files`` wrote below ``folder``."""
+        """Restore the result of ``state``, and read the files that ``files`` wrote below ``folder``."""
 
     # the run
 
     def setup(self, training: bool = False, resume: Resume | None = None) -> None:
-        """Tokenizer, data, workers. Everything that can be refused is refused before models are built.
+        """Load tokenizer and data, then start the workers. Inputs are checked before models are built.
 
         Args:
             training: with optimizers, for ``train``; without, for evaluation, sampling and export.
-            resume: what training goes on from: it must fit the data and the tokenizer.
+            resume: the checkpoint to resume from, which must fit the data and the tokenizer.
 
         Raises:
-            ConfigError: what this trainer had trained was closed with it.
+            ConfigError: this trainer was closed after training, and its weights with it.
         """
         if self._trained and not self.groups:
             raise ConfigError(
@@ -179,7 +179,7 @@ class TrainingRun(abc.ABC):
         return part.roles(self.config)
 
     def load_inputs(self) -> None:
-        """The part of ``setup`` before any model: tokenizer, data, what the algorithm needs."""
+        """Do the part of ``setup`` before any model is built: tokenizer, data, ``prepare``."""
         self.tokenizer = self.live.get("tokenizer") or load_tokenizer(self.config.model)
         if "model" not in self.live and not self.plugins.overrides("engine_build_model"):
             for remark in check_tokenizer(self.tokenizer, load_hf_config(self.config.model)):
@@ -190,7 +190,11 @@ class TrainingRun(abc.ABC):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run: `run.steps`, or `run.epochs` passes over the data."""
+        """Number of steps of the run: `run.steps`, or `run.epochs` passes over the data.
+
+        Raises:
+            ConfigError: the data has too few rows for one step.
+        """
         run = self.config.run
         if run.steps is not None:
             return run.steps
@@ -203,20 +207,19 @@ class TrainingRun(abc.ABC):
         return steps
 
     def train(self, resume: Path | Resume | None = None) -> dict[str, float]:
-        """Run to the end. ``evaluate``, ``generate`` and ``export`` then work on what was trained.
+        """Train to the end. ``evaluate``, ``generate`` and ``export`` then use the trained weights.
 
-        A first SIGTERM, SIGUSR1 or Ctrl-C stops within the step, saves the last finished one and leaves
-        by ``SystemExit(75)`` or ``KeyboardInterrupt``; a second one ends at once.
+        A first SIGTERM, SIGUSR1 or Ctrl-C stops within the step, saves the last finished step and raises
+        ``SystemExit(75)`` or ``KeyboardInterrupt``; a second signal ends the process at once.
 
         Args:
-            resume: a run folder to go on with from its newest good checkpoint, or what ``Resume.find``
-                gave for it.
+            resume: a run folder, resumed from its newest good checkpoint, or the result of ``Resume.find`` for it.
 
         Returns:
             The metrics of the last step, with those of the last evaluation.
 
         Raises:
-            TrainingFailed: training cannot go on. Checkpoints and logs are kept; the trainer is closed.
+            TrainingFailed: training cannot continue. Checkpoints and logs are kept; the trainer is closed.
             ConfigError: this trainer has trained already, or the checkpoint does not fit the config.
         """
         if self._trained:
@@ -229,11 +232,11 @@ class TrainingRun(abc.ABC):
         """Write the actor and the tokenizer as a Hugging Face folder.
 
         Args:
-            folder: a new one.
-            adapter: only the LoRA adapter, for peft; without it, base and adapter merged.
+            folder: a new folder.
+            adapter: write only the LoRA adapter, for peft; else base and adapter are merged.
 
         Raises:
-            ConfigError: there is no adapter.
+            ConfigError: the run has no adapter.
         """
         if adapter and self.config.actor.lora is None:
             raise ConfigError(
@@ -245,14 +248,14 @@ class TrainingRun(abc.ABC):
         self.tokenizer.save_pretrained(folder)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Take weights and state from a checkpoint folder; in training also optimizer and position in the data."""
+        """Load weights and state from a checkpoint folder; in training also optimizers and position in the data."""
         found, self._restores = Resume.at(path), True
         self.setup()
         if found.state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
             )
-        if self._trains:  # else no row is taken, and the files may be others
+        if self._trains:  # else no row is read, and the data files may differ
             self.source.load_state(found.state["data"])
         found.restore(self)
 
@@ -262,16 +265,15 @@ class TrainingRun(abc.ABC):
         self.end_workers()
 
     def end_workers(self) -> None:
-        """Workers and data; the run folder, its log and the trackers stay open."""
+        """Close workers and data; the run folder, its log and the trackers stay open."""
         self._cleanup.close()
         self.groups = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step, show it, and let the runtime hand device memory over.
+        """Time a phase of the step, display it, and let the runtime hand device memory over.
 
-        A stop may leave it at any point, unless it changes weights (``train``, ``sync``) or they have
-        changed in this step.
+        A stop may interrupt the phase at any point, except in ``train`` and ``sync`` and after an optimizer step.
         """
         start = self.clock.now()
         if self.progress:
@@ -287,7 +289,7 @@ class TrainingRun(abc.ABC):
 
     @property
     def weights_changed(self) -> bool:
-        """Whether an optimizer step of the present step was done."""
+        """Whether an optimizer step was done in the current step."""
         return self._updated
 
     def end_attempt(self) -> None:
@@ -295,21 +297,21 @@ class TrainingRun(abc.ABC):
         self._attempt.close()
 
     def begin_step(self, step: int) -> None:
-        """Step number ``step`` starts: no weight has changed in it."""
+        """Begin step number ``step``: reset its phase times and its record of weight changes."""
         self.step_now, self._updated, self.times = step, False, {}
 
     def forward_backward(self, batch: Batch, loss: LossCall, role: str = "actor") -> TrainOutput:
-        """Add the gradient of a mini-batch; a stop may leave it while no weight has changed in this step."""
+        """Add the gradient of a mini-batch; a stop may interrupt this while no weight has changed in this step."""
         with self._window():
             output = self.groups[role].call("forward_backward", batch, loss=loss).result()
         faults.point("step.after_backward")
         return output
 
     def optimizer_step(self, role: str = "actor") -> StepOutput:
-        """Update a role's weights; from here on the step must come to its end.
+        """Update a role's weights; from here on a stop waits for the end of the step.
 
         Raises:
-            TrainingFailed: too many steps in a row had gradients that are not finite; the weights are
+            TrainingFailed: too many optimizer steps in a row had gradients that are not finite; the weights are
                 those before the first of them.
         """
         self._updated = True
@@ -325,13 +327,13 @@ class TrainingRun(abc.ABC):
         role: str = "actor",
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step of a role on a batch: forward, backward, check, step.
+        """Do one optimizer step of a role on a batch: forward, backward, check, step.
 
         Args:
-            batch: with ``weights`` [T] and what the loss reads; or its parts, each made when it is its turn.
-            loss: by name and plain values.
-            role: whose weights are updated.
-            check: is given the metrics of the loss; what it raises leaves the weights alone.
+            batch: with ``weights`` [T] and the columns of the loss; or an iterable of its parts, built lazily.
+            loss: the loss by name, with plain values.
+            role: the role to update.
+            check: called with the metrics of the loss before the weights change; an error that it raises prevents that.
 
         Returns:
             The metrics of the loss, and ``ROLE/loss``, ``/grad_norm``, ``/lr``, ``/skipped_steps``, ``/micro_batches``.
@@ -356,31 +358,39 @@ class TrainingRun(abc.ABC):
 
     @property
     def samples(self) -> bool:
-        """What a step learns from is sampled in it, and written down."""
+        """Whether each step samples the rollouts that it learns from, and records them."""
         return False
 
     @property
     def training(self) -> bool:
-        """Set up with optimizers, or about to be."""
+        """Whether the trainer is set up with optimizers, or about to be."""
         return self._trains
 
     @property
     def running(self) -> bool:
-        """Inside ``train``: what happens belongs to the run folder."""
+        """Whether ``train`` is running, so that results belong in the run folder."""
         return self.progress is not None
 
     def emit(self, event: str, data: Mapping[str, Any]) -> None:
-        """Tell the observers."""
+        """Send an event to the observers."""
         self.plugins.emit(event, self.step_now, data)
 
     def held_out(self) -> list[HeldOut]:
-        """The sets to evaluate, as they are in this step."""
+        """Return the sets to evaluate under the settings of this step.
+
+        Raises:
+            ConfigError: no held-out files are configured.
+        """
         if sets := held_out_sets(self.config_now):
             return sets
         raise ConfigError("[eval] needs data.validation or [[eval.set]]: name the held-out files.")
 
     def count_skipped(self, done: StepOutput, role: str = "actor") -> None:
-        """End the run when optimizer steps of a role are skipped in a row: its weights are those before the first."""
+        """Count optimizer steps of a role that are skipped in a row.
+
+        Raises:
+            TrainingFailed: the count reached `max_skipped_steps`; the weights are those before the first of them.
+        """
         in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if done.skipped else 0
         limit = self.config.role(role).optim.max_skipped_steps
         if done.skipped:
@@ -397,7 +407,7 @@ class TrainingRun(abc.ABC):
     # parts of train
 
     def open(self, resume: Resume | None) -> ResumePoint | None:
-        """Everything before the first step; where it goes on from, in a resumed run."""
+        """Do everything before the first step; return the point to resume from, None in a new run."""
         if resume is None:
             self.folder = RunFolder.create(self.config, self.plugins)
         else:
@@ -425,7 +435,7 @@ class TrainingRun(abc.ABC):
         return point
 
     def stopped(self, stop: Stop, loop: Loop | None) -> BaseException:
-        """Save what the stop interrupted; what leaves ``train``."""
+        """Save the last finished step after a stop; return the exception that ``train`` raises."""
         try:
             if loop is not None:
                 self.runtime.give_up()  # the stop may have come between a call and the wait for its result
@@ -439,7 +449,7 @@ class TrainingRun(abc.ABC):
             self.close()
 
     def failed(self, error: BaseException, began: bool) -> None:
-        """Say in which step the run failed or was ended at once, and where it stands."""
+        """Report the step in which the run failed or was ended at once, and the state of its checkpoints."""
         try:
             self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
             if self.folder is not None:
@@ -448,14 +458,14 @@ class TrainingRun(abc.ABC):
             self.close()
 
     def derived(self) -> list[str]:
-        """The numbers that follow from the file, said once at the start."""
+        """Return the numbers derived from the run file, as parts of a line that is logged at the start."""
         data, group = self.config.data, self.config.rollout.group_size
         each = (
             f" x {group} responses = {data.prompts_per_step * group} rollouts"
             if "rollout" in self.roles(training=True)
             else ""
         )
-        # counting usable rows reads them all: only where the length of the run depends on it
+        # counting usable rows reads them all, so it is done only where the number of steps depends on it
         rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {place_of_rows(self)})"
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
@@ -465,7 +475,11 @@ class TrainingRun(abc.ABC):
 
 
 def check_live(live: Mapping[str, Any]) -> None:
-    """Refuse objects from Python that are names or paths, with the key where a name belongs."""
+    """Refuse names and paths given in place of Python objects; name the key where each belongs.
+
+    Raises:
+        ConfigError: a value is a text or a path, or ``rewards`` is not a list of functions.
+    """
     keys = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",

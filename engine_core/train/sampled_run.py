@@ -1,10 +1,10 @@
-"""What every trainer that samples shares: a sampler beside the actor, rewards, stages, evaluation by sampling.
+"""Base class of every trainer that samples: a sampler next to the actor, rewards, stages, evaluation by sampling.
 
-A data flow of one's own is a subclass with ``step``, in words like these::
+A custom data flow is a subclass with a ``step`` like this one::
 
     def step(self, step):
-        rollouts, metrics = self.rollouts(step)  # sampled, scored, through the stages
-        ...  # a batch of what is to be learned
+        rollouts, metrics = self.rollouts(step)  # sampled, scored, after the stages
+        ...  # build the batch to learn from
         return metrics | self.learn(batch, LossCall("nll")) | self.sync()
 """
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 class SampledRun(TrainingRun):
-    """A run that samples what it learns from; a subclass says in ``step`` what is learned."""
+    """A run that samples the rollouts it learns from; a subclass defines in ``step`` how it learns."""
 
     def prepare(self) -> None:
+        """Check the sampler's options, build the rollout source, and read the held-out sets."""
         check_adapter(self)
         check_partial(self)
         self.sampling = self.make_sampling()
@@ -41,53 +42,56 @@ class SampledRun(TrainingRun):
         self.evaluation = Evaluation(self, self.sampling)
 
     def make_source(self) -> Any:
-        """Prompts that can be continued; others go the way of ``[data] over_long``."""
+        """Build the source of prompts; ``[data] over_long`` applies to prompts that are too long to continue."""
         data, rows, held = self.config.data, rows_of(self), held_tokens(self)
         seed, tools = self.config.run.seed, environment_tools(self)
         return PromptSource(data, self.tokenizer, seed, rows=rows, held=held, tools=tools)
 
     def make_sampling(self) -> RolloutSource:
-        """Where rollouts come from."""
+        """Build the source of rollouts."""
         return RolloutSource(self)
 
     def reward_columns(self) -> set[str]:
-        """Columns of the rows that are scored."""
+        """Return the columns of the rows that are scored."""
         columns: set[str] = self.source.columns()
         return columns
 
     def reward_rows(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Place and columns of rows that are scored, for rewards to look at before the run begins."""
+        """Return place and columns of some rows that are scored, for the check of rewards before the run begins."""
         rows: Iterable[tuple[str, Mapping[str, Any]]] = self.source.spread(ROWS)
         return rows
 
     def roles(self, training: bool) -> dict[str, Role]:
+        """Return the roles ``actor`` and ``rollout``."""
         return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}
 
     def start(self) -> None:
+        """Send the actor's weights to the sampler."""
         self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
 
     @property
     def samples(self) -> bool:
+        """True: each step samples its rollouts."""
         return True
 
     @property
     def off_policy(self) -> bool:
-        """Whether tokens of older policies are learned from."""
+        """Whether the run learns from tokens that older policies sampled."""
         early_stop = self.sampling.early_stop
         return self.sampling.stages.off_policy or (early_stop is not None and early_stop.off_policy)
 
     @property
     def samples_greedy(self) -> bool:
-        """Whether each prompt gets one more response, the most likely one, for ``Rollout.greedy_reward``."""
+        """Whether each prompt gets an additional greedy response, for ``Rollout.greedy_reward``."""
         return False
 
     @property
     def replays_support(self) -> bool:
-        """Whether rollouts tell what top-p and top-k left, and log-probs are computed over that."""
+        """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
         return False
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
-        """The rollouts of a step: sampled, scored and through the stages of the run file; written down.
+        """Sample and score the rollouts of a step, apply the stages of the run file, and record the rollouts.
 
         Returns:
             B rollouts, groups together; the metrics of sampling, rewards and stages.
@@ -95,10 +99,10 @@ class SampledRun(TrainingRun):
         return self.sampling.rollouts(step)
 
     def sync(self, updated: bool = True) -> dict[str, float]:
-        """Bring the sampler to the actor's weights; metrics of it.
+        """Send the actor's weights to the sampler; return metrics of it.
 
         Args:
-            updated: they have changed since the last time.
+            updated: whether the weights have changed since the last call.
         """
         with self.phase("sync"):
             return self.sampling.sync(updated)
@@ -112,7 +116,7 @@ class SampledRun(TrainingRun):
         return rollouts
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
-        """Sample the held-out prompts as ``[eval]`` says and score them; ``eval/...`` metrics.
+        """Sample the held-out prompts as ``[eval]`` says and score them; return ``eval/...`` metrics.
 
         Args:
             out: folder for the rollouts, one file a set.
@@ -121,10 +125,11 @@ class SampledRun(TrainingRun):
         return self.evaluation.measure(out)
 
     def measured(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """What a trainer tells of the rollouts of a held-out set, beside their rewards."""
+        """Return a trainer's own metrics of the rollouts of a held-out set, in addition to their rewards."""
         return {}
 
     def state(self) -> dict[str, Any]:
+        """Return the state of rewards and stages, and the version of the weights."""
         return {
             "rewards": self.sampling.rewards.state(),
             "stages": self.sampling.stages.state(),
@@ -132,16 +137,18 @@ class SampledRun(TrainingRun):
         }
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
+        """Return the writers of rollouts that stages and early stopping keep, by file."""
         early_stop = self.sampling.early_stop
         return {**self.sampling.stages.files(), **(early_stop.files() if early_stop else {})}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore rewards and version, in training also kept rollouts; then send the weights to the sampler."""
         self.sampling.rewards.load_state(state["rewards"])
         self.sampling.version = state["version"]
         if self.training:
             self.sampling.stages.load(state.get("stages", {}), folder)
-            if self.sampling.early_stop is None and (folder / CARRIED).is_file():  # it was used until now
+            if self.sampling.early_stop is None and (folder / CARRIED).is_file():  # the run used it until now
                 self.sampling.early_stop = self.sampling.make_early_stop()
             if self.sampling.early_stop:
                 self.sampling.early_stop.load(folder)
-        self.sampling.sync(updated=False)  # also a sampler with weights of its own now has these
+        self.sampling.sync(updated=False)  # for a sampler with its own copy of the weights

@@ -1,7 +1,7 @@
-"""Rows that lie in no file: those given from Python, and those of a data source, ``[data] source = "NAME"``.
+"""Rows that come from no file: those given from Python, and those of a data source, ``[data] source = "NAME"``.
 
-A trainer calls ``rows_of`` in ``make_source``, and ``evaluated`` and ``rows_of`` in ``evaluate``. The function of the source is called once
-for each split, before any model is built.
+A trainer calls ``rows_of`` in ``make_source``, and ``evaluated`` and ``rows_of`` in ``evaluate``. The function of the
+source is called once for each split, before any model is built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("engine")
 
 
 def rows_of(run: TrainingRun, held_out: HeldOut | None = None) -> Any:
-    """Return the rows that a trainer reads in place of files; None where files hold them.
+    """Return the rows that a trainer reads in place of files; None if it reads files.
 
     Args:
         run: the trainer.
@@ -47,10 +47,10 @@ def rows_of(run: TrainingRun, held_out: HeldOut | None = None) -> Any:
 
 
 def evaluated(run: TrainingRun) -> list[HeldOut]:
-    """Return the sets to evaluate in this step, without that of a data source that has no held-out rows.
+    """Return the sets to evaluate in this step, without the set of a data source that has no held-out rows.
 
     Raises:
-        DataError: there is no other set.
+        DataError: no set is left.
     """
     if sets := [each for each in run.held_out() if _has_files(each) or len(rows_of(run, each))]:
         return sets
@@ -59,7 +59,7 @@ def evaluated(run: TrainingRun) -> list[HeldOut]:
 
 
 def place_of_rows(run: TrainingRun) -> str:
-    """Return where the rows to train on come from, in the words of a message: a key of the run file or the argument of a program."""
+    """Return where the training rows come from, for messages: a key of the run file, or "the argument data"."""
     key = "data.source" if run.config.data.source else "data.train"
     return "the argument data" if "data" in run.live else key
 
@@ -69,7 +69,12 @@ def _has_files(held_out: HeldOut) -> bool:
 
 
 def _read(run: TrainingRun, split: str) -> MemoryRows:
-    """Call the function of the source and check every row."""
+    """Call the function of the data source for a split and check every row.
+
+    Raises:
+        PluginError: the function failed, or returned no sequence of dicts.
+        DataError: the split ``train`` has no rows.
+    """
     name, options = run.config.data.source, run.config.data.options
     spec, plugin = run.plugins.chosen["data_sources", name]
     function, digest = run.plugins.function("data_sources", name), hashlib.sha256()
@@ -78,6 +83,7 @@ def _read(run: TrainingRun, split: str) -> MemoryRows:
         log.info("Data source '%s' of %s: %s.", name, plugin.label, ", ".join(about) or "no license is named")
 
     def read() -> Any:
+        """Return the rows, each checked and added to the digest; raise PluginError for another type."""
         rows = function(split, **(options.model_dump() if options else {}))
         wrong = type(rows).__name__ if isinstance(rows, Mapping) or not hasattr(rows, "__len__") else ""
         for number in range(0 if wrong else len(rows)):

@@ -1,11 +1,11 @@
 """The stages of a run and the rounds of a step: from prompts to the rollouts that a step learns from.
 
 A step has one round, unless a stage drops groups and has them replaced (``RefillOptions``): then each
-further round samples prompts for the groups that are missing. Stages up to the last refilling one run
-on each round's rollouts, those after it once on all. Which prompts a step took follows from the
-source's position alone, so a resumed run takes the same.
+further round samples prompts for the missing groups. Stages up to the last refilling stage run
+on each round's rollouts; the stages after it run once, on all rollouts. The prompts of a step depend only on the
+position in the data, so a resumed run takes the same prompts.
 
-Left out: keeping surplus groups for the next step, which would be rollouts of an older policy.
+Left out: keeping surplus groups for the next step, where they would be rollouts of an older policy.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger("engine")
 
 
 class Rounds:
-    """The rounds of one step. While prompts are ``missing``: ``sample``, then ``score``; at last ``finish``.
+    """The rounds of one step. While groups are ``missing``, call ``sample``, then ``score``; at the end ``finish``.
 
     Args:
         source: samples and scores.
-        step: its number.
-        greedy: also sample and score a greedy response for each prompt, as a baseline.
+        step: step number.
+        greedy: whether to sample and score a greedy response for each prompt, as a baseline.
     """
 
     def __init__(self, source: RolloutSource, step: int, greedy: bool) -> None:
@@ -55,11 +55,11 @@ class Rounds:
         split = refilling[-1] + 1 if refilling else 0
         self.each_round, self.at_end = stages[:split], stages[split:]
         self.refill = [s for s in stages if isinstance(s.options, RefillOptions)]
-        self.count = self.prompts = 0  # rounds, groups sampled
+        self.count = self.prompts = 0  # number of rounds, of sampled groups
         self.closed = False  # the last round is scored
         self.fresh: list[Rollout] = []  # of this round
-        self.early: EarlyScores | Known | None = None  # rewards of this round that are under way
-        self.overlapped = 0.0  # seconds in which rewards were worked on while others were sampled
+        self.early: EarlyScores | Known | None = None  # rewards of this round in progress
+        self.overlapped = 0.0  # seconds in which scoring overlapped sampling
         self.greedy: list[Rollout] = []
         self.sampled: list[Rollout] = []  # of all rounds
         self.kept: list[Rollout] = []
@@ -70,7 +70,7 @@ class Rounds:
 
     @property
     def missing(self) -> int:
-        """Groups that the next round must bring; 0: there is none."""
+        """Number of groups that the next round must sample; 0: no round follows."""
         wanted = self.config.data.prompts_per_step
         options = [stage.options for stage in self.refill]
         if self.closed or self.count >= min((each.max_rounds for each in options), default=1):
@@ -79,17 +79,17 @@ class Rounds:
         return math.ceil(lacking * max((each.oversample for each in options), default=1.0))
 
     def sample(self, prompts: Sequence[Prompt]) -> None:
-        """G rollouts for each prompt, in groups of their own."""
+        """Sample a group of G rollouts for each prompt, and a greedy response if asked for."""
         self.fresh, self.early = self.source.sample_and_score(prompts, self.step, self.prompts)
         self.overlapped += self.early.busy_seconds if self.early else 0.0
-        # not all that were asked for, where a step ends early
+        # fewer groups than prompts if the step is stopped early
         sampled = {rollout.group_id: rollout.prompt for rollout in self.fresh}
         if self.with_greedy:
             self.greedy = self.source.sample_greedy(list(sampled.values()), self.step, self.prompts)
         self.count, self.prompts = self.count + 1, self.prompts + len(sampled)
 
     def score(self) -> None:
-        """Rewards of this round, and the stages up to the last that refills; after the last round the others."""
+        """Score this round and apply the stages up to the last refilling stage; after the last round apply the others."""
         self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step, early=self.early)))
         self.sampled += self.fresh
         if self.with_greedy:
@@ -103,14 +103,14 @@ class Rounds:
         for name, value in noted.items():
             self.staged[name] = self.staged.get(name, 0.0) + value
         if self.missing == 0:
-            self.closed = True  # stages may drop groups now without having them replaced
+            self.closed = True  # groups that the remaining stages drop are not replaced
             if self.refill:
                 self._close_refill(self.refill[-1].name)
             self.kept, noted = self.source.stages.run(self.at_end, self.kept, self.step)
             self.staged |= noted
 
     def finish(self) -> tuple[list[Rollout], dict[str, float]]:
-        """The step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
+        """Return the step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
         metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged
         metrics["time/reward_overlap"] = self.overlapped
         metrics["tokens/total"] = float(sum(len(r.token_ids) for r in self.kept))
@@ -122,7 +122,7 @@ class Rounds:
         return self.kept, metrics
 
     def _close_refill(self, name: str) -> None:
-        """Drop surplus groups, the last first; say how the rounds went."""
+        """Drop surplus groups, the last ones first; note metrics of the rounds and log missing groups."""
         wanted = self.config.data.prompts_per_step
         groups = list(dict.fromkeys(r.group_id for r in self.kept))
         chosen = set(groups[:wanted])
@@ -141,12 +141,12 @@ class Rounds:
 
 
 def groups_in(rollouts: Sequence[Rollout]) -> int:
-    """How many groups there are."""
+    """Return the number of groups in these rollouts."""
     return len({rollout.group_id for rollout in rollouts})
 
 
 def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Reward metrics of several rounds as one: counts are summed, means weighed by rollouts.
+    """Combine the reward metrics of several rounds: counts are summed, means weighed by the number of rollouts.
 
     Args:
         scored: number of rollouts and metrics of each round.
@@ -160,7 +160,7 @@ def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]
         if isinstance(parts[0][1][name], Sum):
             metrics[name] = sum(noted[name] for _, noted in parts)
         elif name == "reward/std" and len(parts) > 1:
-            # from the mean of squares: rounds have means of their own
+            # from the mean of squares, because the rounds' means differ
             mean = sum(count * noted["reward/mean"] for count, noted in parts) / total
             squares = sum(count * (noted[name] ** 2 + noted["reward/mean"] ** 2) for count, noted in parts)
             metrics[name] = math.sqrt(max(squares / total - mean**2, 0.0))
@@ -170,19 +170,19 @@ def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]
 
 
 class Stages:
-    """Every ``[[stage]]`` of a run.
+    """The functions and objects of every ``[[stage]]`` of a run.
 
     Args:
         configs: in the order of the run file.
-        plugins: that offer them.
+        plugins: the plugins that offer the stages.
 
     Raises:
-        PluginError: one that cannot be called.
+        PluginError: a stage cannot be called.
     """
 
     def __init__(self, configs: Sequence[StageConfig], plugins: PluginSet) -> None:
         self.calls: dict[str, Callable[..., Any]] = {}
-        self.keeping: dict[str, Any] = {}  # those that are objects
+        self.keeping: dict[str, Any] = {}  # stages with state: objects of a class
         for config in configs:
             own = set(RefillOptions.model_fields) if isinstance(config.options, RefillOptions) else set()
             options = config.options.model_dump(exclude=own) if config.options else {}
@@ -196,7 +196,11 @@ class Stages:
     def run(
         self, configs: Sequence[StageConfig], rollouts: list[Rollout], step: int
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """Call these stages one after another; the rollouts that go on, and ``stage/NAME/...`` metrics."""
+        """Apply these stages in order; return the remaining rollouts and ``stage/NAME/...`` metrics.
+
+        Raises:
+            PluginError: a stage did not return a pair of rollouts and metrics.
+        """
         metrics: dict[str, float] = {}
         for name in (config.name for config in configs):
             made = self.calls[name](rollouts, step)
@@ -209,16 +213,21 @@ class Stages:
         return rollouts, metrics
 
     def state(self) -> dict[str, Any]:
-        """The plain values that the stages keep, by name."""
+        """Return the plain values that the stages keep, by name."""
         return {name: copy.deepcopy(self._state(name).values) for name in self.keeping}
 
     def files(self) -> dict[str, Callable[[Path], object]]:
-        """What writes the rollouts that they keep now, by the name of the file."""
+        """Return the functions that write the rollouts that stages keep now, by file name."""
         held = {name: tuple(self._state(name).rollouts) for name in self.keeping}
         return {_file(name): partial(write_rollouts, step=0, rollouts=kept) for name, kept in held.items()}
 
     def load(self, values: Mapping[str, Any], folder: Path) -> None:
-        """Give the stages what a checkpoint holds of them; one that it does not know begins empty."""
+        """Restore the stages from a checkpoint; a stage that it does not hold begins empty.
+
+        Args:
+            values: the result of ``state``.
+            folder: the checkpoint's folder, with the files of ``files``.
+        """
         for name, stage in self.keeping.items():
             if name not in values:
                 log.warning(

@@ -1,15 +1,14 @@
-"""Stop a run on a signal without losing work, and report how a run that ended early stands.
+"""Stopping a run on a signal without losing work, and the report on a run that ended early.
 
-The first SIGTERM, SIGUSR1 (what schedulers send ahead of the end) or SIGINT asks the run to stop: inside
-a *window*, where nothing is half done, it raises ``Stop`` at once; elsewhere the stop waits for the next
-window or ``check``. The second signal ends the process at once.
+The first SIGTERM, SIGUSR1 (which schedulers send before they end a job) or SIGINT asks the run to stop. Inside a
+*window*, where nothing is half done, the signal raises ``Stop`` at once; elsewhere the stop waits for the next window
+or ``check``. The second signal ends the process at once.
 
-After the end the newest checkpoint is verified and the resume hint is logged. The checkpoint's files are read and hashed
-once more, at the speed of the disk, in a separate thread: a run that has failed ends in bounded time even if its disk
-does not answer.
+After the end the newest checkpoint is verified and the resume hint is logged. A separate thread reads and hashes the
+checkpoint's files again, at the speed of the disk, so that a failed run ends in bounded time even if its disk hangs.
 
-Left out on purpose: polling a flag at step borders alone. A step may wait minutes for samples or rewards,
-and a scheduler's grace is seconds.
+Left out on purpose: only polling a flag between steps. A step may wait minutes for samples or rewards,
+and a scheduler's grace period is seconds.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Terminated(BaseException):
-    """SIGTERM ends the process now. Not SystemExit: that is what a plugin raises to end itself, and is caught as its failure."""
+    """A SIGTERM that ends the process now. Not a SystemExit, which is caught as a plugin's failure."""
 
     code = 128 + signal.SIGTERM
 
 
 class Stop(BaseException):
-    """A signal asks the run to end; raised where nothing is half done. No error: nothing may handle it as one."""
+    """A signal that asks the run to end, raised where nothing is half done. Not an ``Exception``, so no handler takes it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -56,18 +55,21 @@ class Stop(BaseException):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name of the signal in messages: ``Ctrl-C`` for SIGINT."""
         return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
 
     def ending(self, saved: bool) -> BaseException:
-        """What leaves the program: KeyboardInterrupt for Ctrl-C (exit 130), else SystemExit(75), or 143 if nothing was saved."""
+        """Return the exception that ends the program.
+
+        KeyboardInterrupt for Ctrl-C (exit 130), else SystemExit(75), or SystemExit(143) if nothing was saved.
+        """
         if self.number == signal.SIGINT:
             return KeyboardInterrupt()
         return SystemExit(SAVED if saved else Terminated.code)
 
 
 class StopSignals:
-    """Takes the signals while it is entered, in the main thread; elsewhere it does nothing.
+    """A context that handles the stop signals in the main thread; in other threads it does nothing.
 
     Example::
 
@@ -95,7 +97,7 @@ class StopSignals:
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """A part that may be left at any point: the state of the last finished step is untouched by it."""
+        """Mark a block that ``Stop`` may interrupt at any point, since it does not change the last finished step."""
         before, self._open = self._open, True
         try:
             self.check()
@@ -104,43 +106,43 @@ class StopSignals:
             self._open = before
 
     def check(self) -> None:
-        """Raise ``Stop`` if a signal has come."""
+        """Raise ``Stop`` if a signal was received."""
         if self.requested is not None:
             raise Stop(self.requested)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:  # the second one: now
+        if self.requested is not None:  # the second signal ends the process now
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         self.requested = number
         if self._open:
             raise Stop(number)
 
 
-FAILED_SECONDS = 300.0  # to verify after a failure: nobody waits but who reads how it ended
-STOPPED_SECONDS = 5.0  # after a signal: a scheduler's grace is seconds, and the save was a part of it
-ANNOUNCED_BYTES = 10**9  # what takes longer than a moment is said before
+FAILED_SECONDS = 300.0  # limit of the verification after a failure
+STOPPED_SECONDS = 5.0  # the same after a signal: the scheduler's grace period is short
+ANNOUNCED_BYTES = 10**9  # from this size on, the verification is logged before it begins
 
 
 @dataclass(slots=True)
 class CheckpointStatus:
-    """What is known of a run's checkpoints.
+    """A summary of what is known of a run's checkpoints.
 
     Example, of a run whose newest checkpoint is damaged: ``step=2, good=True`` with one sentence in ``damaged``.
     """
 
-    newest: int | None = None  # step; None: there is none, or nobody knows (not `complete`)
-    step: int | None = None  # of the newest checkpoint that is not known to be damaged; None: there is none
+    newest: int | None = None  # step; None: none exists, or unknown (not `complete`)
+    step: int | None = None  # of the newest checkpoint not known to be damaged; None: none exists
     good: bool = False  # all of its hashes were compared
     files: int = 0  # in its manifest
     total: int = 0  # bytes, by its manifest
     read: int = 0  # bytes compared so far
     seconds: float = 0.0
     damaged: list[str] = field(default_factory=list)  # a sentence for each newer one
-    complete: bool = False  # the reading came to its end
+    complete: bool = False  # the verification finished
 
     @property
     def told(self) -> str:
-        """In sentences; "" where there is no checkpoint at all."""
+        """The status in sentences; "" if the run has no checkpoint."""
         said = [f"{sentence} " for sentence in self.damaged]
         if self.good:
             read = f"all {self.files} files ({_bytes(self.total)}) match their hashes, read in {self.seconds:.1f} s."
@@ -155,7 +157,7 @@ class CheckpointStatus:
 
 
 class _LeftOff(Exception):
-    """Nobody waits for the reading any more."""
+    """A signal to the verifying thread that its result is no longer wanted."""
 
 
 def standing(
@@ -164,23 +166,29 @@ def standing(
     unless: Callable[[], bool] = lambda: False,
     begins: Callable[[int, int], object] = lambda step, total: None,
 ) -> CheckpointStatus:
-    """Verify the newest checkpoint, and where it is damaged the one before, until one is good.
+    """Verify the newest checkpoint, and if it is damaged the one before, until one is good.
 
     Args:
         checkpoints: of the run.
-        seconds: at most.
-        unless: ends it early.
-        begins: is told the step and the bytes of the newest before it is read, in the thread that reads.
+        seconds: time limit.
+        unless: polled; the verification ends early once it returns True.
+        begins: called in the verifying thread with the step and the size in bytes of the newest checkpoint before it is
+            read.
+
+    Returns:
+        What was found. Errors of the disk are not raised; they are sentences in ``damaged``.
     """
     found, left = CheckpointStatus(), threading.Event()
     began = time.monotonic()
 
     def count(read: int) -> None:
+        """Count bytes that were read; raise ``_LeftOff`` once the time is over."""
         if left.is_set():
             raise _LeftOff
         found.read += read
 
     def verify() -> None:
+        """Compare the hashes of the checkpoints, newest first, and fill ``found``."""
         steps = checkpoints.steps()
         found.newest = steps[-1] if steps else None
         for step in reversed(steps):
@@ -200,6 +208,7 @@ def standing(
         found.complete = True
 
     def verify_what_answers() -> None:
+        """Call ``verify``; note an error of the disk in ``found``."""
         try:
             verify()
         except OSError as error:
@@ -211,15 +220,15 @@ def standing(
     while reader.is_alive() and time.monotonic() < began + seconds and not unless():
         reader.join(0.05)
     left.set()
-    return replace(found, seconds=time.monotonic() - began)  # the thread may come to itself later
+    return replace(found, seconds=time.monotonic() - began)  # a copy: the thread may still write to `found`
 
 
 def resume_hint(run: TrainingRun, known: CheckpointStatus | None = None) -> str:
-    """What to do after a run has ended early.
+    """Return the advice to log after a run has ended early: usually the command that resumes it.
 
     Args:
         run: with its folder.
-        known: what was verified.
+        known: result of the verification; default: the newest checkpoint, not verified.
     """
     assert run.folder is not None
     known = known or _seen(Checkpoints(run.folder.checkpoints))
@@ -237,7 +246,7 @@ def resume_hint(run: TrainingRun, known: CheckpointStatus | None = None) -> str:
 
 
 def _seen(checkpoints: Checkpoints) -> CheckpointStatus:
-    """Which is the newest, unread."""
+    """Return the status of the checkpoints by their names alone: no file is read."""
     try:
         steps = checkpoints.steps()
     except OSError:
@@ -246,13 +255,13 @@ def _seen(checkpoints: Checkpoints) -> CheckpointStatus:
 
 
 def resume_command(folder: Path) -> str:
-    """What to type to go on with the run of ``folder``."""
+    """Return the shell command that resumes the run of ``folder``."""
     command = f"engine resume {shlex.quote(str(folder))}"
     return command if not launched() else f"{command}, on every node under torchrun as it was started"
 
 
 def verified(run: TrainingRun, seconds: float, **how: Callable[..., Any]) -> CheckpointStatus:
-    """`standing` of a run; what was found is told, and kept in ``run.verified``."""
+    """Call ``standing`` for a run, log the result, and keep the good checkpoint's path in ``run.verified``."""
     assert run.folder is not None
     checkpoints = Checkpoints(run.folder.checkpoints)
     known = standing(checkpoints, seconds, **how)
@@ -263,7 +272,7 @@ def verified(run: TrainingRun, seconds: float, **how: Callable[..., Any]) -> Che
 
 
 def report_stop(run: TrainingRun, saved: bool) -> None:
-    """End the workers of a run that a first signal has stopped, and verify what it has."""
+    """End the workers of a run that a first signal has stopped, and verify its checkpoints."""
     _end_workers(run)
     known = verified(run, STOPPED_SECONDS)
     if known.damaged or not saved:
@@ -271,23 +280,23 @@ def report_stop(run: TrainingRun, saved: bool) -> None:
 
 
 def report_failure(run: TrainingRun, error: BaseException, began: bool) -> None:
-    """Say in which step a run failed or was ended at once, end its workers, verify what it has.
+    """Log the step in which a run failed or was ended at once, end its workers, verify its checkpoints.
 
     Args:
         run: with its folder.
-        error: that ended it.
-        began: its steps had begun.
+        error: the exception that ended the run.
+        began: whether its steps had begun.
     """
     if not isinstance(error, Exception):
         where = f"in step {run.step_now}. {resume_hint(run)}" if began else "before its first step."
         log.warning("The run was ended at once %s", where)
         return
-    # whoever called shows it on the screen
+    # the caller prints the error on the screen
     log.error("%s", error, exc_info=error, extra=FILE_ONLY)
     if not began:
         log.error("The run failed before its first step.")
         return
-    _end_workers(run)  # nobody pays for idle GPUs while files are read
+    _end_workers(run)  # GPUs must not idle while files are read
     known = verified(
         run,
         FAILED_SECONDS,
@@ -296,12 +305,12 @@ def report_failure(run: TrainingRun, error: BaseException, began: bool) -> None:
     )
     way = resume_hint(run, known)
     log.error("The run failed in step %d. %s", run.step_now, way)
-    if not isinstance(error, EngineError):  # which is shown with a traceback, after this line
+    if not isinstance(error, EngineError):  # such an error is printed with a traceback after this log line
         error.add_note(way)
 
 
 def _end_workers(run: TrainingRun) -> None:
-    """What goes wrong in it is told and does not hide why the run ends: workers that are lost may not close."""
+    """End the workers. Log an error of theirs, so that it does not replace the cause: lost workers may not close."""
     try:
         run.end_workers()
     except Exception as error:
@@ -309,7 +318,7 @@ def _end_workers(run: TrainingRun) -> None:
 
 
 def _announce(error: BaseException, step: int, total: int) -> None:
-    """Say what is done and why before a large checkpoint is read."""
+    """Log the error and the verification before a large checkpoint is read."""
     if total >= ANNOUNCED_BYTES:
         log.error("%s", str(error).partition("\n")[0])
         log.warning(

@@ -1,11 +1,11 @@
 """THE LOOP: prompts -> rollouts -> rewards -> stages -> advantages -> update -> weight sync.
 
-One plain program that holds rollouts as data and calls worker groups, each of which may sit
-elsewhere and be sharded differently. What every trainer shares (run folder, checkpoints, schedule,
-progress) is in ``train.run``, what every one that samples shares in ``train.sampled_run``. Left out on
-purpose: asynchrony, which is a file of its own.
+The trainer is one plain program that holds rollouts as data and calls worker groups, each of which may run
+on other machines and be sharded differently. ``train.run`` has what every trainer shares (run folder, checkpoints,
+schedule, progress), ``train.sampled_run`` what every sampling trainer shares. Left out on purpose: asynchrony,
+which is in a separate file.
 
-P prompts, G rollouts a prompt, B = P * G, T tokens of all sequences one after another.
+Shapes: P prompts, G rollouts per prompt, B = P * G rollouts, T tokens of all sequences concatenated.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 
 
 class Trainer(SampledRun):
-    """Reinforcement learning from verifiable rewards: GRPO, PPO and their family.
+    """A trainer for reinforcement learning from verifiable rewards: GRPO, PPO and their family.
 
     Args:
         config: from ``load_config``.
         model: a live module instead of ``[model] path`` (local runtime).
         tokenizer: a live tokenizer.
-        rewards: functions, scored in this process with weight 1, besides ``[[reward]]``.
+        rewards: functions, called in this process with weight 1, in addition to ``[[reward]]``.
         data: rows (dicts) instead of ``[data] train``.
 
     Example: ``Trainer(load_config("run.toml", {"actor.optim.lr": 1e-6})).train()``.
     """
 
     def prepare(self) -> None:
+        """Resolve the algorithm and what it needs; refuse what cannot work."""
         self.policy = PolicyUpdate(self)
         if self.policy.plan.needs_teacher:
             check_teacher(self)
@@ -53,6 +54,7 @@ class Trainer(SampledRun):
         self._replays_support = replays_support(self)
 
     def roles(self, training: bool) -> dict[str, Role]:
+        """Return the roles that the algorithm needs: actor and rollout, perhaps ref, teacher and critic."""
         if not training:
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
         ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
@@ -63,18 +65,21 @@ class Trainer(SampledRun):
 
     @property
     def optimizer_steps_per_step(self) -> int:
+        """Policy updates in one step: one per mini-batch and epoch."""
         return self.policy.plan.updates_per_step
 
     @property
     def samples_greedy(self) -> bool:
+        """Whether the algorithm needs a greedy response for each prompt."""
         return self.policy.plan.greedy
 
     @property
     def replays_support(self) -> bool:
+        """Whether `algorithm.correction.support` is on and the engines of the run can replay it."""
         return self._replays_support
 
     def step(self, step: int) -> dict[str, float]:
-        """One step: P prompts in, one policy update done, samplers on the new weights."""
+        """Do one step: take P prompts, update the policy, send the new weights to the samplers."""
         rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
         batch = self.sampling.batch(rollouts)  # rewards [B]
         with self.phase("log_probs"):
@@ -88,7 +93,14 @@ class Trainer(SampledRun):
         return metrics
 
     def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Add the columns that the algorithm needs from a model, and the KL where it is in the reward."""
+        """Add the columns that the algorithm needs from models, and the KL penalty if the reward includes it.
+
+        Args:
+            batch: the step's rollouts, with ``rewards`` [B].
+
+        Returns:
+            The batch with more columns, most of them [T]; metrics of the KL penalty.
+        """
         algorithm = self.config_now.algorithm
         columns: dict[str, torch.Tensor] = {}
         for role, outputs in self.policy.plan.inferred(batch["group_ids"], algorithm).items():
@@ -113,7 +125,12 @@ class Trainer(SampledRun):
         return batch.with_columns(tokens={"kl_penalty": penalty}, sequences=shaped), noted
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """Add ``advantages`` [T] (and ``returns``); one that is not finite is an error before any update."""
+        """Add ``advantages`` [T] (and ``returns`` [T], if the estimator gives them).
+
+        Raises:
+            PluginError: the estimator did not return one value per token.
+            TrainingFailed: a value is not finite; no weight has changed.
+        """
         options = self.config_now.algorithm.advantage_options
         made = self.advantage(batch, **(options.model_dump() if options else {}))
         columns = {"advantages": made} if isinstance(made, torch.Tensor) else dict(made)
@@ -126,7 +143,7 @@ class Trainer(SampledRun):
         return batch.with_columns(tokens=columns)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """One optimizer step for each mini-batch: of the critic, where there is one, then of the policy."""
+        """Do one optimizer step per mini-batch: of the critic, if the run has one, then of the policy."""
         minis = self.policy.mini_batches(batch, step)
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
@@ -135,26 +152,28 @@ class Trainer(SampledRun):
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
     def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
-        """Forward, backward, check, optimizer step."""
+        """Update the policy on a mini-batch: forward, backward, check, optimizer step."""
         if not bool(mini["loss_mask"].any()):
             return {"actor/empty_updates": Sum(1.0)}
         mini = self.policy.with_statistics(mini, step, number)
         return self.learn(mini, self.policy.loss_call(), check=self.policy.check)
 
     def refresh_reference(self, step: int) -> None:
-        """Bring the reference to the actor, or part of the way, every `ref_refresh_steps` steps."""
+        """Mix the actor's weights into the reference (share `ref_refresh_mix`) every `ref_refresh_steps` steps."""
         algorithm = self.config_now.algorithm
         if algorithm.ref_refresh_steps and step % algorithm.ref_refresh_steps == 0 and "ref" in self.groups:
             self.runtime.mix_weights("actor", "ref", algorithm.ref_refresh_mix)
 
     def state(self) -> dict[str, Any]:
+        """Return the state of a sampled run and of the policy's adaptive coefficients."""
         return super().state() | {"policy": self.policy.state()}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore a sampled run and the policy's adaptive coefficients."""
         super().load_state(state, folder)
         self.policy.load_state(state["policy"])
 
 
 def _all_finite(column: torch.Tensor) -> bool:
-    """Whether all values are; a sum that is finite has none that is not, and takes a tenth of a look at each."""
+    """Return whether all values are finite. A finite sum proves it in a tenth of the time of checking each value."""
     return bool(column.sum().isfinite()) or bool(column.isfinite().all())

@@ -1,13 +1,13 @@
-"""The updates of a step: those of the policy and, where the algorithm needs one, of the critic.
+"""The updates of a step: those of the policy and, if the algorithm needs one, of the critic.
 
-Policy: mini-batches and their columns, the objective, and the weights that adapt. The trainer decides when; this module
-says what an update is made of.
+Policy: mini-batches and their columns, the objective, and the adaptive coefficients. The trainer decides when to
+update; this module defines the update.
 
-Critic (PPO): ``values[t]`` is the return that is expected before token t is sampled, read from the hidden state of the
-token before it. The critic's loss is the mean over the sampled tokens of the mini-batch, whatever
-`algorithm.loss_aggregation` says of the policy's: it is a regression, one row a token.
+Critic (PPO): ``values[t]`` is the return expected before token t is sampled, computed from the hidden state of the
+previous token. The critic's loss is the mean over the sampled tokens of the mini-batch, independent of
+`algorithm.loss_aggregation`: it is a regression with one row per token.
 
-Left out: what the values are for. That is the advantage estimator's (``gae``), which also gives the returns.
+Left out: the use of the values. The advantage estimator (``gae``) reads them and also gives the returns.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ OWN_KEYS = {"bypass", "normalize", "max_masked_share", "min_effective_sample_sha
 
 
 class PolicyUpdate:
-    """What one batch of rollouts does to the policy of a run.
+    """The update of the policy from one batch of rollouts.
 
     Args:
-        run: the trainer that it serves.
+        run: the trainer that uses it.
+
+    Raises:
+        PluginError: the loss cannot be called.
     """
 
     def __init__(self, run: Trainer) -> None:
@@ -49,7 +52,7 @@ class PolicyUpdate:
         algorithm = run.config.algorithm
         advantage = cast("Advantage", run.plugins.spec("advantages", algorithm.advantage))
         self.loss = cast("Loss", run.plugins.spec("losses", algorithm.loss))
-        run.plugins.function("losses", algorithm.loss)  # refused here, before a worker resolves it
+        run.plugins.function("losses", algorithm.loss)  # refuses a bad loss here, before a worker resolves it
         producers = requirements.producers_of(run.plugins, advantage, self.loss)
         self.plan = requirements.plan_run(run.config, advantage, self.loss, producers)
         steps = [config_at(run.config, step).algorithm for step in boundaries(run.config)]
@@ -65,21 +68,21 @@ class PolicyUpdate:
 
     @property
     def kl_coef(self) -> float:
-        """Of this step."""
+        """Coefficient of the KL penalty in this step."""
         return self._now.kl_coef if self.adaptive_kl is None else self.adaptive_kl.coef
 
     @property
     def entropy_coef(self) -> float:
-        """Of this step."""
+        """Coefficient of the entropy bonus in this step."""
         return self._now.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.applied
 
     @property
     def correction(self) -> Correction:
-        """What the objective does about the gap to the sampler.
+        """Correction of the gap between sampler and trainer in this step's objective.
 
-        ``auto`` weighs tokens unless the sampler reads the actor's own module and samples all rollouts of a
-        step with it, where there is no gap.
-        With ``bypass`` the ratio of a loss is to the sampler already; only a loss without one is weighed.
+        ``auto`` weighs tokens, unless the sampler reads the actor's own module and samples all rollouts of a
+        step with it: then no gap exists. With ``bypass`` the ratio of a loss is relative to the sampler already, so
+        only a loss without a ratio is weighed.
         """
         config = self._now.correction
         level = config.level
@@ -91,7 +94,14 @@ class PolicyUpdate:
         return Correction(**{**config.model_dump(exclude=OWN_KEYS), "level": level})
 
     def mini_batches(self, batch: Batch, step: int) -> list[Batch]:
-        """Whole groups, `mini_batch_prompts` at a time, weighed; a new order in each epoch after the first."""
+        """Split a batch into mini-batches of `mini_batch_prompts` whole groups and add ``weights`` [T].
+
+        Every epoch after the first has a new random order.
+
+        Args:
+            batch: B rollouts with ``group_ids`` [B].
+            step: step number, which gives the order its seed.
+        """
         algorithm = self._now
         norm = algorithm.loss_length_norm or self.run.config.rollout.max_response_tokens
         own = algorithm.loss_aggregation == "auto"
@@ -111,12 +121,12 @@ class PolicyUpdate:
         return minis
 
     def with_statistics(self, mini: Batch, step: int, number: int) -> Batch:
-        """Add the columns that are statistics over a mini-batch, from the policy as its update finds it.
+        """Add the [T] columns that are statistics over a mini-batch, computed with the policy before its update.
 
         Args:
             mini: the whole mini-batch, with at least one loss token.
-            step: of the run.
-            number: of the mini-batch within the step; step and number give random choices their seed.
+            step: step number.
+            number: number of the mini-batch within the step; random choices are seeded by step and number.
         """
         algorithm = self._now
         if self.plan.measured:
@@ -138,7 +148,7 @@ class PolicyUpdate:
         return mini.with_columns(tokens=columns)
 
     def loss_call(self) -> LossCall:
-        """The actor's objective, by name and plain values."""
+        """Return the actor's objective, by name and plain values."""
         algorithm = self._now
         parameters: dict[str, Any] = {
             "loss": algorithm.loss,
@@ -152,15 +162,18 @@ class PolicyUpdate:
         return LossCall("policy", parameters, self.plan.outputs, watched=("entropy",))
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Refuse an update of a policy that is not the sampler's, or of next to no tokens.
+        """Refuse an update if policy and sampler differ too much or too few tokens count.
+
+        Args:
+            metrics: of the mini-batch's loss.
 
         Raises:
             TrainingFailed: the gap is over `rollout.max_log_prob_gap`, the correction masked more than
-                `max_masked_share`, or its weights are worth less than `min_effective_sample_share`. The
-                model's weights were left alone.
+                `max_masked_share`, or the effective share of its importance weights is below
+                `min_effective_sample_share`. The model's weights are unchanged.
         """
         if "mismatch/mean_abs" not in metrics:
-            return  # a step without the sampler's log-probs: nothing is weighed or masked by them either
+            return  # a step without the sampler's log-probs, so nothing is weighed or masked
         gap = fresh_gap(metrics)
         check_gap(gap, self.run.config.rollout.max_log_prob_gap)
         masked, most = metrics.get("correction/masked_share", 0.0), self._now.correction.max_masked_share
@@ -180,7 +193,12 @@ class PolicyUpdate:
             )
 
     def settle(self, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:
-        """After the updates of a step: move what adapts; metrics of it and of the weights."""
+        """Move the adaptive coefficients after the updates of a step; return metrics of them and of the correction.
+
+        Args:
+            metrics: of the step's updates.
+            num_rollouts: B.
+        """
         algorithm = self._now
         found: dict[str, float] = {}
         if self.adaptive_kl is not None:
@@ -202,12 +220,12 @@ class PolicyUpdate:
         return found
 
     def state(self) -> dict[str, Any]:
-        """JSON state of what adapts."""
+        """Return the JSON state of the adaptive coefficients."""
         adaptive = {"kl": self.adaptive_kl, "entropy": self.adaptive_entropy}
         return {name: vars(held).copy() for name, held in adaptive.items() if held is not None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state`` gave; what did not adapt then starts from the run file."""
+        """Restore the result of ``state``; a coefficient that was not adaptive then starts from the run file."""
         if self.adaptive_kl is not None and "kl" in state:
             self.adaptive_kl = AdaptiveKL(**state["kl"])
         if self.adaptive_entropy is not None and "entropy" in state:
@@ -219,27 +237,27 @@ class PolicyUpdate:
 
 
 def fresh_gap(metrics: Mapping[str, float]) -> float:
-    """Mean |rollout log-prob - train log-prob| of the tokens that the newest policy sampled; 0 where there is none."""
+    """Return the mean |rollout log-prob - train log-prob| over tokens that the newest policy sampled; 0 without any."""
     share = metrics.get("mismatch/fresh_share", 1.0)
     total = metrics.get("mismatch/fresh_abs", metrics["mismatch/mean_abs"])
     return total / share if share > 0 else 0.0
 
 
 def effective_share(metrics: Mapping[str, float]) -> float | None:
-    """``(mean w)^2 / mean w^2`` of the importance weights: 1 where all are equal; None where nothing is weighed."""
+    """Return ``(mean w)^2 / mean w^2`` of the importance weights: 1 if all are equal; None if nothing is weighed."""
     square = metrics.get("correction/weight_square")
     return metrics["correction/weight_mean"] ** 2 / square if square else None
 
 
 def check_gap(gap: float, bound: float) -> None:
-    """Refuse an update of a policy that is not the sampler's.
+    """Refuse an update if the log-probs of sampler and trainer differ too much.
 
     Args:
         gap: mean |rollout log-prob - train log-prob| of the mini-batch.
         bound: `rollout.max_log_prob_gap`.
 
     Raises:
-        TrainingFailed: the gap is over it. The weights were left alone.
+        TrainingFailed: the gap is over the bound. The weights are unchanged.
     """
     if gap > bound:
         raise TrainingFailed(
@@ -250,10 +268,15 @@ def check_gap(gap: float, bound: float) -> None:
 
 
 def check_columns(advantage: str, columns: Mapping[str, Any], num_tokens: int) -> None:
-    """Refuse what an estimator gave, unless it is one value a token.
+    """Check that each column of an advantage estimator is a tensor [T].
+
+    Args:
+        advantage: name of the estimator.
+        columns: its result, by name.
+        num_tokens: T.
 
     Raises:
-        PluginError: a column is no tensor of that length.
+        PluginError: a column is not a tensor [T].
     """
     for name, column in columns.items():
         if not isinstance(column, torch.Tensor) or column.shape != (num_tokens,):
@@ -265,10 +288,10 @@ def check_columns(advantage: str, columns: Mapping[str, Any], num_tokens: int) -
 
 
 def with_derived(batch: Batch, name: str, column: Any) -> Batch:
-    """Return the batch with a column that a plugin computed: one value a token [T], or one a sequence [B].
+    """Return the batch with a column that a plugin computed: one value per token [T] or per sequence [B].
 
     Raises:
-        PluginError: it is no tensor of either length, or a value is not finite.
+        PluginError: the column is not a tensor [T] or [B], or a value is not finite.
     """
     lengths: dict[tuple[int, ...], str] = {(batch.num_tokens,): "tokens", (len(batch),): "sequences"}
     if not isinstance(column, torch.Tensor) or tuple(column.shape) not in lengths:
@@ -282,10 +305,10 @@ def with_derived(batch: Batch, name: str, column: Any) -> Batch:
 
 
 class CriticUpdate:
-    """What one batch of rollouts does to the critic of a run; nothing where the algorithm needs none.
+    """The update of the critic from one batch of rollouts; it does nothing if the algorithm needs no critic.
 
     Args:
-        run: the trainer that it serves, whose ``policy`` is planned.
+        run: the trainer that uses it; its ``policy`` is already set.
     """
 
     def __init__(self, run: Trainer) -> None:
@@ -296,24 +319,24 @@ class CriticUpdate:
         self.clip_ratio = table.clip_ratio if table else 0.0
 
     def roles(self) -> dict[str, Role]:
-        """The critic, where there is one."""
+        """Return the role ``critic`` if the algorithm needs it, else {}."""
         return {"critic": Role("train")} if self.needed else {}
 
     @property
     def idle_steps(self) -> int:
-        """Optimizer steps of the run that the policy leaves out."""
+        """Number of optimizer steps that the policy skips while only the critic learns."""
         return self.warmup_steps * self.run.policy.plan.updates_per_step
 
     def alone(self, step: int) -> bool:
-        """Whether only the critic learns in this step."""
+        """Return whether only the critic learns in this step."""
         return step <= self.warmup_steps
 
     def update(self, batch: Batch, minis: Sequence[Batch]) -> dict[str, float]:
-        """One optimizer step for each mini-batch, before the policy's.
+        """Do one optimizer step of the critic per mini-batch, before those of the policy.
 
         Args:
-            batch: of the step, with ``values`` and ``returns``.
-            minis: its mini-batches, with ``token_share``.
+            batch: of the step, with ``values`` [T] and ``returns`` [T].
+            minis: its mini-batches, with ``token_share`` [T].
 
         Returns:
             ``critic/...`` metrics.
@@ -333,13 +356,15 @@ class CriticUpdate:
 
 
 def explained_variance(batch: Batch) -> float:
-    """``1 - Var(G - V) / Var(G)`` over the loss tokens: 1 is a critic that knows the returns, 0 one that knows their mean.
+    """Return ``1 - Var(G - V) / Var(G)`` over the loss tokens.
+
+    The value is 1 if the critic knows the returns, 0 if it only knows their mean.
 
     Args:
         batch: ``returns`` [T] (G), ``values`` [T] (V, before the update), ``loss_mask`` [T].
 
     Returns:
-        At most 1; 0 where all returns are equal or there is at most one.
+        A value of at most 1; 0 if all returns are equal or fewer than two exist.
     """
     mask = batch["loss_mask"]
     returns, values = batch["returns"][mask].double(), batch["values"][mask].double()
