@@ -264,7 +264,7 @@ def _cuda(
 
 
 def _plan(boundaries: list[int], device: torch.device, prefixes: Prefixes | None = None) -> Plan:
-    """Group sequences by length, the longest first; sequences with a shared prefix are in groups of their own."""
+    """Group sequences by length, the longest first; sequences with a shared prefix are grouped separately."""
     shared = [0] * (len(boundaries) - 1) if prefixes is None else prefixes.shared
     spans = [(end - start, start, n) for (start, end), n in zip(pairwise(boundaries), shared, strict=True)]
     groups: list[list[tuple[int, int, int]]] = []
