@@ -64,7 +64,7 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def store(self, weight: Tensor, mix: float = 1.0) -> None:
-        """Replace the weight by ``(1 - mix) * own + mix * weight``, quantized by the same method; ``weight: [O, I]``."""
+        """Replace the weight by ``(1 - mix) * own + mix * weight``, quantized the same way; ``weight: [O, I]``."""
         own = self.weight
         write(own, weight, mix)
         for name, piece in pack(own, self.method).items():
