@@ -22,7 +22,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """Return a tensor ``[D0, ...]`` with its part on the mesh's kind of device, moved there from host memory if needed."""
+    """Return a tensor ``[D0, ...]`` whose part is on the mesh's kind of device, moved from host memory if needed."""
     local = tensor.to_local().detach()
     kind = tensor.device_mesh.device_type
     return tensor if local.device.type == kind else like(local.to(kind), tensor)

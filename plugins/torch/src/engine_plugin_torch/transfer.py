@@ -80,7 +80,7 @@ class Fetched:
 
 
 def numbers(tensors: Iterable[Tensor], device: torch.device) -> list[float]:
-    """Return the values of scalar tensors (shape ``[]``, N of them), fetched with one wait for the device."""
+    """Return the values of N scalar tensors, stacked to ``[N]`` and fetched with one wait for the device."""
     held = [tensor.detach().to(device) for tensor in tensors]
     kind = functools.reduce(torch.promote_types, (tensor.dtype for tensor in held), torch.float32)
     return torch.stack([tensor.to(kind) for tensor in held]).tolist() if held else []

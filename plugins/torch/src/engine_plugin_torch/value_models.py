@@ -135,7 +135,7 @@ def _on(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def reset_head(head: nn.Linear, seed: int) -> None:
-    """Draw the head from N(0, 1 / (H + 1)^2), near 0 (https://arxiv.org/abs/2009.01325 has the variance 1 / (H + 1))."""
+    """Draw the head from N(0, 1 / (H + 1)^2); https://arxiv.org/abs/2009.01325 has the larger variance 1 / (H + 1)."""
     generator = torch.Generator().manual_seed(seed)
     fresh = torch.empty(head.weight.shape).normal_(0.0, 1 / (head.in_features + 1), generator=generator)
     with torch.no_grad():
