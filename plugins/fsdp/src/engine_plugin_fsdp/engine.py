@@ -320,7 +320,7 @@ class FSDPEngine(DataParallelEngine):
         return [p for p in self._parameters if p.requires_grad]
 
     def _grad_norm(self) -> Tensor:
-        """Return the norm of the whole gradient; each element counts once, even if several ranks hold it. Collective."""
+        """Return the norm of the whole gradient; an element that several ranks hold counts once. Collective."""
         grads = self._grads()
         parts = [here(grad) for grad in grads]
         if self.loss_scale is not None and parts:

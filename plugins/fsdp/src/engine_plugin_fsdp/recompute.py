@@ -74,7 +74,7 @@ def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Keep:
-    """A policy that keeps attention and every second matrix product, counted separately in forward and recomputation."""
+    """A policy that keeps attention and every second matrix product; forward and recomputation count separately."""
 
     def __init__(self) -> None:
         self.products = {False: 0, True: 0}

@@ -1,15 +1,15 @@
 """Tensor parallelism: several ranks share each layer (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
 The plan of transformers for a model (``tp_plan``) says which layers are split and how. This module carries it out on
-each rank's own part of a weight, as a plain tensor, for three reasons. All weights of a unit stay sharded tensors of one
-mesh. Norms of heads, whose gradient is a sum over ranks, get the right gradient over several micro-batches too
+each rank's own part of a weight, as a plain tensor, for three reasons. All weights of a unit stay sharded tensors of
+one mesh. Norms of heads, whose gradient is a sum over ranks, get the right gradient over several micro-batches too
 (transformers reduces ``.grad`` in a hook and so counts earlier micro-batches again). No operator uses the dispatch of
 sharded tensors.
 
-The plan's entries for embeddings and head are ignored. Their weights are sharded over all ranks and gathered whole like
-a unit, and each rank computes the logits of its share of the rows (``slices``). With a split over the vocabulary, either
-every chunk of logits would be gathered ([rows, vocabulary], the largest tensor of training), or each output would need
-a variant for a part of the vocabulary.
+The plan's entries for embeddings and head are ignored. Their weights are sharded over all ranks and gathered whole
+like a unit, and each rank computes the logits of its share of the rows (``slices``). With a split over the vocabulary,
+either every chunk of logits would be gathered ([rows, vocabulary], the largest tensor of training), or each output
+would need a variant for a part of the vocabulary.
 
 A unit with split layers is sharded on the mesh without ``tp``. Each rank of ``tp`` has a copy of the unit's unsplit
 weights, with the same gradient. Other units are sharded over all ranks, and their gradients are summed over all ranks,
@@ -326,7 +326,7 @@ def _around(part: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
             base._parameters["bias"] = bias
 
     def rows(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer that is split over its outputs: ``[..., I]`` -> ``[..., O / tp]``, or ``[..., O]`` if gathered."""
+        """Run a layer that is split over its outputs: ``[..., I]`` -> ``[..., O / tp]``; ``[..., O]`` if gathered."""
         out = forward(SumGradient.apply(hidden, group), *args, **kwargs)
         return Gather.apply(out, group) if style.gathers else out
 

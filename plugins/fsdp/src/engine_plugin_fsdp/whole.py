@@ -102,7 +102,7 @@ class Whole:
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     def compute_locally(self, module: nn.Module, units: Sequence[str]) -> None:
-        """Make each unit compute with the plain copies. Call it before ``recompute``, so that recomputation uses them too.
+        """Make each unit compute with the plain copies. Call it before ``recompute``, which then uses them too.
 
         A unit may lie in another one, as a part that is recomputed separately.
         """

@@ -12,7 +12,7 @@
 Without ``cu_seq_lens_q`` (sampling with a cache, padded batches) it is transformers' ``sdpa``,
 mask included. Sliding windows and score soft-capping are supported; attention sinks are refused.
 
-This is the only module of this package with a CUDA-only call.
+``_cuda`` is the only function here that needs CUDA.
 """
 
 from __future__ import annotations
