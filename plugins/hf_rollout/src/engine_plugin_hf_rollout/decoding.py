@@ -280,7 +280,7 @@ class _Batch:
         self.running[number] &= ~stopped & (self.start[number] + step + 1 < self.budget[number])
 
     def _stop_strings(self, number: Tensor, running: Tensor, step: int, decode: Decode) -> Tensor:
-        """Return whether the tail of each response contains a stop string: [A] bool; an earlier one would have ended it."""
+        """Return whether the tail of each response contains a stop string: [A] bool. Earlier ones ended it before."""
         numbers = number.tolist()
         watched = [row for row, runs in enumerate(running.tolist()) if runs and self.stops[numbers[row]]]
         ends = (self.start[number] + step + 1).tolist()

@@ -19,7 +19,7 @@ _OWN_GROUP = {"users": 0}  # number of engines that use the group of one process
 
 
 class RankGroup:
-    """All ranks of one role.
+    """The ranks of one role and their process group.
 
     Args:
         rank: this rank.
