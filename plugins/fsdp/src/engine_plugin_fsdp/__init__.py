@@ -1,1 +1,1 @@
-"""engine-plugin-fsdp: training over several ranks with FSDP2. The engine is in ``engine``, its option table in ``options``."""
+"""engine-plugin-fsdp: training on several ranks with FSDP2. The engine is in ``engine``, its options in ``options``."""

@@ -1,4 +1,4 @@
-"""What one rank holds of a model that is spread over ranks, for estimates of memory."""
+"""The memory budget of one rank of a model that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_torch.precision import Precision
 
-GATHERED_UNITS = 2  # the one that computes, and the next
+GATHERED_UNITS = 2  # the unit that computes, and the next one
 
 
 class FSDPBudget(SharedBudget):
@@ -28,6 +28,7 @@ class FSDPBudget(SharedBudget):
     engine: FSDPEngine
 
     def held(self) -> Held:
+        """Return the bytes that this rank holds of the sharded model."""
         engine, whole = self.engine, super().held()
         return held_by_rank(
             whole, engine.module, engine.options, engine.precision, engine.ranks.size, engine.context.role
@@ -35,25 +36,30 @@ class FSDPBudget(SharedBudget):
 
     @property
     def recomputed_share(self) -> float:
+        """Share of the layers that keep only their input, by `activation_checkpointing`."""
         return share_recomputed(self.engine.options.activation_checkpointing, self.recomputing)
 
     @property
     def token_sharers(self) -> int:
+        """Number of ranks that share the tokens of a micro-batch: `sp`."""
         return self.engine.options.sp
 
 
 def held_by_rank(
     whole: Held, module: nn.Module, options: FSDPOptions, precision: Precision, size: int, role: str
 ) -> Held:
-    """Bytes on one rank. With ``tp`` norms and embeddings, which are whole, count as if they were split too.
+    """Return the bytes on one rank. With ``tp``, weights that are not split by ``tp`` count as if they were.
 
-    Until the last micro-batch each rank sums whole gradients, in ``reduce_dtype`` and on the device, wherever the
-    weights lie.
+    Unless `gradient_sync` is ``each``, each rank sums whole gradients until the last micro-batch. They are in
+    ``reduce_dtype`` and on the device, even if the weights are offloaded.
 
     Args:
-        whole: of the whole model.
-        module: sharded or not: sizes are those of whole weights.
-        size: ranks of the role.
+        whole: bytes of the whole model.
+        module: the model, sharded or not.
+        options: the role's table.
+        precision: the role's types.
+        size: number of ranks of the role.
+        role: the role's name, for messages.
     """
     shards, tp = mesh_shape(options, size, role)[1] * options.tp, options.tp
     each = options.gradient_sync == "each"
@@ -71,7 +77,7 @@ def held_by_rank(
 
 
 def _gathered(module: nn.Module, options: FSDPOptions, precision: Precision) -> int:
-    """Whole weights of what computes: units and the root, in the type of the forward pass."""
+    """Return the bytes of the weights that are gathered at one time: some units and the root, in the compute type."""
     layers = [module.get_submodule(name) for name in decoder_layers(module)]
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     total = sum(p.numel() for p in module.parameters())

@@ -1,7 +1,7 @@
-"""Reading a model folder once: the first rank reads it, the others get their parts tensor by tensor.
+"""The builder of a sharded model: rank 0 reads the folder, and the other ranks get their parts tensor by tensor.
 
-The other ranks build the same module with parameters on ``meta``, so that no rank but the first ever holds
-the whole model. Where a plugin builds the module, every rank has it whole until it is sharded.
+The other ranks build the same module with parameters on ``meta``, so only rank 0 ever holds the whole model.
+Where a plugin builds the module, every rank holds it whole until it is sharded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class FSDPBuilder(ModelBuilder):
-    """``ModelBuilder`` of a model that is read on the CPU and sharded from there.
+    """The ``ModelBuilder`` of a model that is read on the CPU and sharded from there.
 
     Attributes:
-        first_reads: the first rank alone reads the model.
+        first_reads: only rank 0 reads the model.
         each_reads: each rank reads its part.
     """
 
@@ -38,10 +38,14 @@ class FSDPBuilder(ModelBuilder):
 
     @property
     def load_device(self) -> torch.device:
+        """Device that a model is read to: the CPU."""
         return torch.device("cpu")
 
     def load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read by the first rank alone, or by each its part; one that is given from Python, or built or sharded by a plugin, is on every rank."""
+        """Read the model on rank 0, or build it without weights if another rank, or each for its part, reads it.
+
+        Every rank reads the whole model if it is given from Python, if a plugin shards it, or by `loading`.
+        """
         own = live is not None or self.engine.context.plugins.overrides("engine_shard_model")
         spread = not own and self.engine.ranks.size > 1 and self.engine.options.loading != "every_rank"
         self.each_reads = spread and self.engine.options.loading == "sharded"
@@ -61,13 +65,14 @@ class FSDPBuilder(ModelBuilder):
         return module
 
     def place(self, module: nn.Module) -> nn.Module:
-        # On the CPU still: unit by unit goes to the device when it is sharded.
+        """Cast parameters and buffers; the model stays on the CPU, from which units move when they are sharded."""
+        # still on the CPU: each unit moves to the device when it is sharded
         module = cast_parameters(module, self.engine._param_dtype)
         return cast_buffers(module, self.engine.options.mixed_precision.buffer_dtype)
 
 
 def allocate(root: nn.Module, device: torch.device) -> None:
-    """Give memory to a sharded module that was built on ``meta``; buffers stay as they are."""
+    """Allocate memory for a sharded module that was built on ``meta``; buffers keep their values."""
     if not any(p.device.type == "meta" for p in root.parameters()):
         return
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
@@ -77,12 +82,12 @@ def allocate(root: nn.Module, device: torch.device) -> None:
 
 
 def broadcast(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Fill a sharded module with the first rank's weights. Collective.
+    """Fill a sharded module with the weights of rank 0. Collective.
 
     Args:
-        module: sharded, the same on all ranks.
-        full: of the first rank, its whole weights by name; it is emptied on the way. Of the others not read.
-        device: what collectives work on.
+        module: the sharded module, the same on all ranks.
+        full: on rank 0, the whole weights ``[D0, ...]`` by name; the dict is emptied. Other ranks do not read it.
+        device: device of the collectives.
     """
     first = dist.get_rank() == 0
     for name, tensor in own_weights(module).items():

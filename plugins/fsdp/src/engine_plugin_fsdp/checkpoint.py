@@ -1,4 +1,4 @@
-"""Checkpoints and device memory of the engine."""
+"""Checkpoints and offloading of the FSDP engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FSDPStore(ShardedStore):
-    """``ShardedStore`` with the optimizer's state in host memory where the options ask for it."""
+    """A ``ShardedStore`` that keeps the optimizer's state in host memory if `cpu_offload` says so."""
 
     engine: FSDPEngine
 
@@ -32,9 +32,9 @@ class FSDPStore(ShardedStore):
         return parts, scalars
 
     def load(self, folder: Path) -> None:
-        """See ``StateStore``; a rank beyond those that saved keeps its random state.
+        """Load this rank's part; a rank that the saving run did not have keeps its random state.
 
-        On another mesh than that which saved, ranks that are given the same data go on with their leader's.
+        If the number of ranks or of slices has changed, ranks with the same data continue with their leader's state.
         """
         super().load(folder)
         scalars = state_files.load_json(folder / state_files.STATE)
@@ -55,14 +55,15 @@ class FSDPStore(ShardedStore):
 
     @property
     def _optimizer_device(self) -> torch.device:
-        """Where the optimizer's state lies between steps."""
+        """Device of the optimizer's state between steps."""
         return self.engine.device if self.engine.options.cpu_offload == "none" else torch.device("cpu")
 
     @property
     def step_device(self) -> torch.device:
-        """Where it lies while a step is taken."""
+        """Device of the optimizer's state during a step."""
         return torch.device("cpu") if self.engine.options.cpu_offload == "params" else self.engine.device
 
     def move_optimizer(self, device: torch.device) -> None:
+        """Move the optimizer's state to ``device``."""
         if self.engine.optimizer is not None:
             self._host_memory.move(self.engine.optimizer, device)

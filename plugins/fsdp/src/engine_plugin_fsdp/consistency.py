@@ -1,4 +1,4 @@
-"""Before training: that all ranks have one model, and that the sharded one computes what it did whole."""
+"""Checks before training: all ranks have the same model, and the sharded model computes what the whole model did."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-AFFORDABLE = 2_000_000_000  # parameters: a pass over the probe takes the first rank's CPU some seconds
+AFFORDABLE = 2_000_000_000  # parameters; the probe then takes a few seconds on the CPU of rank 0
 ON_A_CPU = frozenset({"varlen", "sdpa", "eager"})  # attention that needs no accelerator
-LENGTHS = (9, 7)  # tokens of the probe's sequences: packed ones, of two lengths
+LENGTHS = (9, 7)  # tokens of the probe's two packed sequences
 CANNOT = (RuntimeError, NotImplementedError)  # what torch raises where a device lacks an operator
 FULL, HALF = 1e-3, 0.1
 """Allowed deviation of the probe, as a share of the range of its values, for a forward pass in float32 and in 16 bits. The
@@ -35,14 +35,17 @@ rounding of either is far below; a layer that misses the part of one rank is of 
 
 
 def check_same(module: nn.Module, ranks: Ranks, values: bool, role: str) -> None:
-    """Refuse a model that is not the same on all ranks: their shards would be a mixture of models.
+    """Refuse a model that differs between ranks, because their shards would mix several models. Collective.
 
     Args:
-        module: not sharded yet.
-        values: compare weights too (some of each), not names, shapes and their number alone (all that ``meta`` has).
+        module: the model before it is sharded.
+        ranks: the ranks of the role.
+        values: also compare some values of each weight; False for weights on ``meta``, where only names and shapes
+            are compared.
+        role: the role's name, for messages.
 
     Raises:
-        PluginError: it differs; every rank raises.
+        PluginError: the model differs; every rank raises.
     """
     own = own_weights(module)
     told = ranks.texts(_digest(own, values))
@@ -70,18 +73,20 @@ def _digest(own: dict[str, Tensor], values: bool) -> str:
 
 
 class Probe:
-    """A few tokens that a model computes before it is sharded, by the first rank, and after it, by all.
+    """A few tokens that rank 0 computes with the whole model, and all ranks compute with the sharded model.
 
     Args:
-        module: whole on the first rank, in eval mode; the others' weights are not read.
-        role: decides what is computed.
+        module: the model in eval mode, whole on rank 0; weights of other ranks are not read.
+        ranks: the ranks of the role.
+        options: the role's table; `probe` says whether to compare.
+        role: the role's name, which decides the output that is compared.
 
     Raises:
-        ConfigError: it is to be compared, and is no model of transformers or does not run on a CPU; every rank raises.
-        PluginError: the first rank cannot compute it; every rank raises.
+        ConfigError: `probe` is true, but the model is none of transformers or does not run on a CPU; every rank raises.
+        PluginError: rank 0 cannot compute the probe; every rank raises.
 
     Attributes:
-        expected: outputs at the probe's tokens; None where the model is not compared.
+        expected: [T] outputs at the probe's tokens; None where the model is not compared.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks, options: FSDPOptions, role: str) -> None:
@@ -137,14 +142,14 @@ class Probe:
         return forward(self.batch.to(weight.device), (), (self.output,))[self.output].float().cpu()
 
     def compare(self, run: Callable[[Batch, tuple[str, ...]], dict[str, Tensor]], half: bool) -> None:
-        """Compute the probe with the sharded model, on all ranks.
+        """Compute the probe with the sharded model and compare it with ``expected``. Collective.
 
         Args:
-            run: a pack and names of outputs to those outputs.
-            half: it computes in 16 bits.
+            run: computes the named outputs of a pack, each [T].
+            half: the model computes in 16 bits.
 
         Raises:
-            PluginError: some rank has something else; every rank raises.
+            PluginError: the result differs on some rank; every rank raises.
         """
         if self.expected is None:
             return
@@ -172,7 +177,7 @@ class Probe:
 
 
 def probe_batch(vocabulary: int) -> Batch:
-    """Two packed sequences, all of whose tokens are learned."""
+    """Return two packed sequences in which all tokens are loss tokens."""
     total = sum(LENGTHS)
     return Batch(
         token_ids=(torch.arange(total) * 7 + 1) % vocabulary,

@@ -1,4 +1,4 @@
-"""Types of `mixed_precision`: which ones a device has, and that of buffers."""
+"""The types of `mixed_precision`: checks against the device, and the cast of buffers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a type that the device has not.
+    """Refuse a type that the device does not support.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the device does not support ``dtype``.
     """
     if dtype == torch.bfloat16 and not has_bf16(device):
         raise ConfigError(f"{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp16' or 'fp32'.")
@@ -27,25 +27,27 @@ def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def has_fp16(device: torch.device) -> bool:
-    """Whether a device multiplies matrices in float16."""
+    """Return whether a device multiplies matrices in float16."""
     try:
         torch.ones(2, 2, dtype=torch.float16, device=device).mm(
             torch.ones(2, 2, dtype=torch.float16, device=device)
         )
-    except (RuntimeError, TypeError):  # as backends say that they have no such type
+    except (RuntimeError, TypeError):  # the errors of backends without the type
         return False
     return True
 
 
 def check_types(table: str, options: FSDPOptions, compute: torch.dtype, device: torch.device) -> None:
-    """Refuse what `mixed_precision` names and the device has not.
+    """Refuse types of `mixed_precision` that the device does not support.
 
     Args:
-        table: ``actor.fsdp``.
-        compute: of the forward pass, as ``auto`` was resolved.
+        table: name of the table, for messages: ``actor.fsdp``.
+        options: the role's table.
+        compute: type of the forward pass, with ``auto`` resolved.
+        device: the role's device.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the device does not support a type.
     """
     check_dtype(f"{table}.mixed_precision.param_dtype", compute, device)
     for key in ("reduce_dtype", "output_dtype", "buffer_dtype"):
@@ -55,7 +57,7 @@ def check_types(table: str, options: FSDPOptions, compute: torch.dtype, device: 
 
 
 def cast_buffers(module: nn.Module, named: str) -> nn.Module:
-    """Give buffers of floating point another type in place; ``auto``: they keep theirs."""
+    """Cast floating-point buffers in place and return the module; ``auto`` keeps their types."""
     if named == "auto":
         return module
     for part in module.modules():

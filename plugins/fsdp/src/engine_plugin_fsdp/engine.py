@@ -1,9 +1,8 @@
-"""The train engine ``fsdp``: the reference engine with its model spread over ranks.
+"""The train engine ``fsdp``: the reference engine with its model sharded over ranks.
 
-What differs from ``TorchEngine``: ranks run the same number of micro-batches (those that have fewer run
-some that add nothing, since every rank takes part in every gather), gradients are summed over ranks after
-the last one, and loss, metrics, norm and the decision to skip a step are those of all ranks. Its
-checkpoints are in ``checkpoint``.
+It differs from ``TorchEngine`` in three ways. All ranks run the same number of micro-batches: every rank takes part in
+every gather, so a rank with fewer micro-batches runs fillers that add nothing. Gradients are summed over ranks, by
+default after the last micro-batch. Loss, metrics, norm and the decision to skip a step are those of all ranks.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ log = logging.getLogger("engine")
 
 
 class FSDPEngine(DataParallelEngine):
-    """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
+    """The train engine that shards with FSDP2. All methods except ``layout``, ``mark`` and ``set_...`` are collective.
 
     Attributes:
-        root: holds the module and, sharded, is what a forward pass goes through.
-        ranks: meshes, and sums over ranks.
+        root: the sharded wrapper of the module; forward passes run inside it.
+        ranks: the meshes of the ranks, and reductions over them.
         skeleton: the model without weights.
-        emulates_fp8: products in 8 bits are computed in float32, for tests on a device that has none.
+        emulates_fp8: compute 8-bit products in float32, for tests on devices without them.
     """
 
     options: FSDPOptions
@@ -83,6 +82,7 @@ class FSDPEngine(DataParallelEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        """Check the options as ``TorchEngine`` does, and that the number of ranks fits."""
         super().check(config, context, trainable=trainable)
         mesh_shape(cls._options(config), context.world_size, context.role)
 
@@ -115,11 +115,11 @@ class FSDPEngine(DataParallelEngine):
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
     def _check_model(self) -> None:
-        """Refuse by its config, before it is built, a model whose tokens or layers cannot be shared."""
+        """Refuse, by the config, a model whose tokens (`sp`) or layers (`tp`) cannot be shared by ranks."""
         tp, sp, role = self.options.tp, self.options.sp, self.context.role
         given = self.config.path is None and (self.context.live or {}).get("model") is not None
         if tp * sp == 1 or given or self.context.plugins.overrides("engine_build_model"):
-            return  # what a plugin or the caller builds is looked at when it is there
+            return  # a model from a plugin or from Python is checked after it is built
         path = self.config.path or self.model_config.path
         config = load_hf_config(self.model_config.model_copy(update={"path": path}))
         if tp > 1:
@@ -137,7 +137,7 @@ class FSDPEngine(DataParallelEngine):
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        """FSDP casts gathered weights, so there is no autocast beside it."""
+        """The type of the weights: FSDP casts gathered weights, so no autocast is used."""
         return self.precision.param
 
     def _adopt(self, built: Any) -> None:
@@ -180,7 +180,7 @@ class FSDPEngine(DataParallelEngine):
         full = own_weights(module) if self.builder.first_reads and self.ranks.rank == 0 else {}
         if kept:
             self._whole = Whole(module, kept, self.ranks.mesh, self.device, gathered_dtype(self.precision))
-            # what is computed again in the backward pass is so outside of the unit that it lies in
+            # a chunked feed-forward is recomputed outside its unit, so it needs the plain copies itself
             self._whole.compute_locally(module, feed_forwards(module) if chunk else [])
         chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
@@ -207,13 +207,14 @@ class FSDPEngine(DataParallelEngine):
         read_together(lambda: read_slices(module, model, role), path, role, self.ranks)
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:
+        """Return the process groups with several ranks, by axis of the mesh and `sp`."""
         mesh, ranks = self.ranks.mesh, self.ranks
         axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         axes |= {} if ranks.sequence is None else {"sp": ranks.sequence}
         return {name: group for name, group in axes.items() if group.size() > 1}
 
     def _make_forward(self) -> PackedForward:
-        if self.root is None:  # a plugin brought a module that is distributed already, or its own optimizer
+        if self.root is None:  # a plugin distributed the module already, or built its own optimizer
             self.root = Root(self.module)
             check_distributed(self.root, self.ranks, self.trainable, self.context.role)
         self._sharded = sharded_modules(self.root)
@@ -245,6 +246,7 @@ class FSDPEngine(DataParallelEngine):
     # -- forward and backward -----------------------------------------------
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
+        """Compute outputs [T] or [T, K] without gradient, then free the gathered weights. Collective."""
         try:
             return super().infer(batch, outputs, adapter)
         finally:
@@ -252,7 +254,7 @@ class FSDPEngine(DataParallelEngine):
 
     def _backward(self, value: Tensor) -> None:
         value = value if self.loss_scale is None else value * self.loss_scale.factor
-        # The head's logits are computed again in it: with the plain copies of what stays whole.
+        # The backward pass recomputes the head's logits, with the plain copies of the excluded modules.
         with self.root.around() if isinstance(self.root, Root) else contextlib.nullcontext():
             value.backward()
 
@@ -271,7 +273,7 @@ class FSDPEngine(DataParallelEngine):
 
     @property
     def _limit(self) -> int:
-        """Bytes of whole weights that are gathered at one time."""
+        """Most bytes of whole weights that are gathered at one time."""
         return self.options.weights_bucket_mb * 2**20
 
     def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
@@ -283,22 +285,23 @@ class FSDPEngine(DataParallelEngine):
         return gathered(own_weights(self.module).items(), self._limit)
 
     def _own(self) -> Iterable[tuple[str, Tensor]]:
-        """Sharded weights of the model, an adapter merged into it."""
+        """Return the sharded weights of the model, with the adapter merged."""
         return own_weights(self.module).items() if self.adapter is None else self.adapter.merged()
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        """Load whole tensors ``[D0, ...]``; every rank gets the whole stream and keeps its part. Collective."""
         self.store.need("weights")
         stream = to_own_names(self._plain, stream)
         if self.adapter is None:
             take_weights(self.module, stream, mix)
         else:
             self.adapter.take(stream, mix)
-            self.adapter.base_identity()  # now, where all ranks are here
+            self.adapter.base_identity()  # collective, so it is computed now and cached
 
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
+        """Step on all ranks; sum the gradients of excluded modules and move offloaded optimizer state. Collective."""
         if self.options.cpu_offload != "none":
             self.store.move_optimizer(self.store.step_device)
         if self._whole is not None:
@@ -311,13 +314,13 @@ class FSDPEngine(DataParallelEngine):
         return step
 
     def _trainable_parameters(self) -> list[nn.Parameter]:
-        """In the model's order; found once: walking through its modules takes a millisecond."""
+        """Return the trainable parameters in the model's order; the list of all is cached (it takes a millisecond)."""
         if not self._parameters:
             self._parameters = list(self.module.parameters())
         return [p for p in self._parameters if p.requires_grad]
 
     def _grad_norm(self) -> Tensor:
-        """The norm of the whole gradient: each element counts once, however many ranks hold it."""
+        """Return the norm of the whole gradient; an element that several ranks hold counts once. Collective."""
         grads = self._grads()
         parts = [here(grad) for grad in grads]
         if self.loss_scale is not None and parts:
@@ -336,6 +339,7 @@ class FSDPEngine(DataParallelEngine):
             torch._foreach_mul_([here(grad) for grad in self._grads()], factor)
 
     def close(self) -> None:
+        """Wait for the store, release the model and leave the process group."""
         super().close()
         self.root, self.skeleton, self._sharded, self._whole = None, None, [], None
         self._parameters = []

@@ -1,4 +1,4 @@
-"""Whole weights out of sharded ones, a bucket at a time."""
+"""The gather of whole weights from sharded ones, a bucket at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine_plugin_torch.sharded import on_mesh, whole
 
 
 def gathered(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
-    """The whole of each tensor, on every rank; the messages of one bucket travel together.
+    """Yield each whole tensor ``[D0, ...]`` on every rank; the gathers of one bucket overlap. Collective.
 
     Args:
-        tensors: sharded or plain, in the same order on all ranks.
-        limit: bytes of whole tensors in one bucket; a larger tensor has one of its own.
+        tensors: names and tensors, sharded or plain, in the same order on all ranks.
+        limit: most bytes of whole tensors in one bucket; a larger tensor gets a separate bucket.
     """
     bucket: list[tuple[str, Tensor]] = []
     held = 0
@@ -33,7 +33,7 @@ def gathered(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tupl
 
 def _start(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == "cpu":
-        return whole(tensor)  # gloo: several gathers at one time have crashed in its threads
+        return whole(tensor)  # gloo has crashed in its threads with several gathers at one time
     every = [Replicate()] * tensor.device_mesh.ndim
     with torch.no_grad():
         return on_mesh(tensor).redistribute(placements=every, async_op=True).to_local()

@@ -1,8 +1,8 @@
 """Matrix products of linear layers in 8 bits (`fp8`), through torchao (https://arxiv.org/abs/2209.05433).
 
-Weights, optimizer and messages stay as they are; a layer rounds its input, its weight and its gradient to 8 bits,
-each with a scale from its largest value at that moment, and multiplies those. Left out: gathering weights in 8 bits,
-which would make every weight a tensor of torchao's own kind; adapters, whose products are small.
+Weights, optimizer and communication keep their types. A layer rounds its input, its weight and its gradient to 8 bits,
+each with a scale from its current largest value, and multiplies those. Not supported: gathering weights in 8 bits,
+which would make every weight a tensor subclass of torchao; adapters, whose products are small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine_plugin_torch.value_models import LANGUAGE_HEADS
 
 log = logging.getLogger("engine")
 
-MULTIPLE = 16  # that the hardware's products ask of rows and columns
+MULTIPLE = 16  # the hardware's products need multiples of it as rows and columns
 LEAST = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 """CUDA capability from which the products exist: Ada, Hopper."""
 
@@ -29,15 +29,17 @@ LEAST = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 def check_fp8(
     key: str, recipe: str, device: torch.device, compute: torch.dtype, emulated: bool = False
 ) -> None:
-    """Refuse 8 bits where they cannot be computed.
+    """Refuse 8-bit products where they cannot be computed.
 
     Args:
-        key: ``actor.fsdp.fp8``.
+        key: the key, for messages: ``actor.fsdp.fp8``.
+        recipe: value of the key.
+        device: the role's device.
         compute: type of the forward pass.
-        emulated: products of the rounded values in float32, on any device: for tests.
+        emulated: compute products of the rounded values in float32, on any device, for tests.
 
     Raises:
-        ConfigError: the device, the type or the package is missing.
+        ConfigError: the device or the type does not fit, or the package is missing.
     """
     least = LEAST[recipe]
     if not emulated and (device.type != "cuda" or torch.cuda.get_device_capability(device) < least):
@@ -58,16 +60,19 @@ def check_fp8(
 
 
 def use_fp8(module: nn.Module, recipe: str, key: str, emulated: bool = False) -> list[str]:
-    """Have the large linear layers multiply in 8 bits, but for the head. Parameters and their names stay as they are.
+    """Make the large linear layers, except the head, multiply in 8 bits. Parameters and their names stay the same.
 
     Args:
-        module: not sharded yet; changed in place.
+        module: the model before it is sharded; changed in place.
+        recipe: recipe of torchao.
+        key: the key, for messages.
+        emulated: compute in float32, see ``check_fp8``.
 
     Returns:
         Names of the layers.
 
     Raises:
-        ConfigError: none is large enough.
+        ConfigError: no layer is large enough.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -87,7 +92,7 @@ def use_fp8(module: nn.Module, recipe: str, key: str, emulated: bool = False) ->
         )
     names = set(chosen)
     config: Any = Float8LinearConfig.from_recipe_name(recipe)
-    # packed micro-batches have any number of tokens, over which the gradient of a weight sums
+    # the gradient of a weight sums over the tokens, whose number is arbitrary in packed micro-batches: pad it
     config = dataclasses.replace(config, pad_inner_dim=True, emulate=emulated)
     convert_to_float8_training(module, config=config, module_filter_fn=lambda part, name: name in names)
     log.info("%s: %d linear layers multiply in 8 bits (%s).", key, len(chosen), recipe)
@@ -95,7 +100,7 @@ def use_fp8(module: nn.Module, recipe: str, key: str, emulated: bool = False) ->
 
 
 def is_worth(recipe: str, rows: int, columns: int) -> bool:
-    """Whether 8 bits are faster for a weight of [rows, columns]: as torchao's authors measured it on an H100.
+    """Return whether 8 bits are faster for a weight of [rows, columns], as torchao's authors measured on an H100.
 
     Below these sizes rounding takes longer than the faster product saves
     (https://github.com/pytorch/ao/tree/main/torchao/float8#performance).

@@ -1,6 +1,6 @@
-"""Optimizer state between device and host memory, through page-locked buffers that are kept.
+"""Moves of optimizer state between device and host memory, through pinned buffers that are kept.
 
-A copy to ordinary host memory waits for the device and runs at a tenth of the link's speed.
+A copy to pageable host memory waits for the device and runs at a tenth of the link's speed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class HostMemory:
-    """Buffers in host memory, one for each tensor of state that was ever there."""
+    """Pinned buffers in host memory, one for each tensor of state that has been moved there."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     def move(self, optimizer: Optimizer, device: torch.device) -> None:
-        """Bring every tensor of state with dimensions to ``device``; scalars (step counts) stay.
+        """Move every tensor of state to ``device``; scalars (step counts) stay.
 
-        To the host: done when this returns. To an accelerator: done in the order of its current stream.
+        A move to the host is complete when this returns. A move to an accelerator is ordered by its current stream.
         """
         waits = False
         for index, values in enumerate(optimizer.state.values()):

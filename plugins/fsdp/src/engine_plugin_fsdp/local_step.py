@@ -1,8 +1,8 @@
-"""The optimizer's step over the parts of weights that lie here, without a ``DTensor`` in between.
+"""The optimizer's step on this rank's parts of weights, without ``DTensor``.
 
-An operator over lists of ``DTensor`` goes through Python for every tensor, which for hundreds of weights takes longer than the
-arithmetic on a shard of them, while the device waits. Adam's arithmetic is element by element, so that of the parts is that of
-the whole.
+An operator over lists of ``DTensor`` runs Python code for every tensor. For hundreds of weights this takes longer than
+the arithmetic on their shards, and the device waits. Adam works element by element, so a step on the parts gives the
+same result.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def step_on_parts(optimizer: Any) -> bool:
-    """Have an optimizer of torch that works element by element update local parts; returns whether it does now.
+    """Make torch's Adam or AdamW update local parts; return whether ``optimizer`` is one of them.
 
-    Parameters, groups and state stay ``DTensor``, so checkpoints, hooks and schedules see no difference. Others,
-    a subclass too, are left as they are: they may look at whole matrices.
+    Parameters, groups and state stay ``DTensor``, so checkpoints, hooks and schedules see no difference. Other
+    optimizers, including subclasses, do not change, because they may use whole matrices.
     """
     collect = getattr(type(optimizer), "_init_group", None)
     if type(optimizer) not in ELEMENTWISE or collect is None:
         return False
-    owner = weakref.ref(optimizer)  # no cycle: its state is freed with the last one who holds it
+    owner = weakref.ref(optimizer)  # no cycle: the state is freed with the last reference to the optimizer
     optimizer._init_group = functools.partial(_collected_parts, collect, owner)
     return True
 
@@ -37,7 +37,7 @@ def step_on_parts(optimizer: Any) -> bool:
 def _collected_parts(
     collect: Callable[..., Any], owner: weakref.ref[Any], group: Any, *lists: list[Any]
 ) -> Any:
-    """``Adam._init_group``: fills lists of parameters, gradients, moments and steps; then has parts in them."""
+    """Call ``Adam._init_group``, which fills lists of parameters, gradients, moments and steps; put local parts in."""
     answer = collect(owner(), group, *lists)
     for tensors in lists:
         tensors[:] = [here(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The option table ``[actor.fsdp]`` (no torch here: read by ``engine validate``)."""
+"""The option table ``[actor.fsdp]`` (no torch here, because ``engine validate`` reads it)."""
 
 from __future__ import annotations
 

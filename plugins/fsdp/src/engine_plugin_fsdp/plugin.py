@@ -1,4 +1,4 @@
-"""What this plugin offers (no torch here: read by ``engine validate``)."""
+"""The hooks of this distribution (no torch here, because ``engine validate`` reads it)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine_plugin_fsdp.options import FSDPOptions
 
 @hookimpl
 def engine_train_engines() -> Mapping[str, TrainBackend]:
+    """Offer the train engine ``fsdp``."""
     return {
         "fsdp": TrainBackend(
             load="engine_plugin_fsdp.engine:FSDPEngine",

@@ -1,4 +1,4 @@
-"""The ranks of one engine: who shards with whom."""
+"""The ranks of one engine and their meshes for sharding."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ if TYPE_CHECKING:
 
 
 class Ranks(RankGroup):
-    """Meshes over the ranks of one role, and what they agree on.
+    """The ranks of one role with their meshes.
 
     Args:
         options: the role's table.
         context: rank and number of ranks.
-        device: of this rank, with its index.
+        device: device of this rank, with its index.
 
     Raises:
         ConfigError: the number of ranks does not fit the table. Nothing was allocated.
 
     Attributes:
-        mesh: ``replicate`` x ``shard``, or ``shard`` alone: what weights are spread over that no rank of ``tp`` has a part
-            of its own of. It has all ranks.
-        split_mesh: the same for units whose layers are split over ``tp``: of each ``tp`` rank the others of its kind.
-        tp: the ranks that share layers, a mesh of one axis; None where they do not.
-        layout: place of this rank among those that get data.
-        sequence: group of the ranks that share the tokens of a micro-batch; None where they do not.
-        slice: group of the ranks that are given the same data; None where each has its own.
+        mesh: ``replicate`` x ``shard``, or ``shard`` alone, over all ranks, for weights that ``tp`` does not split.
+        split_mesh: the mesh for units whose layers ``tp`` splits: ``mesh`` without the axis ``tp``.
+        tp: mesh of one axis over the ranks that share layers; None without ``tp``.
+        layout: place of this rank in the distribution of data.
+        sequence: group of the ranks that share the tokens of a micro-batch; None without ``sp``.
+        slice: group of the ranks that get the same data; None where each rank has its own data.
     """
 
     def __init__(self, options: FSDPOptions, context: WorkerContext, device: torch.device) -> None:
@@ -66,14 +65,14 @@ class Ranks(RankGroup):
         self.layout = Layout(self.rank // together, slices, self.rank % together == 0)
 
     def share_random_state(self) -> None:
-        """Ranks that are given the same data draw the same random numbers from here on: the leader's."""
+        """Copy the leader's random state to the ranks that get the same data. Collective."""
         if self.slice is not None:
             told = self.texts(random_state(self.device))
             set_random_state(told[self.rank - self.slice.rank()], self.device)
 
 
 def mesh_shape(options: FSDPOptions, size: int, role: str) -> tuple[int, int]:
-    """How many copies of the model there are, and over how many ranks each is spread besides those of ``tp``.
+    """Return the number of copies of the model, and the ranks that each copy is sharded over (without ``tp``).
 
     Raises:
         ConfigError: the number of ranks does not fit.
@@ -96,7 +95,7 @@ def mesh_shape(options: FSDPOptions, size: int, role: str) -> tuple[int, int]:
 
 
 def _check_groups(options: FSDPOptions, size: int, role: str) -> None:
-    """Refuse groups of ranks for tokens and layers that leave some over."""
+    """Refuse `tp` and `sp` that do not divide the number of ranks."""
     key, fits = f"{role}.fsdp", divisors(size)
     for name in ("tp", "sp"):
         asked = getattr(options, name)
@@ -115,7 +114,7 @@ def _check_groups(options: FSDPOptions, size: int, role: str) -> None:
 
 
 def _mesh(device: torch.device, replicas: int, shards: int, sharding: str, tp: int = 1) -> DeviceMesh:
-    """``replicate`` x ``shard`` x ``tp``, without the axes that are not used."""
+    """Build the mesh ``replicate`` x ``shard`` x ``tp``, without unused axes."""
     axes = [("shard", shards)]
     if sharding == "none":
         axes = [("replicate", replicas * shards), ("shard", 1)]

@@ -1,4 +1,4 @@
-"""Reading a model folder by parts: each rank reads of each weight the rows that it keeps, and no more."""
+"""The reader of a model folder by parts: each rank reads only the rows that it keeps of each weight."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def read_slices(module: nn.Module, model: ModelConfig, role: str) -> FolderParts
     """Fill a sharded module with this rank's parts of the folder's weights.
 
     Args:
-        module: sharded, with memory.
+        module: the sharded module with allocated memory.
         model: ``[model]``, with the role's path.
+        role: the role's name.
 
     Returns:
-        What they were read from.
+        The reader of the folder.
 
     Raises:
-        ConfigError: the model's names are not those of its files.
-        DataError: weights are missing, left over or of another shape. Nothing was read.
+        ConfigError: the model's names differ from those in its files.
+        DataError: weights are missing, unknown or of another shape. Nothing was read.
     """
     own = own_weights(module)
     shapes = {name: list(tensor.shape) for name, tensor in own.items()}

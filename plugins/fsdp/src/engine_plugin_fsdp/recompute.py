@@ -1,4 +1,4 @@
-"""Activations that are not kept: recomputed in the backward pass, or sent to host memory until then."""
+"""Activation checkpointing, and offloading of activations to host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from torch.utils.checkpoint import (
 from engine_plugin_torch.units import checkpoint_units
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-ATTENTION = ("attention", "attn")  # in the names of operators: flash, efficient, cudnn, varlen
+ATTENTION = ("attention", "attn")  # parts of the names of operators: flash, efficient, cudnn, varlen
 
 
 def recompute(module: nn.Module, units: Sequence[str], how: str | int, wanted: Callable[[], bool]) -> None:
-    """Recompute activations as the table says, before units are sharded. Parameter names stay as they are.
+    """Make units recompute activations; call it before units are sharded. Parameter names stay the same.
 
     Args:
+        module: the model; changed in place.
+        units: names of the units.
         how: ``none``, ``full``, ``selective``, ``auto``, or n for every n-th unit.
-        wanted: whether ``auto`` is ``full``, asked in each forward pass.
+        wanted: returns whether ``auto`` means ``full``; called in each forward pass.
     """
     if how == "selective":
         for name in units:
@@ -37,11 +39,11 @@ def recompute(module: nn.Module, units: Sequence[str], how: str | int, wanted: C
 
 
 def share_recomputed(how: str | int, chosen: bool | None) -> float:
-    """Share of the layers that keep their input alone, for estimates of memory.
+    """Return the share of the layers that keep only their input, for estimates of memory.
 
     Args:
-        how: of the table. ``selective`` counts as half of the layers: it keeps attention and every second product.
-        chosen: what ``auto`` is; None until it is settled.
+        how: `activation_checkpointing`. ``selective`` counts as half: it keeps attention and every second product.
+        chosen: the choice of ``auto``; None until it is made.
     """
     if isinstance(how, int):
         return 1 / how
@@ -49,9 +51,10 @@ def share_recomputed(how: str | int, chosen: bool | None) -> float:
 
 
 def offload_activations(module: nn.Module, units: Sequence[str], pin: bool) -> None:
-    """Keep what units hold for their backward pass in host memory."""
+    """Keep the activations that units save for their backward pass in host memory, pinned if ``pin``."""
 
     def offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass with its saved tensors in host memory."""
         with torch.autograd.graph.save_on_cpu(pin_memory=pin):
             return forward(*args, **kwargs)
 
@@ -71,7 +74,7 @@ def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Keep:
-    """Keeps attention and every second matrix product, counted apart in the forward and in the second run."""
+    """A policy that keeps attention and every second matrix product; forward and recomputation count separately."""
 
     def __init__(self) -> None:
         self.products = {False: 0, True: 0}

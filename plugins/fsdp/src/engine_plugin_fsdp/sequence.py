@@ -1,7 +1,8 @@
-"""Sequence parallelism: several ranks share the tokens of each micro-batch (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
+"""Sequence parallelism: several ranks share the tokens of each micro-batch.
 
-Each rank runs the decoder on its stretch of the pack. In attention the stretches are exchanged for heads: a rank
-sees all tokens with its share of the heads, and gives them back. What runs on a stretch is in ``slices``.
+It is DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Each rank runs the decoder on its contiguous chunk of the
+pack. Attention exchanges tokens for heads: a rank gets all tokens with its share of the heads, and afterwards its own
+tokens with all heads. ``slices`` runs the forward pass on a chunk.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
 
 def share_sequences(module: nn.Module, group: dist.ProcessGroup, role: str, tp: int = 1) -> None:
-    """Have a model's attention exchange tokens for heads.
+    """Make a model's attention exchange tokens for heads.
 
     Args:
-        tp: ranks that share the heads already.
+        module: the model; its attention implementation is changed.
+        group: the ranks that share tokens.
+        role: the role's name, for messages.
+        tp: number of ranks that share the heads already.
 
     Raises:
-        ConfigError: the model cannot be split in this way.
+        ConfigError: the model or its attention cannot share tokens.
     """
     size, key = group.size(), f"{role}.fsdp.sp"
     if not isinstance(module, PreTrainedModel):
@@ -46,10 +50,10 @@ def share_sequences(module: nn.Module, group: dist.ProcessGroup, role: str, tp: 
 
 
 def check_heads(config: Any, size: int, tp: int, role: str) -> None:
-    """Refuse a model whose heads cannot be shared by ``size`` ranks, each of which is one of ``tp`` that share them already.
+    """Refuse a model whose key-value heads are not divisible by ``size * tp``.
 
     Raises:
-        ConfigError: the numbers do not divide.
+        ConfigError: the heads are not divisible.
     """
     text, key = config.get_text_config(decoder=True), f"{role}.fsdp.sp"
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -70,7 +74,7 @@ def _attention(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """``varlen``; where the rank holds a stretch of the pack only, with all tokens and a share of the heads."""
+    """Call ``varlen``; with ``stretch``, exchange this rank's tokens for all tokens with a share of the heads."""
     if not settings.pop("stretch", False):
         return varlen(module, query, key, value, attention_mask, **settings)
     query, key, value = (Exchange.apply(part, group, 1, 2) for part in (query, key, value))

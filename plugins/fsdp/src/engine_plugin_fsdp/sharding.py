@@ -1,8 +1,8 @@
-"""Which submodules are one unit, and how they are spread over ranks with ``fully_shard`` (FSDP2).
+"""The units of a model and their sharding over ranks with ``fully_shard`` (FSDP2).
 
-The whole model sits in a ``Root``, whose forward runs whatever the engine computes: decoder, then the
-head on some rows only. What no unit holds (embeddings, last norm, head) is a unit of the root, gathered
-for the whole pass, so that tied weights are one tensor and the head's chunks find it.
+A ``Root`` wraps the whole model. Its forward runs any function of the engine: the decoder, then the head on some
+rows. Weights in no unit (embeddings, last norm, head) form the root's unit. It is gathered for the whole pass, so that
+tied weights are one tensor and every chunk of the head can use it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Root(nn.Module):
-    """Holds the model and runs a function inside of its forward, where the root's weights are gathered."""
+    """A wrapper of the model that runs a function inside its forward, where the root's weights are gathered."""
 
     def __init__(
         self,
@@ -47,15 +47,16 @@ class Root(nn.Module):
         self.module, self.around = module, around
 
     def forward(self, compute: Callable[[], Any]) -> Any:
+        """Call ``compute`` with the root's weights gathered."""
         with self.around():
             return compute()
 
 
 def units_of(module: nn.Module, options: FSDPOptions, role: str) -> list[str]:
-    """Names of the units: what ``wrap`` names, else the decoder layers.
+    """Return the names of the units: modules of the classes in ``wrap``, else the decoder layers.
 
     Raises:
-        ConfigError: a class that is not in the model.
+        ConfigError: the model has no module of a class.
     """
     chosen = options.wrap.layer_classes
     if not chosen:
@@ -72,10 +73,10 @@ def units_of(module: nn.Module, options: FSDPOptions, role: str) -> list[str]:
 
 
 def check(module: nn.Module, units: Sequence[str], role: str) -> None:
-    """Refuse what would be silently wrong when it is sharded.
+    """Refuse a model that would compute wrong results when it is sharded.
 
     Raises:
-        ConfigError: batch norm, or a weight that two units share.
+        ConfigError: the model has a batch norm, or a weight that two units share.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
@@ -104,13 +105,19 @@ def shard(
     plan: Plan | None = None,
     whole: Whole | None = None,
 ) -> Root:
-    """Spread a module over the ranks; its parameters become ``DTensor`` in place.
+    """Shard a module over the ranks; its parameters become ``DTensor`` in place.
 
     Args:
-        module: on the CPU, on ``meta`` or on the device; unit by unit goes to the device.
-        units: names of submodules; neighbours are joined as ``wrap.layers_per_unit`` says.
-        plan: how layers are split over ``tp``, where they are.
-        whole: what stays whole.
+        module: the model on the CPU, on ``meta`` or on the device; each unit moves to the device when it is sharded.
+        units: names of submodules; ``wrap.layers_per_unit`` neighbors form one unit.
+        options: the role's table.
+        precision: the role's types.
+        ranks: the role's meshes.
+        plan: the split of layers over ``tp``; None without ``tp``.
+        whole: the parameters that stay whole on each rank; None if there are none.
+
+    Returns:
+        The sharded root, which contains the module.
     """
     root = Root(module) if whole is None else Root(module, functools.partial(whole.outside, units))
     size = options.wrap.layers_per_unit
@@ -128,7 +135,7 @@ def shard(
             split += names
             mesh = ranks.split_mesh
         part = [module.get_submodule(name) for name in names]
-        last = start + size >= len(units)  # the backward pass would gather it again at once
+        last = start + size >= len(units)  # stays gathered: the backward pass begins with it
         fully_shard(
             part if len(part) > 1 else part[0],
             mesh=mesh,
@@ -146,13 +153,13 @@ def shard(
 
 
 def sum_gradients(holder: FSDPModule) -> None:
-    """Sum gradients over ranks, where FSDP takes their mean: a loss is a sum over the whole batch."""
+    """Make FSDP sum gradients over ranks instead of taking their mean: a loss is a sum over the whole batch."""
     holder.set_gradient_divide_factor(1.0)
     holder.set_force_sum_reduction_for_comms(True)
 
 
 def policy(options: FSDPOptions, precision: Precision, root: bool = False) -> MixedPrecisionPolicy:
-    """Types of gathered weights, of reduced gradients, and of what the root gives: a unit's output is the next one's input."""
+    """Return the types of gathered weights and of reduced gradients, and for the root the type of its outputs."""
     given = options.mixed_precision.output_dtype
     return MixedPrecisionPolicy(
         param_dtype=gathered_dtype(precision),
@@ -162,24 +169,24 @@ def policy(options: FSDPOptions, precision: Precision, root: bool = False) -> Mi
 
 
 def gathered_dtype(precision: Precision) -> torch.dtype | None:
-    """Type that weights are cast to for a forward pass; None where it is their own."""
+    """Return the type that weights are cast to for a forward pass; None if they are not cast."""
     return None if precision.param == precision.compute else precision.compute
 
 
 def offload(options: FSDPOptions, device: torch.device) -> OffloadPolicy:
-    """Where weights lie between uses."""
+    """Return the policy for weights between uses: on the device, or in (pinned) host memory."""
     if options.cpu_offload != "params":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
-    """The root and the units."""
+    """Return the sharded modules: the root and the units."""
     return [part for part in root.modules() if isinstance(part, FSDPModule)]
 
 
 def _prefetch(units: Sequence[Any], options: FSDPOptions) -> None:
-    """Name the next units to gather, where the table asks for more than FSDP does by itself."""
+    """Set the units to prefetch if the table asks for more than FSDP's default."""
     for index, unit in enumerate(units):
         ahead = units[index + 1 : index + 1 + options.forward_prefetch]
         if ahead:

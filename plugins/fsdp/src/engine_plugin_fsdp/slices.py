@@ -1,8 +1,8 @@
-"""Forward passes where several ranks have the same sequences: they share tokens (``sp``), layers (``tp``), or both.
+"""Forward passes in which several ranks get the same sequences and share tokens (``sp``), layers (``tp``), or both.
 
-The head runs on each rank's own rows: those of its stretch of the pack, and of them its share among the ranks that
-share layers. Then outputs are put together on all ranks, so that a loss sees whole sequences. A rank's loss is
-differentiated through its own rows alone, and the sum of gradients over ranks is that of the whole.
+These ranks form a slice. The head runs on each rank's own rows: the rows of its chunk of the pack, divided among the
+ranks that share layers. Then the outputs are combined on all ranks, so that a loss sees whole sequences. Each rank
+differentiates the loss through its own rows only, and the sum of the gradients over ranks is the whole gradient.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Slice:
-    """The ranks that are given the same pack, and what each of them computes of it.
+    """The ranks that get the same pack, and the division of its tokens and rows among them.
 
     Args:
-        ranks: with a group of them.
+        ranks: the engine's ranks; ``ranks.slice`` is set.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -42,13 +42,14 @@ class Slice:
         self.layers = None if ranks.tp is None else ranks.tp.get_group()
 
     def check(self, forward: PackedForward, table: str) -> None:
-        """Refuse a model whose tokens or rows of logits cannot be shared. It has been tried (``settle``).
+        """Refuse a model whose tokens or rows of logits cannot be shared. Call ``forward.settle`` first.
 
         Args:
-            table: ``actor.fsdp``.
+            forward: the forward pass of the model.
+            table: name of the table, for messages: ``actor.fsdp``.
 
         Raises:
-            ConfigError: it mixes packed sequences, or its head is not known.
+            ConfigError: the model mixes packed sequences, or its head is not known.
         """
         key = f"{table}.{'tp' if self.tokens is None else 'sp'}"
         kind = type(forward.module).__name__
@@ -62,7 +63,7 @@ class Slice:
             )
 
     def hidden(self, forward: PackedForward, pack: Batch) -> tuple[Tensor, int]:
-        """[n, H] hidden states that this rank has, and the number of the first one's token."""
+        """Compute this rank's hidden states [n, H]; return them with the position of their first token in the pack."""
         if self.tokens is None:
             rows, first = forward._rows(pack.token_ids, on_host(pack.lengths)), 0
         else:
@@ -70,21 +71,29 @@ class Slice:
         return rows if self.layers is None else SumGradient.apply(rows, self.layers), first
 
     def own(self, read: Tensor, first: int, count: int) -> Tensor:
-        """Which of the tokens ``read`` (in host memory), whose hidden states are wanted, are this rank's to compute."""
+        """Return the indices into ``read`` of the tokens that this rank computes.
+
+        Args:
+            read: [N] positions of the needed hidden states, in host memory.
+            first: position of this rank's first hidden state.
+            count: number of this rank's hidden states.
+        """
         here = ((read >= first) & (read < first + count)).nonzero().squeeze(1)
         return here if self.layers is None else here.tensor_split(self.layers.size())[self.layers.rank()]
 
     def together(self, tensor: Tensor) -> Tensor:
-        """Outputs of all ranks of the slice, from one that is 0 but for this rank's."""
+        """Sum outputs ``[T]`` or ``[T, K]`` over the slice; each rank's tensor is 0 outside its own tokens."""
         total: Tensor = Together.apply(tensor, self.group)
         return total
 
 
 class SliceForward(PackedForward):
-    """``PackedForward`` of a slice.
+    """The ``PackedForward`` of a slice.
 
     Args:
-        ranks: of the engine.
+        arguments: as for ``PackedForward``.
+        ranks: the engine's ranks.
+        settings: as for ``PackedForward``.
     """
 
     def __init__(self, *arguments: Any, ranks: Ranks, **settings: Any) -> None:
@@ -112,10 +121,11 @@ class SliceForward(PackedForward):
 
 
 class SliceValueForward(ValueForward):
-    """``ValueForward`` of a slice.
+    """The ``ValueForward`` of a slice.
 
     Args:
-        ranks: of the engine.
+        arguments: as for ``ValueForward``.
+        ranks: the engine's ranks.
     """
 
     def __init__(self, *arguments: Any, ranks: Ranks) -> None:
@@ -129,7 +139,7 @@ class SliceValueForward(ValueForward):
         zeros = torch.zeros(pack.num_tokens, dtype=torch.float32, device=self.device)
         found = {}
         for name in dict.fromkeys((*grad, *watched)):
-            before = int(name == "values")  # read from the token before
+            before = int(name == "values")  # values are read from the token before
             places = predicted(pack) if before else on_host(pack["loss_mask"]).nonzero().squeeze(1)
             own = send(places[self.slice.own(places - before, first, len(hidden))], self.device)
             with torch.set_grad_enabled(torch.is_grad_enabled() and name in grad):
@@ -142,7 +152,7 @@ class SliceValueForward(ValueForward):
 
 
 def _stretch(module: nn.Module, pack: Batch, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """[length, H] hidden states of this rank's tokens; the pack is filled up with one sequence of token 0."""
+    """Compute hidden states [length, H] of this rank's tokens; the pack is padded with one sequence of token 0."""
     length = max(2, -(-pack.num_tokens // group.size()))  # tokens of each rank
     missing = length * group.size() - pack.num_tokens
     lengths = torch.cat([on_host(pack.lengths), torch.tensor([missing])])

@@ -1,4 +1,4 @@
-"""What is looked at before training: that all ranks have one model, and what became of it."""
+"""Checks and log lines about the sharded model before training."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MIB = 2**20
 
 
 def check_distributed(root: nn.Module, ranks: Ranks, trainable: bool, role: str) -> None:
-    """Refuse a trained model that a plugin brought in a state in which its gradients would not be summed over ranks.
+    """Refuse a trained model of a plugin whose gradients would not be summed over ranks; make FSDP sum the others.
 
     Raises:
-        PluginError: nothing of it is sharded with FSDP2, and there are several ranks.
+        PluginError: there are several ranks, and no part of the model is sharded with FSDP2.
     """
     if trainable and ranks.size > 1 and not sharded_modules(root):
         raise PluginError(
@@ -38,13 +38,15 @@ def check_distributed(root: nn.Module, ranks: Ranks, trainable: bool, role: str)
 
 
 def tell_of_no_units(module: nn.Module, role: str, refused: bool) -> None:
-    """Say that every rank would gather the whole model at once.
+    """Warn that every rank gathers the whole model at once because it has no units.
 
     Args:
-        refused: a plugin named no units; else the model has no list of layers that could be the default.
+        module: the model.
+        role: the role's name, for messages.
+        refused: a plugin named no units; else the model has no list of layers for the default.
 
     Raises:
-        ConfigError: with ``refused``.
+        ConfigError: ``refused`` is true.
     """
     if refused:
         raise ConfigError(
@@ -67,10 +69,15 @@ def tell(
     role: str,
     num_split: int = 0,
 ) -> None:
-    """Say, once, how the model lies on the ranks.
+    """Log on rank 0 how the model is sharded. Collective.
 
     Args:
-        num_split: layers that ranks of ``tp`` share.
+        module: the sharded model.
+        units: names of the units.
+        options: the role's table.
+        ranks: the role's ranks.
+        role: the role's name.
+        num_split: number of layers that ranks of ``tp`` share.
     """
     kinds = sorted({type(module.get_submodule(name)).__name__.removeprefix("FSDP") for name in units})
     parameters = list(module.parameters())

@@ -1,21 +1,21 @@
 """Tensor parallelism: several ranks share each layer (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Which layers are split, and how, is the plan that transformers keeps with its models (``tp_plan``). It is carried
-out here, on each rank's own part of a weight as a plain tensor, for three reasons: all weights of a unit stay
-sharded tensors of one mesh; norms of heads, whose gradient is a sum over ranks, have the right one over
-several micro-batches too (transformers adds up ``.grad`` in a hook, what is in it already once more); and no
-operator goes through the dispatch of sharded tensors.
+The plan of transformers for a model (``tp_plan``) says which layers are split and how. This module carries it out on
+each rank's own part of a weight, as a plain tensor, for three reasons. All weights of a unit stay sharded tensors of
+one mesh. Norms of heads, whose gradient is a sum over ranks, get the right gradient over several micro-batches too
+(transformers reduces ``.grad`` in a hook and so counts earlier micro-batches again). No operator uses the dispatch of
+sharded tensors.
 
-What the plan says of embeddings and head is not followed. Their weights are spread over these ranks as over all
-others, gathered whole like a unit, and each rank computes the logits of its share of the rows (``slices``). Split
-over the vocabulary, either every chunk of logits would be gathered ([rows, vocabulary], the largest tensor
-of training), or each output would need a form of its own for a part of the vocabulary.
+The plan's entries for embeddings and head are ignored. Their weights are sharded over all ranks and gathered whole
+like a unit, and each rank computes the logits of its share of the rows (``slices``). With a split over the vocabulary,
+either every chunk of logits would be gathered ([rows, vocabulary], the largest tensor of training), or each output
+would need a variant for a part of the vocabulary.
 
-A unit that holds split layers lies on the mesh without ``tp``; what is whole in it is a copy on each of these
-ranks, with the same gradient. Other units lie on all ranks, and gradients of them are summed over all: so one rank
-of ``tp`` alone gives them.
+A unit with split layers is sharded on the mesh without ``tp``. Each rank of ``tp`` has a copy of the unit's unsplit
+weights, with the same gradient. Other units are sharded over all ranks, and their gradients are summed over all ranks,
+so only one rank of ``tp`` contributes a gradient.
 
-Left out: experts of a mixture, layers that transformers has no plan for.
+Not supported: experts of a mixture, layers without a plan in transformers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from engine_plugin_fsdp.ranks import nearest_fit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-FACTORS = ("lora_A", "lora_B")  # of an adapter over a layer
+FACTORS = ("lora_A", "lora_B")  # weights of an adapter over a layer
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one layer is split: the dimension of its weight, and what its input and output are on each rank."""
+    """The split of one layer: the dimension of its weight, and the form of its input and output on each rank."""
 
-    dim: int | None  # None: whole, used on a part of the heads
-    cuts: bool = False  # the input is whole, and this rank's part of it is taken
-    gathers: bool = False  # the parts of the output are put together
+    dim: int | None  # None: not split, used on a part of the heads
+    cuts: bool = False  # the input is whole, and each rank takes its part
+    gathers: bool = False  # the parts of the output are gathered
 
 
 STYLES = {
@@ -63,7 +63,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one weight: the dimension it is split along, and whether its gradient is a sum over ranks."""
+    """The split of one weight: its dimension (None: not split), and whether its gradient is summed over ranks."""
 
     dim: int | None = None
     summed: bool = False
@@ -71,12 +71,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is split.
+    """The split of a model over the ranks of ``tp``.
 
     Attributes:
-        styles: of layers, by name.
-        rules: of weights, by name; those that are not in it are whole.
-        heads: names of modules whose output is computed a share of the rows on each rank.
+        styles: styles of layers, by name.
+        rules: rules of weights, by name; weights without a rule are whole.
+        heads: names of modules whose rows are divided among the ranks.
     """
 
     styles: Mapping[str, Style] = field(default_factory=dict)
@@ -85,11 +85,11 @@ class Plan:
 
     @property
     def layers(self) -> list[str]:
-        """Names of layers of which each rank has a part."""
+        """Names of the layers of which each rank has a part."""
         return [name for name, style in self.styles.items() if style.dim is not None]
 
     def splits(self, unit: str) -> bool:
-        """Whether a unit holds a layer that is split."""
+        """Return whether a unit contains a layer of the plan."""
         return any(name.startswith(f"{unit}.") or name == unit for name in self.styles)
 
 
@@ -97,10 +97,10 @@ class Plan:
 
 
 def check_config(config: Any, size: int, role: str) -> None:
-    """Refuse by its config, before anything is built, a model that cannot be split.
+    """Refuse, by its config, a model that cannot be split, before anything is built.
 
     Raises:
-        ConfigError: transformers has no plan for it, or heads or wide layers do not divide.
+        ConfigError: transformers has no plan for the model, or ``size`` does not divide its heads or its wide layers.
     """
     text, key = config.get_text_config(decoder=True), f"{role}.fsdp.tp"
     if not getattr(text, "base_model_tp_plan", None):
@@ -122,10 +122,10 @@ def check_config(config: Any, size: int, role: str) -> None:
 
 
 def plan_of(module: nn.Module, size: int, role: str) -> Plan:
-    """How a module is split over ``size`` ranks. It is not sharded yet, and may be on ``meta``.
+    """Return the plan to split a module over ``size`` ranks. The module is not sharded yet and may be on ``meta``.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: the module cannot be split.
     """
     key = f"{role}.fsdp.tp"
     if not isinstance(module, PreTrainedModel):
@@ -168,7 +168,7 @@ def _is_head(pattern: str) -> bool:
 
 
 def _rules_of(name: str, part: nn.Module, style: Style, size: int, key: str) -> dict[str, Rule]:
-    """Rules of a layer's weights; of one with an adapter (peft), of the adapter's too."""
+    """Return the rules of a layer's weights, including those of its adapter (peft)."""
     if style.dim is None:
         return {f"{name}.{leaf}": Rule(summed=True) for leaf, _ in part.named_parameters()}
     base = getattr(part, "base_layer", part)
@@ -190,7 +190,7 @@ def _rules_of(name: str, part: nn.Module, style: Style, size: int, key: str) -> 
         rules[f"{prefix}.bias"] = Rule(0) if style.dim == 0 else Rule()
     for leaf, _ in part.named_parameters():
         factor = leaf.partition(".")[0]
-        if factor in FACTORS:  # the one that has the layer's split side is split with it
+        if factor in FACTORS:  # the factor on the layer's split side is split too
             split = factor == ("lora_B" if style.dim == 0 else "lora_A")
             rules[f"{name}.{leaf}"] = Rule(style.dim) if split else Rule(summed=True)
     return rules
@@ -200,11 +200,11 @@ def _rules_of(name: str, part: nn.Module, style: Style, size: int, key: str) -> 
 
 
 def check_units(module: nn.Module, plan: Plan, units: Collection[str], role: str) -> None:
-    """Refuse units that leave a split layer to the rest of the model, or hold a head beside one, and what has weights
-    that are used past its own forward, so that nobody would count their gradient once.
+    """Refuse units and modules that do not work with a split.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: a split layer is in no unit, a unit holds a head and a split layer, or a module's weights are used
+            outside its own forward, so that their gradient would be counted several times.
     """
     for name in plan.styles:
         if not any(name == unit or name.startswith(f"{unit}.") for unit in units):
@@ -227,13 +227,14 @@ def check_units(module: nn.Module, plan: Plan, units: Collection[str], role: str
 
 
 def split_unit(module: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
-    """Leave each rank its part of a unit's layers; every weight of it becomes a ``DTensor`` over ``mesh``.
+    """Keep this rank's part of a unit's layers; every weight of the unit becomes a ``DTensor`` over ``mesh``.
 
     Args:
-        module: the whole model, so that the plan's names hold.
-        name: of the unit.
+        module: the whole model, which has the names of the plan.
+        name: name of the unit.
+        plan: the split of the model.
         mesh: the ranks that share layers.
-        device: where the parts are wanted; those of ``meta`` stay there.
+        device: the device of the parts; parts on ``meta`` stay there.
     """
     made: dict[int, nn.Parameter] = {}
     for path, part in _parts(module, name):
@@ -257,11 +258,13 @@ def split_unit(module: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, devic
 
 
 def count_once(module: nn.Module, names: Collection[str], plan: Plan, group: dist.ProcessGroup) -> None:
-    """Modules that are whole and computed alike on all ranks of a group: the first one's gradient counts.
+    """Count only the first rank's gradient of modules that all ranks of a group compute alike.
 
     Args:
         module: the whole model.
-        names: units that are split, whose modules are left alone. So are heads.
+        names: names of split units; their modules do not change.
+        plan: the split of the model; its heads do not change either.
+        group: the ranks that share layers.
     """
     for path, part in module.named_modules():
         inside = any(path == unit or path.startswith(f"{unit}.") for unit in (*names, *plan.heads))
@@ -290,10 +293,11 @@ def _split(parameter: nn.Parameter, rule: Rule, mesh: DeviceMesh, device: torch.
 def _use(
     part: nn.Module, gradients: Mapping[str, Callable[..., Tensor] | None], group: dist.ProcessGroup
 ) -> None:
-    """Have a module's own forward see this rank's parts of its weights as plain tensors."""
+    """Make a module's forward use this rank's parts of its weights as plain tensors."""
     forward = part.forward
 
     def on_parts(*args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass on the parts; restore the weights afterwards."""
         held = {leaf: p for leaf, p in part._parameters.items() if p is not None}
         seen = {leaf: _plain(p) for leaf, p in held.items()}
         for leaf, tensor in seen.items():
@@ -309,11 +313,12 @@ def _use(
 
 
 def _around(part: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
-    """Bring a split layer's input and output over the ranks. The bias of a sum is added once, behind it."""
+    """Add the communication of a split layer's input and output. The bias is added once, after a sum."""
     base: Any = getattr(part, "base_layer", part)
     forward, inner = part.forward, base.forward
 
     def without_bias(*args: Any, **kwargs: Any) -> Any:
+        """Run the inner forward pass without the bias."""
         bias, base._parameters["bias"] = base._parameters["bias"], None
         try:
             return inner(*args, **kwargs)
@@ -321,10 +326,12 @@ def _around(part: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
             base._parameters["bias"] = bias
 
     def rows(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a layer that is split over its outputs: ``[..., I]`` -> ``[..., O / tp]``; ``[..., O]`` if gathered."""
         out = forward(SumGradient.apply(hidden, group), *args, **kwargs)
         return Gather.apply(out, group) if style.gathers else out
 
     def columns(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a layer that is split over its inputs: ``[..., I / tp]``, or ``[..., I]`` to cut, -> ``[..., O]``."""
         out = Sum.apply(forward(Cut.apply(hidden, group) if style.cuts else hidden, *args, **kwargs), group)
         return out if base.bias is None else out + _plain(base.bias)
 
@@ -342,71 +349,81 @@ def _plain(parameter: Tensor) -> Tensor:
 
 
 class Sum(torch.autograd.Function):
-    """The sum over a group; what follows is the same on all its ranks, and so is the gradient."""
+    """The sum over a group. Later computation is the same on all its ranks, so the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum ``[D0, ...]`` over the group."""
         return _summed(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return the gradient ``[D0, ...]`` unchanged."""
         return gradients[0], None
 
 
 class SumGradient(torch.autograd.Function):
-    """The tensor itself; each rank of a group computes something else of it, so its gradient is the sum of theirs."""
+    """The identity, with the gradient summed over a group whose ranks compute different things from the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the tensor ``[D0, ...]``."""
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Sum the gradient ``[D0, ...]`` over the group."""
         return _summed(gradients[0], ctx.group), None
 
 
 class FirstGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is that of the group's first rank, and 0 on the others."""
+    """The identity, with the gradient set to 0 on all ranks of a group except the first."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the tensor ``[D0, ...]``."""
         ctx.counts = group.rank() == 0
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return the gradient ``[D0, ...]`` on the first rank, 0 on the others."""
         return gradients[0] if ctx.counts else torch.zeros_like(gradients[0]), None
 
 
 class Gather(torch.autograd.Function):
-    """The group's parts of the last dimension put together; the gradient is this rank's part."""
+    """The gather of a group's parts along the last dimension; the gradient is this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Gather ``[..., D / size]`` to ``[..., D]``."""
         ctx.group = group
         return _gathered(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return this rank's part ``[..., D / size]`` of the gradient ``[..., D]``."""
         return _cut(gradients[0], ctx.group), None
 
 
 class Cut(torch.autograd.Function):
-    """This rank's part of the last dimension; the gradient is that of all parts."""
+    """This rank's part of the last dimension; the gradient is gathered from all parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return this rank's part: ``[..., D]`` -> ``[..., D / size]``."""
         ctx.group = group
         return _cut(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Gather the gradient ``[..., D / size]`` to ``[..., D]``."""
         return _gathered(gradients[0], ctx.group), None
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A copy: what is summed may be kept for the backward pass (selective recomputation).
+    # a copy, because selective recomputation may keep the summed tensor for the backward pass
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total

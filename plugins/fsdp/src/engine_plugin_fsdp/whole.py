@@ -1,8 +1,8 @@
-"""Modules that stay whole on every rank (`exclude`), though the rest of the model is spread.
+"""Modules that stay whole on every rank (`exclude`) while the rest of the model is sharded.
 
-Their parameters are ``DTensor`` with a copy on each rank, so that the optimizer, the norm, checkpoints and weight
-streams treat them as they do all others. While a unit computes, its modules hold the plain copies, in the type
-in which FSDP would have gathered them. A rank's gradient is of its own sequences until ``sum_gradients``.
+Their parameters are ``DTensor`` with a copy on each rank, so the optimizer, the norm, checkpoints and weight
+streams treat them like all others. While a unit computes, its modules hold the plain copies, in the type in which FSDP
+would have gathered them. Until ``sum_gradients``, a rank's gradient covers only its own sequences.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ Place = tuple[nn.Module, str]
 
 
 def excluded(module: nn.Module, patterns: Sequence[str], role: str) -> list[str]:
-    """Names of the modules that `exclude` names, in the model's order.
+    """Return the names of the modules that match `exclude`, in the model's order.
 
     Args:
+        module: the model.
         patterns: classes, or names with ``*`` for any text.
+        role: the role's name, for messages.
 
     Raises:
         ConfigError: a pattern fits no module with parameters.
@@ -59,14 +61,15 @@ class Whole:
     """The parameters of some modules, as copies on each rank.
 
     Args:
-        module: not sharded yet; the parameters become ``DTensor`` in place.
-        names: of the modules.
-        mesh: what the rest is spread over.
-        device: of the copies; those on ``meta`` stay there.
-        compute: type of the forward pass; None where it is that of the weights.
+        module: the model before it is sharded; the parameters become ``DTensor`` in place.
+        names: names of the modules that stay whole.
+        mesh: the mesh that the rest is sharded over.
+        device: device of the copies; copies on ``meta`` stay there.
+        compute: type of the forward pass; None if the weights are not cast.
 
     Attributes:
-        parameters: to keep out of ``fully_shard``.
+        places: modules and names of the parameters, by the name of the module that holds them.
+        parameters: the parameters that ``fully_shard`` must ignore.
     """
 
     def __init__(
@@ -99,9 +102,9 @@ class Whole:
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     def compute_locally(self, module: nn.Module, units: Sequence[str]) -> None:
-        """Have each unit compute with the plain copies; before it is recomputed, so that the second run does, too.
+        """Make each unit compute with the plain copies. Call it before ``recompute``, which then uses them too.
 
-        One may lie in another: a part of it that is recomputed by itself.
+        A unit may lie in another one, as a part that is recomputed separately.
         """
         for unit in units:
             if places := self._of(unit):
@@ -110,17 +113,17 @@ class Whole:
                 part.forward = functools.update_wrapper(run, part.forward)  # its signature is read
 
     def outside(self, units: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """Within it the modules that are in no unit hold the plain copies."""
+        """Return a context in which the modules that are in no unit hold the plain copies."""
         inside = {name for unit in units for name in self._names(unit)}
         return self._local(
             [place for name, held in self.places.items() if name not in inside for place in held]
         )
 
     def sum_gradients(self, kind: torch.dtype) -> None:
-        """Sum over ranks, in place, what each has from its own sequences. Collective.
+        """Sum the gradients over ranks in place. Collective.
 
         Args:
-            kind: type of the sum.
+            kind: type in which gradients are summed.
         """
         held = [owner._parameters[leaf] for places in self.places.values() for owner, leaf in places]
         parameters = [p for p in dict.fromkeys(held) if p is not None and p.requires_grad]
@@ -132,7 +135,7 @@ class Whole:
         used = [p for p, count in zip(parameters, known.tolist(), strict=True) if count]
         if not used:
             return
-        for parameter in used:  # an expert that no token of this rank came to
+        for parameter in used:  # None for an expert that got no token on this rank
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [here(p.grad) for p in used if p.grad is not None]
@@ -162,7 +165,7 @@ class Whole:
         try:
             for owner, leaf in places:
                 parameter: Any = owner._parameters[leaf]
-                if not isinstance(parameter, DTensor):  # a unit around this one has put its copy there
+                if not isinstance(parameter, DTensor):  # an outer unit has already put in its copy
                     continue
                 if id(parameter) not in copies:
                     copies[id(parameter)] = self._plain(parameter)

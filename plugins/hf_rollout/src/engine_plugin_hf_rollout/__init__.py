@@ -1,1 +1,1 @@
-"""Rollout engine ``hf``: sampling with transformers models."""
+"""The rollout engine ``hf``, which samples with transformers models."""

@@ -1,7 +1,7 @@
-"""An adapter over a base that the sampler keeps: ``[rollout.hf] adapter``.
+"""The adapter of a sampler that keeps its base model: ``[rollout.hf] adapter``.
 
-The base is that of the model's folder and is never written to. The first update puts the adapter into the module, as the
-train engine does it; later ones replace its tensors.
+The base is read from the model's folder and never changes. The first update puts the adapter into the module, as the
+train engine does. Later updates replace its tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OwnAdapter:
     """The adapter of a sampler's module.
 
     Args:
-        module: the base, changed by the first update.
-        base: folder or name of it.
+        module: the base model; the first update inserts the adapter's layers.
+        base: folder or name of the base model.
     """
 
     def __init__(self, module: nn.Module, base: str) -> None:
@@ -36,10 +36,15 @@ class OwnAdapter:
         self._config = b""
 
     def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the adapter by that of ``contracts.weight_sync.stream_of``.
+        """Replace the adapter by the one in a stream of ``contracts.weight_sync.stream_of``.
+
+        Args:
+            stream: first the file ``ADAPTER_CONFIG`` as bytes ``[N]`` uint8, then the adapter's tensors ``[D0, ...]``.
+            version: policy version of the update, for messages.
 
         Raises:
-            DataError: it is no adapter, another one than the first, or lacks tensors; those before it were taken.
+            DataError: the stream is no adapter, has another config than the first one, or lacks tensors; tensors before
+                the error have been written.
         """
         items = iter(stream)
         name, told = next(items, ("", None))

@@ -1,9 +1,9 @@
-"""Keys and values of a batch in buffers with room: a new token is written behind the others.
+"""A key-value cache with preallocated buffers: the keys and values of a new token are written behind the others.
 
-The cache of transformers makes a new tensor of all keys for every token and layer. Under autocast, rotary embeddings
-of float32 weights give float32 keys, and attention would cast all of them again for each token: here they are kept in
-the type that it casts them to. In bfloat16 on a CPU a buffer of keys lies with its tokens one behind the other in each
-channel: a product of a few queries with such keys takes half the time (``engine_plugin_torch.attention``).
+The cache of transformers concatenates all keys again for every token and layer. Under autocast, rotary embeddings
+with float32 weights give float32 keys, and attention would cast all of them again for each token. This cache keeps them
+in autocast's type. In bfloat16 on a CPU, the tokens of a key buffer are adjacent in memory for each channel: a product
+of a few queries with such keys takes half the time (``engine_plugin_torch.attention``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from transformers.cache_utils import DynamicLayer
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_ROOM = 64  # tokens; a buffer that is full grows by this, or by a quarter
+LEAST_ROOM = 64  # tokens; a full buffer grows by this, or by a quarter if that is more
 
 
 class RoomyLayer(DynamicLayer):
-    """``DynamicLayer`` whose ``keys`` and ``values`` are the filled part of buffers [batch, heads, room, dim].
+    """A ``DynamicLayer`` whose ``keys`` and ``values`` are the filled part of buffers [batch, heads, room, dim].
 
     Args:
-        turns: keys in bfloat16 on a CPU lie as [batch, heads, dim, room] in memory. Their shape stays.
+        turns: store bfloat16 keys on a CPU as [batch, heads, dim, room] in memory; their shape stays the same.
+        kwargs: as for ``DynamicLayer``.
     """
 
     def __init__(self, turns: bool = False, **kwargs: Any) -> None:
@@ -35,6 +36,7 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Append states ``[B, heads, new, dim]``; return all keys and values ``[B, heads, length, dim]``."""
         key_states, value_states = _as_attended(key_states), _as_attended(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -53,6 +55,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices: [A]`` of the batch."""
         length = self.get_seq_length()
         if length:
             self._buffers = [_selected(buffer, indices) for buffer in self._buffers]
@@ -64,13 +67,13 @@ class RoomyLayer(DynamicLayer):
 
 
 def _as_attended(states: Tensor) -> Tensor:
-    """Keys or values in the type that autocast, where it is on, gives the products of attention."""
+    """Cast keys or values to autocast's type where it is on, as the products of attention do."""
     kind = states.device.type
     return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
 
 
 def _grown(like: Tensor, filled: Tensor | None, room: int, turned: bool = False) -> Tensor:
-    """A buffer for states ``like`` these, with what there is so far; ``turned`` in memory, not in shape."""
+    """Return a new buffer for states ``like`` these with a copy of ``filled``; ``turned`` changes the memory layout."""
     lead, width = like.shape[:-2], like.shape[-1]
     made = like.new_empty((*lead, width, room)).mT if turned else like.new_empty((*lead, room, width))
     if filled is not None:
@@ -79,13 +82,13 @@ def _grown(like: Tensor, filled: Tensor | None, room: int, turned: bool = False)
 
 
 def _selected(buffer: Tensor, rows: Tensor) -> Tensor:
-    """These rows of a buffer, which lie as it does."""
+    """Return these rows of a buffer in the buffer's memory layout."""
     return buffer[rows] if buffer.is_contiguous() else buffer.mT[rows].mT
 
 
 def make_cache(config: Any) -> DynamicCache:
-    """For a model of transformers; layers of other kinds (sliding, recurrent) stay as they are."""
+    """Build the cache of a transformers model; layers of other kinds (sliding, recurrent) are transformers' own."""
     cache = DynamicCache(config=config)
-    turns = config.get_text_config()._attn_implementation == "varlen"  # which has a product for such keys
+    turns = config.get_text_config()._attn_implementation == "varlen"  # it has a product for such keys
     cache.layers = [RoomyLayer(turns) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -1,9 +1,8 @@
-"""Sampling one batch to its end.
+"""The decoding loop that samples one batch.
 
-``generate`` of transformers would keep the scores of every step ([steps, batch, vocabulary]) to tell
-log-probs, draws all rows from one generator, and carries finished rows to the end. This loop over the
-same model and cache does none of that: prompts that several requests share are read once, log-probs
-are gathered as tokens are drawn, and finished rows are put away.
+``generate`` of transformers keeps the scores of every step ([steps, batch, vocabulary]) to return log-probs, draws
+all rows from one generator, and computes finished rows to the end. This loop over the same model reads prompts that
+several requests share once, gathers log-probs as tokens are drawn, and removes finished rows.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
 
     from engine_core.types import Request
 
-COMPACT_BELOW = 0.75  # rows are put away once fewer than this share still run
+COMPACT_BELOW = 0.75  # finished rows are removed once fewer than this share still run
 
 Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass
 class Sampled:
-    """What came of one request."""
+    """The result of one request."""
 
     tokens: list[int]
-    log_probs: list[float]  # under the distribution sampled from
-    log_mass: list[float]  # log of the probability that top-p and top-k kept
+    log_probs: list[float]  # under the distribution that was sampled from
+    log_mass: list[float]  # log of the probability mass that top-p and top-k kept
     finish_reason: str
-    support: Tensor | None = None  # [n, K] int32, where a request asks for it
+    support: Tensor | None = None  # [n, K] int32, if the request asks for it
 
 
 def sample(
@@ -48,10 +47,10 @@ def sample(
     decode: Decode,
     max_positions: int,
 ) -> list[Sampled]:
-    """Sample all requests together, to their ends; see ``Decoding``.
+    """Sample all requests together until all are finished; arguments as for ``Decoding``.
 
     Returns:
-        One result a request, in order.
+        One result per request, in order.
     """
     decoding = Decoding(module, requests, end_ids, decode, max_positions)
     decoding.advance(module)
@@ -59,16 +58,19 @@ def sample(
 
 
 class Decoding:
-    """A batch under way: its cache and what was sampled so far.
+    """A batch in progress: its cache and the tokens sampled so far.
 
     Args:
-        module: in eval mode: a causal language model of transformers, or a module whose ``forward(input_ids,
-            position_ids)``, both [1, T], gives logits [1, T, V]. The latter has no cache: each token costs a pass over
-            all tokens before it.
-        requests: one row each; one with ``begun`` goes on as if it had never been stopped.
-        end_ids: tokens that end any sequence; a request's own come on top.
-        decode: token ids to texts, special tokens included; asked for rows with stop strings only.
-        max_positions: tokens that the model can hold, prompt included.
+        module: a module in eval mode: a causal language model of transformers, or a module whose ``forward(input_ids,
+            position_ids)``, both [1, T], returns logits [1, T, V]. Without a cache, each token of the latter costs a
+            pass over all tokens before it.
+        requests: one row each; a request with ``begun`` continues as if it had never been stopped.
+        end_ids: tokens that end any sequence, in addition to those of each request.
+        decode: decodes token ids to texts with special tokens; called for rows with stop strings only.
+        max_positions: most tokens of a sequence, including the prompt.
+
+    Attributes:
+        over: whether all requests are finished.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Decoding:
         self._token: Tensor | None = None  # drawn, and not yet in the cache
 
     def advance(self, module: nn.Module, steps: int = 0) -> None:
-        """Go on: that many tokens of each row at most, 0 to the end of all. ``over`` tells that none is left."""
+        """Sample at most ``steps`` more tokens of each row, or with 0 until all requests are finished."""
         batch, rows, first = self._batch, self._rows, self._step
         while not self.over and (not steps or self._step < first + steps):
             if self._token is not None:
@@ -104,39 +106,39 @@ class Decoding:
             self._token = token
 
     def running(self) -> list[bool]:
-        """Of each request: it is not finished."""
+        """Return for each request whether it is unfinished."""
         found: list[bool] = self._batch.running.tolist()
         return found
 
     def stop(self, numbers: Sequence[int]) -> None:
-        """These rows end here, as aborted."""
+        """Abort the requests with these numbers."""
         self._batch.stop(numbers)
         self.over = not bool(self._batch.running.any())
 
     def results(self, numbers: Sequence[int] | None = None) -> list[Sampled]:
-        """What these requests have so far; default: all."""
+        """Return the results so far of the requests with these numbers; default: all."""
         return self._batch.results(numbers)
 
 
 @dataclass
 class _Cached:
-    """The rows in the model: per-row tensors and the cache, selected together."""
+    """The rows that still run in a model with a cache: per-row tensors and the cache, selected together."""
 
-    number: Tensor  # [A] which request
-    logits: Tensor  # [A, V] of the next token
-    mask: Tensor  # [A, L] prompt padding and everything since
-    position: Tensor  # [A] of the next token
+    number: Tensor  # [A] number of the request
+    logits: Tensor  # [A, V] for the next token
+    mask: Tensor  # [A, L] attention mask: 0 for the padding of the prompt, else 1
+    position: Tensor  # [A] position of the next token
     cache: DynamicCache
 
     def keep(self, running: Tensor) -> None:
-        """Put the other rows away."""
+        """Keep the rows where ``running: [A]`` is True and remove the others."""
         index = running.nonzero().flatten()
         self.number, self.logits = self.number[index], self.logits[index]
         self.mask, self.position = self.mask[index], self.position[index]
         self.cache.batch_select_indices(index)
 
     def forward(self, module: nn.Module, token: Tensor) -> None:
-        """One more token [A] of each row through the model."""
+        """Run one more token [A] of each row through the model."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         out = module(
             input_ids=token[:, None],
@@ -150,11 +152,11 @@ class _Cached:
 
 @dataclass
 class _Uncached:
-    """The rows of a module without a cache: it reads one sequence at a time, whole."""
+    """The rows that still run in a module without a cache, which reads one whole sequence at a time."""
 
-    number: Tensor  # [A] which request
-    logits: Tensor  # [A, V] of the next token
-    tokens: list[Tensor]  # of each row, [L]
+    number: Tensor  # [A] number of the request
+    logits: Tensor  # [A, V] for the next token
+    tokens: list[Tensor]  # [L] tokens of each row
 
     @classmethod
     def begin(cls, module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Uncached:
@@ -169,18 +171,18 @@ class _Uncached:
         )
 
     def keep(self, running: Tensor) -> None:
-        """Put the other rows away."""
+        """Keep the rows where ``running: [A]`` is True and remove the others."""
         self.number, self.logits = self.number[running], self.logits[running]
         self.tokens = [row for row, runs in zip(self.tokens, running.tolist(), strict=True) if runs]
 
     def forward(self, module: nn.Module, token: Tensor) -> None:
-        """One more token [A] of each row, and all before it, through the module."""
+        """Run one more token [A] of each row, and all tokens before it, through the module."""
         self.tokens = [torch.cat([row, new[None]]) for row, new in zip(self.tokens, token, strict=True)]
         self.logits = torch.stack([_last_logits(module, row) for row in self.tokens])
 
 
 def _last_logits(module: nn.Module, tokens: Tensor) -> Tensor:
-    """[V] of the token after ``tokens`` [L]."""
+    """Compute the logits [V] for the token after ``tokens`` [L]."""
     positions = torch.arange(len(tokens), device=tokens.device)
     out = module(input_ids=tokens[None], position_ids=positions[None])
     logits: Tensor = out if isinstance(out, Tensor) else out.logits
@@ -188,10 +190,10 @@ def _last_logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 class _Batch:
-    """What is asked of each request, and what came of it: tensors [B] and [B, S + 1], S the longest response.
+    """The settings and results of each request: tensors [B] and [B, S + 1], where S is the longest response.
 
-    A row that has finished is drawn on until it is put away; that is written behind its ``count``
-    and never read.
+    Tokens of a finished row are still drawn until the row is removed. They are written behind its ``count`` and never
+    read.
     """
 
     def __init__(
@@ -210,12 +212,12 @@ class _Batch:
         widest = max(map(len, ends))
         padded = [e + [-1] * (widest - len(e)) for e in ends]
         self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
-        self.told = [s.max_support if s.cuts else 0 for s in samplings]  # most of a support
+        self.told = [s.max_support if s.cuts else 0 for s in samplings]  # most tokens of a support
         self.widths = torch.tensor(self.told, device=device)
         self.supports: list[tuple[Tensor, Tensor]] = []  # of each step: numbers [A] and tokens [A, K]
         self.stops = [s.stop for s in samplings]
         longest = max((len(stop) for stops in self.stops for stop in stops), default=0)
-        # characters of up to 4 tokens each, and 2 more that the tail may begin and end within
+        # a character has up to 4 tokens; 2 more characters, because the tail may begin and end within one
         self.tail = 4 * (longest + 2)
 
         shape = (len(requests), self.steps + 1)
@@ -232,7 +234,7 @@ class _Batch:
                 self._begin(number, request, tokens)
 
     def _begin(self, number: int, request: Request, tokens: list[int]) -> None:
-        """What was sampled before, as if this batch had sampled it."""
+        """Fill in the tokens of a begun response as if this batch had sampled them."""
         assert request.begun is not None
         first, count = len(request.prompt.token_ids), len(tokens)
         self.tokens[number, :count] = torch.tensor(tokens)
@@ -244,15 +246,15 @@ class _Batch:
             self.begun_supports[number] = extras[SUPPORT][first:]
 
     def stop(self, numbers: Sequence[int]) -> None:
-        """These rows end where they are."""
+        """Mark the running requests with these numbers as aborted."""
         index = torch.tensor(numbers, dtype=torch.int64, device=self.running.device)
         self.aborted[index] = self.running[index]
         self.running[index] = False
 
     def draw(self, rows: _Cached | _Uncached, step: int) -> Tensor:
-        """The next token of each row, [A]."""
+        """Draw the next token of each row: [A] int64."""
         number = rows.number
-        at = (self.start[number] + step).clamp(max=self.steps)  # of a row that has finished, the spare column
+        at = (self.start[number] + step).clamp(max=self.steps)  # the spare column for a finished row
         log_probs, mass = self.distributions.of(rows.logits, number)
         token = draw(
             log_probs, self.uniform[number, at.clamp(max=self.steps - 1)], self.distributions.greedy[number]
@@ -265,7 +267,10 @@ class _Batch:
         return token
 
     def finish(self, number: Tensor, token: Tensor, step: int, decode: Decode) -> None:
-        """Count the token of each row; end those with an end token, a stop string or no room."""
+        """Count the drawn token of each row; finish rows with an end token, a stop string or no room.
+
+        ``number: [A]`` request of each row; ``token: [A]`` drawn token.
+        """
         running = self.running[number]
         self.count[number] += running
         stopped = (token[:, None] == self.ends[number]).any(1)
@@ -275,7 +280,7 @@ class _Batch:
         self.running[number] &= ~stopped & (self.start[number] + step + 1 < self.budget[number])
 
     def _stop_strings(self, number: Tensor, running: Tensor, step: int, decode: Decode) -> Tensor:
-        """Whether the tail of a response holds a stop string, [A] bool; earlier ones have ended it before."""
+        """Return whether the tail of each response contains a stop string: [A] bool. Earlier ones ended it before."""
         numbers = number.tolist()
         watched = [row for row, runs in enumerate(running.tolist()) if runs and self.stops[numbers[row]]]
         ends = (self.start[number] + step + 1).tolist()
@@ -288,6 +293,7 @@ class _Batch:
         return found
 
     def results(self, numbers: Sequence[int] | None = None) -> list[Sampled]:
+        """Return the results of the requests with these numbers; an unfinished one has the reason ``abort``."""
         wanted = list(range(len(self.count)) if numbers is None else numbers)
         columns = (self.tokens, self.log_probs, self.log_mass, self.count, self.stopped)
         aborted = (self.aborted | self.running).tolist()
@@ -304,7 +310,7 @@ class _Batch:
         ]
 
     def _support(self, request: int, count: int) -> Tensor:
-        """[count, K] int32: the tokens that each of a request's tokens was drawn from."""
+        """Return the support of each token of a request: [count, K] int32, the tokens that it was drawn from."""
         start = int(self.start[request])
         before = self.begun_supports.get(request, torch.full((start, 0), -1, dtype=torch.int32))
         found = [ids[number == request] for number, ids in self.supports[: count - start]]
@@ -316,7 +322,7 @@ class _Batch:
 
 
 def begun_response(request: Request) -> list[int]:
-    """The tokens of a response that were sampled before it was stopped."""
+    """Return the tokens of a response that were sampled before it was stopped."""
     if request.begun is None:
         return []
     found: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
@@ -324,7 +330,7 @@ def begun_response(request: Request) -> list[int]:
 
 
 def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Cached:
-    """Read each distinct prompt once, padded on the left, and give every request its row."""
+    """Run each distinct prompt once, padded on the left, and copy its row to every request with that prompt."""
     prompts = [tuple(request.prompt.token_ids + begun_response(request)) for request in requests]
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     longest = max(map(len, distinct))

@@ -1,9 +1,9 @@
-"""The distribution that is sampled from, and drawing from it reproducibly.
+"""The distribution of the next token, and reproducible draws from it.
 
-Each request has numbers of its own (from its seed), drawn before sampling begins; token t is the
-inverse of the cumulative distribution at the t-th of them. A request therefore gives the same tokens
-whatever else is in the batch (where the model itself does: its rounding may depend on the batch, and
-a number that falls that near to the border of two tokens may then choose the other one).
+Each request has separate uniform numbers, drawn from its seed before sampling begins. Token t is the inverse of the
+cumulative distribution at the t-th number. The tokens of a request therefore do not depend on the rest of the batch,
+as far as the model's logits do not. Their rounding may depend on the batch, and a number very close to the border of
+two tokens may then choose the other one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Distributions:
-    """What each request of a batch is drawn from, as its sampling options say.
+    """The distributions of the requests of a batch, by their sampling options.
 
     Args:
-        samplings: of the requests.
-        device: of the logits.
+        samplings: sampling options of each request.
+        device: device of the logits.
     """
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
@@ -40,18 +40,18 @@ class Distributions:
 def log_distribution(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities after temperature, top-k and top-p, and the log of the mass that was kept.
+    """Return the log-probs after temperature, top-k and top-p, and the log of the kept probability mass.
 
-    Top-k comes first, then top-p on what it left, as in transformers.
+    Top-k is applied first, then top-p to the rest, as in transformers.
 
     Args:
         logits: [A, V].
-        temperature: [A]; 0 stands for greedy choice, whose log-probs are those of temperature 1.
+        temperature: [A]; 0 means greedy choice, with the log-probs of temperature 1.
         top_p: [A], 1 keeps all.
         top_k: [A] int, 0 keeps all.
 
     Returns:
-        [A, V] float32, -inf where a token was cut; [A] float32, 0 where nothing was.
+        Log-probs [A, V] float32, -inf where a token was cut; log mass [A] float32, 0 where nothing was cut.
     """
     scale = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
     log_probs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
@@ -63,8 +63,8 @@ def log_distribution(
     kept = rank[None] < limit[:, None]
     probs = ranked.exp() * kept
     probs = probs / probs.sum(-1, keepdim=True)
-    before = probs.cumsum(-1) - probs  # mass of better tokens: the one that crosses top_p stays
-    whole = top_p[:, None] >= 1  # asked for: rounding may bring `before` to 1 ahead of the last token
+    before = probs.cumsum(-1) - probs  # mass of more likely tokens: the token that crosses top_p is kept
+    whole = top_p[:, None] >= 1  # explicit, because rounding may bring `before` to 1 ahead of the last token
     kept &= (before < top_p[:, None]) | whole | (rank == 0)
     ranked = ranked.masked_fill(~kept, -torch.inf)
     mass = ranked.logsumexp(-1)
@@ -72,12 +72,12 @@ def log_distribution(
 
 
 def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
-    """One token a row: the inverse of the cumulative distribution at ``uniform``.
+    """Draw one token per row: the inverse of the cumulative distribution at ``uniform``.
 
-    Exact to the rounding of float32: a token comes with its probability plus or minus 6e-8.
+    Exact to the rounding of float32: a token is drawn with its probability plus or minus 6e-8.
 
     Args:
-        log_probs: [A, V], -inf where a token cannot come.
+        log_probs: [A, V], -inf where a token cannot be drawn.
         uniform: [A] in [0, 1).
         greedy: [A] bool; these rows take the most likely token.
 
@@ -88,21 +88,21 @@ def draw(log_probs: Tensor, uniform: Tensor, greedy: Tensor) -> Tensor:
     target = uniform[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     drawn = drawn.clamp(max=log_probs.shape[1] - 1)
-    # sums made in parallel may rise by rounding at a token that was cut
+    # rounding of parallel sums may make the cumulative sum rise at a token that was cut
     cut = log_probs.gather(1, drawn[:, None]).squeeze(1).isneginf()
     likeliest = greedy | cut
     return torch.where(likeliest, log_probs.argmax(-1), drawn) if bool(likeliest.any()) else drawn
 
 
 def support(log_probs: Tensor, width: Tensor) -> Tensor:
-    """The tokens that a distribution was cut to, the likeliest first.
+    """Return the tokens that a distribution was cut to, the most likely first.
 
     Args:
         log_probs: [A, V], -inf where a token was cut.
-        width: [A] int; a row that kept more tokens, or all of them, gives none.
+        width: [A] int, most tokens of a support; a row that kept more tokens, or all of them, returns none.
 
     Returns:
-        [A, K] int32, -1 behind the tokens; K is that of the widest row given.
+        [A, K] int32, padded with -1; K is the size of the largest support.
     """
     count = (~log_probs.isneginf()).sum(-1)
     count = torch.where((count <= width) & (count < log_probs.shape[1]), count, 0)
@@ -112,7 +112,7 @@ def support(log_probs: Tensor, width: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
-    """[B, count] numbers in [0, 1), each row from its own seed; a row without one from torch's generator."""
+    """Return numbers [B, count] in [0, 1), each row from its seed, or from torch's generator without a seed."""
     rows = []
     for seed in seeds:
         generator = None if seed is None else torch.Generator().manual_seed(seed)

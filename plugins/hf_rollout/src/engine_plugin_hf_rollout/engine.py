@@ -1,8 +1,8 @@
 """The rollout engine ``hf``.
 
-It finishes whole batches: each ``step`` samples one batch of queued requests to its end. In one
-process with a train engine it samples from that engine's own module and weights never move. A module that is not of
-transformers, of a plugin (``engine_build_model``), is sampled from without a cache.
+Each ``step`` samples one batch of queued requests, by default until all of them are finished. In one process with a
+train engine it samples from that engine's module, so weights are never copied. A plugin's module
+(``engine_build_model``) that is no transformers model is sampled without a cache.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ log = logging.getLogger("engine")
 
 
 class HFRolloutEngine(RolloutEngine):
-    """See ``RolloutEngine``.
+    """The rollout engine that samples with transformers models.
 
-    ``step`` samples a whole batch to its end. Where the run stops responses before theirs, or changes weights under them
-    (``config.steps_are_short``), it takes `tokens_per_step` tokens of each sequence, and what finished comes back; the
-    batch and its cache stay until the rest has, or weights change.
+    ``step`` samples a whole batch until all requests are finished. If the run may stop unfinished responses or change
+    weights during them (``config.steps_are_short``), ``step`` samples `tokens_per_step` tokens of each sequence and
+    returns the finished rollouts. The batch and its cache stay until all of it is finished, or the weights change.
     """
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
@@ -64,30 +64,32 @@ class HFRolloutEngine(RolloutEngine):
         self._trainer: TrainEngine | None = None
         self._own: nn.Module | None = None
         self._given: nn.Module | None = live.get("model")
-        self._custom = False  # a plugin has built the sampler's own module
-        self._adapter: OwnAdapter | None = None  # over ``_own``, once an update has brought one
+        self._custom = False  # whether a plugin has built the sampler's own module
+        self._adapter: OwnAdapter | None = None  # in ``_own``, from the first update on
         if self._given is None:
             self._own = self._build()
         self._queue: dict[str, Request] = {}
         self._steps = self.options.tokens_per_step if config.steps_are_short else 0
-        self._batch: list[Request] = []  # under way, and waiting in the queue too
+        self._batch: list[Request] = []  # in progress; unfinished ones are in the queue too
         self._decoding: Decoding | None = None
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
         self._paused = self._asleep = False
-        self._incomplete = ""  # why the weights are not those of one version
+        self._incomplete = ""  # why the weights mix two versions; "" if they do not
 
     # -- requests -----------------------------------------------------------
 
     @property
     def capacity(self) -> int:
+        """Number of requests sampled at one time: `batch_size`."""
         return self.options.batch_size
 
     @property
     def num_unfinished(self) -> int:
+        """Number of requests added and not yet returned."""
         return len(self._queue) + len(self._done)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none where one is malformed."""
+        """Queue all requests; raise an error and queue none if one is malformed."""
         vocabulary, positions = self._limits()
         taken = set(self._queue)
         for request in requests:
@@ -96,12 +98,19 @@ class HFRolloutEngine(RolloutEngine):
         self._queue |= {request.id: request for request in requests}
 
     def step(self) -> list[Rollout]:
+        """Sample the next batch, or continue the present one; return the finished rollouts.
+
+        Raises:
+            RuntimeError: the sampler is paused or asleep.
+            DataError: the weights mix two versions.
+        """
         if self._paused:
             raise RuntimeError("The sampler is paused; call resume() first.")
         done, self._done = self._done, []
         return done + self._sample_next()
 
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
+        """Stop these requests; return their rollouts so far, with finish reason ``abort`` if unfinished."""
         wanted = set(ids)
         stopped = [rollout for rollout in self._done if rollout.request_id in wanted]
         self._done = [rollout for rollout in self._done if rollout.request_id not in wanted]
@@ -116,6 +125,11 @@ class HFRolloutEngine(RolloutEngine):
         return stopped
 
     def pause(self, mode: str = "drain") -> None:
+        """Stop sampling: finish the queue (``drain``), freeze it (``keep``) or abort it (``abort``).
+
+        Raises:
+            ValueError: ``mode`` is not one of these.
+        """
         if mode not in PAUSES:
             raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
         if mode == "abort":
@@ -125,6 +139,7 @@ class HFRolloutEngine(RolloutEngine):
         self._paused = True
 
     def resume(self) -> None:
+        """Allow ``step`` again after ``pause``."""
         self._paused = False
 
     def _sample_next(self) -> list[Rollout]:
@@ -150,7 +165,7 @@ class HFRolloutEngine(RolloutEngine):
                 self._decoding.advance(module, self._steps)
             decoding = self._decoding
         finally:
-            if decoding is None:  # cut in two: what is in the queue begins again
+            if decoding is None:  # interrupted: the requests are still in the queue and start again
                 self._drop_batch()
         over = [
             number
@@ -168,12 +183,12 @@ class HFRolloutEngine(RolloutEngine):
         return rollout
 
     def _next_batch(self) -> list[Request]:
-        # similar lengths together: little padding; the longest first, so that memory runs out at once or never
+        # similar lengths together for little padding; the longest first, so an out-of-memory error comes early
         ordered = sorted(self._queue.values(), key=lambda r: (-len(r.prompt.token_ids), r.prompt.token_ids))
         return ordered[: self.options.batch_size]
 
     def _how(self) -> tuple[frozenset[int], Decode, int]:
-        """What ends a sequence, what decodes it, what the model can hold."""
+        """Return the arguments of ``Decoding``: end tokens, decoder and most positions."""
         ends = frozenset([self.tokenizer.eos_token_id])
         return ends, self._decode, self._limits()[1]
 
@@ -181,7 +196,10 @@ class HFRolloutEngine(RolloutEngine):
         self._batch, self._decoding = [], None
 
     def _set_aside(self) -> None:
-        """Weights or memory change: what is under way goes on from its tokens, its prefix computed anew."""
+        """Drop the batch and its cache before weights or memory change; requests continue later from their tokens.
+
+        The tokens so far are kept in the queue, and their keys and values are computed again.
+        """
         if self._decoding is not None:
             for request, runs, result in zip(
                 self._batch, self._decoding.running(), self._decoding.results(), strict=True
@@ -227,21 +245,23 @@ class HFRolloutEngine(RolloutEngine):
     # -- the module ---------------------------------------------------------
 
     def share_module(self, engine: TrainEngine) -> None:
+        """Sample from this train engine's module from now on."""
         self._set_aside()
         self._trainer, self._own, self._given = engine, None, None
 
     def set_version(self, version: int) -> None:
+        """Set the policy version of later tokens; the batch's cache is dropped."""
         self._set_aside()
         super().set_version(version)
 
     def _module(self) -> nn.Module:
-        """The sampler's own module. One given from Python is copied when it is first needed: others train it."""
+        """Return the sampler's own module; one given from Python is copied at the first call, because it is trained."""
         if self._own is None:
             self._own = self._build()
         return self._own
 
     def _build(self) -> nn.Module:
-        """A module of the sampler's own: a plugin's, a copy of the one given from Python, or that of ``[model]``."""
+        """Build the sampler's own module: by a plugin, as a copy of one given from Python, or from ``[model]``."""
         device, dtype = self.context.device, DTYPES[self.options.dtype]
         built = sampler_module(self, device, dtype)
         if built is not None:
@@ -256,7 +276,7 @@ class HFRolloutEngine(RolloutEngine):
         return built
 
     def _limits(self) -> tuple[int, int]:
-        """Tokens that the model knows, and tokens that it can hold; of a module without a config the tokenizer's, and no limit."""
+        """Return vocabulary size and most positions; without a config, the tokenizer's size and ``NO_LIMIT``."""
         module: Any = self._module() if self._trainer is None else self._trainer.module
         config = getattr(module, "config", None)
         if not isinstance(config, PretrainedConfig):
@@ -266,7 +286,7 @@ class HFRolloutEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def _generation(self) -> Iterator[nn.Module]:
-        """The module to sample from, without gradient."""
+        """Yield the module to sample from, without gradient."""
         shared: AbstractContextManager[nn.Module]
         shared = (
             contextlib.nullcontext(self._module())
@@ -280,7 +300,19 @@ class HFRolloutEngine(RolloutEngine):
 
     @torch.no_grad()
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """As the contract says. When the stream breaks half way, sampling is refused until a whole one came."""
+        """Replace the weights in place; after a broken stream, sampling is refused until an update is complete.
+
+        Args:
+            stream: names and tensors ``[D0, ...]``: all weights, or with `adapter` the adapter's.
+            version: policy version of the new weights.
+
+        Returns:
+            Checksum of the received stream.
+
+        Raises:
+            RuntimeError: the sampler shares a train engine's module, or is asleep.
+            DataError: a name or shape does not fit, or weights are missing.
+        """
         if self._trainer is not None:
             raise RuntimeError("The sampler uses the trainer's own module; there is nothing to update.")
         if self._asleep:
@@ -318,7 +350,7 @@ class HFRolloutEngine(RolloutEngine):
         return checksum.result()
 
     def _whose_model(self) -> str:
-        """What to do where a plugin builds the actor's model, and not the sampler's."""
+        """Return advice for a plugin that builds the actor's model but not the sampler's; else ""."""
         plugins = self.context.plugins
         if self._custom or plugins is None or not plugins.overrides("engine_build_model"):
             return ""
@@ -330,7 +362,7 @@ class HFRolloutEngine(RolloutEngine):
     # -- device memory ------------------------------------------------------
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """The cache of a batch under way is given up; weights of its own go to the CPU."""
+        """Drop the cache of the batch in progress and move the sampler's own weights to the CPU, except ``keep``."""
         _check_parts(keep)
         if "kv_cache" not in keep:
             self._set_aside()
@@ -343,6 +375,7 @@ class HFRolloutEngine(RolloutEngine):
         self._asleep = True
 
     def wake(self, only: Sequence[str] | None = None) -> None:
+        """Move the sampler's own weights back to the device."""
         _check_parts(only or ())
         if only is not None and "weights" not in only:
             return
@@ -351,6 +384,7 @@ class HFRolloutEngine(RolloutEngine):
         self._asleep = False
 
     def close(self) -> None:
+        """Drop all requests and release the module."""
         self._queue.clear()
         self._done.clear()
         self._drop_batch()

@@ -1,4 +1,4 @@
-"""What this plugin offers (no torch here: read by ``engine validate``)."""
+"""The hooks and options of this distribution (no torch here, because ``engine validate`` reads it)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class HFOptions(Options):
 
 @hookimpl
 def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
+    """Offer the rollout engine ``hf``."""
     return {
         "hf": RolloutBackend(
             load="engine_plugin_hf_rollout.engine:HFRolloutEngine",

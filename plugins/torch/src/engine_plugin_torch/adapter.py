@@ -1,7 +1,7 @@
-"""The LoRA adapter of a module: its tensors, the model below it, the two merged, and the switch between them.
+"""The LoRA adapter of a module: its tensors, the base model, the merged weights, and the switch between them.
 
-peft's layers lie in the module itself (``lora.py`` puts them there), so that a forward, a sampler or a
-wrapper sees the model that it knows. Left out: more than one adapter at a time.
+``lora.py`` puts peft's layers into the module itself, so a forward pass, a sampler or a wrapper sees the
+model class that it knows. Not supported: more than one adapter at a time.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ from engine_core.runs import state_files
 from engine_plugin_torch.sharded import axes_that_split, made_whole, whole
 from engine_plugin_torch.weights import base_places, identity, places, take_weights, weight_at
 
-NAME = "default"  # what peft calls an only adapter
+NAME = "default"  # peft's name of a single adapter
 PREFIX = "base_model.model."  # of every name in an adapter file
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-FACTORS = ("lora_B", "lora_embedding_A")  # with these at 0 the product is 0, and learning goes on
+FACTORS = ("lora_B", "lora_embedding_A")  # with these at 0 the product is 0, and it can still learn
 
 
 class Adapter:
-    """What ``lora.attach`` put into a module.
+    """The adapter that ``lora.attach`` put into a module.
 
     Args:
-        module: with layers of peft.
-        config: peft's ``LoraConfig``, written beside an exported adapter.
-        base: identity of the base's weights, where they were others when they were loaded (quantised since).
+        module: the module that contains peft's layers.
+        config: peft's ``LoraConfig``, written next to an exported adapter.
+        base: identity of the base's weights before they were quantized; None: computed when it is needed.
     """
 
     def __init__(self, module: nn.Module, config: Any, base: str | None = None) -> None:
         self.module, self.config = module, config
-        self._base = base  # once asked for
+        self._base = base  # cached by ``base_identity``
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The module is the base model: nothing of the adapter is in a forward pass."""
+        """Disable the adapter within the context: a forward pass is that of the base model."""
         layers = [
             m for m in self.module.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ]
         trained = {id(p) for p in self.module.parameters() if p.requires_grad}
 
         def switch(on: bool) -> None:
+            """Enable or disable the adapters; ``requires_grad`` stays as it was."""
             for layer in layers:
                 layer.enable_adapters(on)
-            for parameter in self.module.parameters():  # the switch of peft also sets what is trained
+            for parameter in self.module.parameters():  # peft's switch also changes ``requires_grad``
                 parameter.requires_grad_(id(parameter) in trained)
 
         try:
@@ -64,14 +65,15 @@ class Adapter:
             switch(True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter's own tensors (not copies), by the names of an adapter file."""
+        """Return the adapter's tensors (not copies), by their names in an adapter file; ``lora_A: [R, in]``."""
         own = own_weights(self.module)
         return {file_name(name): tensor for name, tensor in own.items() if OF_ADAPTER.search(name)}
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Base and adapter as one model, by the names of the base: ``W + scale * B A``, one tensor at a time.
+        """Yield the merged weights ``W + scale * B A: [out, in]`` one at a time, under the names of the base model.
 
-        The sum is taken in float32 at least and rounded to the base's type. The module is left alone.
+        The sum is computed in float32 or wider and rounded to the base's type. The module does not change.
+        ``B: [out, R]``, ``A: [R, in]``. Weights without an adapter are yielded as they are.
         """
         own = places(self.module)
         for name, place in own.items():
@@ -87,11 +89,15 @@ class Adapter:
                 yield base_name(name), weight_at(place)
 
     def take(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """Weights of an adapter, or of a whole model.
+        """Load the weights of an adapter, or of a whole model.
 
-        Those of an adapter (their names begin with ``base_model.model.``) become its own. Those of a model
-        become the base's, and the product of the adapter is 0 from then on: the module computes what the
-        model would. Its checkpoints then fit this base only.
+        An adapter's weights (the names begin with ``base_model.model.``) replace those of this adapter. A model's
+        weights replace those of the base, and the adapter is reset so that its product is 0: the module then
+        computes what the model would. Later checkpoints fit the new base only.
+
+        Args:
+            stream: (name, tensor) pairs; each tensor has the shape ``[D0, ...]`` of the weight that it replaces.
+            mix: share of the new weights; the old ones keep ``1 - mix``.
 
         Raises:
             DataError: a name or shape does not fit, or weights are missing.
@@ -107,31 +113,31 @@ class Adapter:
         self._begin_again()
 
     def places(self) -> Mapping[str, Any]:
-        """Where ``take_weights`` puts the adapter's own, by the names of an adapter file."""
+        """Return the destinations for ``take_weights`` of the adapter's tensors, by their names in an adapter file."""
         return self.tensors()
 
     def _base_places(self) -> Mapping[str, Any]:
-        """Where it puts the base's, by the names that these have without the adapter."""
+        """Return the destinations for ``take_weights`` of the base's tensors, by their names without an adapter."""
         return base_places(self.module)
 
     def base_identity(self) -> str:
-        """A hash by which the base's weights are known again; of a quantised base as they were before."""
+        """Return a hash that identifies the base's weights; for a quantized base, the weights before quantization."""
         if self._base is None:
             self._base = identity(base_weights(self.module))
         return self._base
 
     def config_file(self) -> bytes:
-        """What stands beside the tensors in an adapter folder."""
+        """Return the content of ``adapter_config.json``, which lies next to the tensors in an adapter folder."""
         with tempfile.TemporaryDirectory() as name:
             self.config.save_pretrained(name)
             return (Path(name) / CONFIG).read_bytes()
 
     def export(self, folder: Path, writes: bool = True) -> None:
-        """A folder that ``PeftModel.from_pretrained`` loads.
+        """Write a folder that ``PeftModel.from_pretrained`` loads. Collective for a sharded module.
 
         Args:
-            folder: where.
-            writes: False on all ranks but one of a sharded module, which all gather together.
+            folder: the folder to write; it is created if missing.
+            writes: whether this rank writes. All ranks of a sharded module gather, and one of them writes.
         """
         tensors = {name: whole(tensor) for name, tensor in self.tensors().items()}
         if not writes:
@@ -142,13 +148,13 @@ class Adapter:
 
     @torch.no_grad()
     def _fold(self) -> None:
-        """Bring what was learned into the base."""
+        """Merge the adapter into the base and reset the adapter."""
         take_weights(self.module, self.merged(), own=self._base_places())
         self._begin_again()
 
     @torch.no_grad()
     def _begin_again(self) -> None:
-        """An adapter that adds nothing to the base as it is now."""
+        """Reset the adapter so that it adds nothing to the present base."""
         self._base = None
         for name, tensor in self.tensors().items():
             if any(f".{factor}" in name for factor in FACTORS):
@@ -163,7 +169,10 @@ class Adapter:
 
 @torch.no_grad()
 def merged_weight(layer: Any, lengths: bool = True) -> Tensor:
-    """``W + scale * B A``; of DoRA (with ``lengths``) its rows scaled to the lengths that were learned."""
+    """Return ``W + scale * B A: [out, in]`` (``B: [out, R]``) in the base's type.
+
+    With DoRA and ``lengths`` each row is scaled to its learned length.
+    """
     base = layer.get_base_layer().weight
     if axes_that_split(base) > 1:
         with made_whole(layer):
@@ -177,6 +186,6 @@ def merged_weight(layer: Any, lengths: bool = True) -> Tensor:
 
 
 def file_name(name: str) -> str:
-    """A tensor's name in an adapter file, from its name in the module."""
+    """Return the name in an adapter file of the tensor that the module calls ``name``."""
     plain = OF_ADAPTER.sub(lambda found: "" if found[1] == "modules_to_save" else f".{found[1]}", name)
     return PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")

@@ -1,18 +1,18 @@
-"""Attention ``varlen`` for transformers models: packed sequences that never see each other.
+"""Attention ``varlen`` for transformers models: packed sequences that never attend to each other.
 
-Sequences of one pack are told apart by ``cu_seq_lens_q`` (the convention of flash attention):
+``cu_seq_lens_q`` (the convention of flash attention) gives the boundaries of the sequences in a pack:
 
 * on CUDA in half precision: ``torch.nn.attention.varlen``;
 * elsewhere: sequences of similar length are padded on the right to one rectangle and go through
-  causal ``scaled_dot_product_attention`` together. A valid row never looks at the padding behind
-  it, so no mask is needed, but where sequences share a beginning (``prefixes``): then there are rows
-  of the rest alone. For 256 sequences of 40 tokens this is 3 times as fast (forward and
-  backward) as one call a sequence.
+  causal ``scaled_dot_product_attention`` together. A valid row never attends to the padding behind
+  it, so no mask is needed. Where sequences share a prefix (``prefixes``), queries exist only behind
+  the prefix, and a mask is used. For 256 sequences of 40 tokens, rectangles are 3 times as fast
+  (forward and backward) as one call per sequence.
 
 Without ``cu_seq_lens_q`` (sampling with a cache, padded batches) it is transformers' ``sdpa``,
-mask included. Sliding windows and score soft-capping are honoured; attention sinks are refused.
+mask included. Sliding windows and score soft-capping are supported; attention sinks are refused.
 
-The only module of the core with a CUDA-only call.
+``_cuda`` is the only function here that needs CUDA.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ PACKABLE = frozenset(
 transformers sees positions that begin again (only without an attention mask and without a cache)."""
 
 EXPLICIT_LENGTH = 512  # tokens, see ``_as_products``
-SIMILAR = 0.8  # a rectangle holds sequences at least this share of its longest
+SIMILAR = 0.8  # a sequence in a rectangle has at least this share of the longest one's length
 
-_MASKLESS: set[str] = set()  # names of attention for which a pack needs no mask
+_MASKLESS: set[str] = set()  # names of attention implementations for which a pack needs no mask
 _PACKED: ContextVar[bool] = ContextVar("packed", default=False)
 _PLANS = WeakTensorKeyDictionary()  # cu_seq_lens -> rectangles: made once, used by every layer
 
@@ -68,21 +68,25 @@ class Rectangle:
     valid: Tensor  # cells of queries that are not padding
     count: int  # n
     length: int
-    queries: Tensor | None = None  # [n * width] row of each query; None: those of the keys
-    first: Tensor | None = None  # [n] place in its sequence of the first query
+    queries: Tensor | None = None  # [n * width] row of each query; None: the rows of the keys
+    first: Tensor | None = None  # [n] position in its sequence of the first query
     width: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A pack as rectangles; ``order`` brings their valid cells, one after another, back in place."""
+    """A pack as rectangles; ``order`` restores the order of the pack from the concatenated valid cells."""
 
     rectangles: list[Rectangle]
     order: Tensor
 
 
 def check_attention(name: str, device: torch.device) -> None:
-    """Refuse an attention implementation that would mix packed sequences, or cannot train."""
+    """Refuse an attention implementation that would mix packed sequences, or cannot train.
+
+    Raises:
+        ConfigError: ``name`` is such an implementation.
+    """
     if name not in PACKABLE:
         raise ConfigError(
             f"model.attention is '{name}', which is not known to keep packed sequences apart."
@@ -94,7 +98,7 @@ def check_attention(name: str, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def packed() -> Iterator[None]:
-    """Inside, ``varlen`` builds no [T, T] mask: the sequences are told apart by ``cu_seq_lens_q``."""
+    """Make ``varlen`` build no [T, T] mask within the context: ``cu_seq_lens_q`` separates the sequences."""
     token = _PACKED.set(True)
     try:
         yield
@@ -103,20 +107,21 @@ def packed() -> Iterator[None]:
 
 
 def is_packed() -> bool:
-    """Whether a packed forward pass runs here."""
+    """Return whether a packed forward pass runs in this context."""
     return _PACKED.get()
 
 
 def packed_arguments(
     lengths: Tensor, device: torch.device, prefixes: Prefixes | None = None, name: str | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments by which attention tells packed sequences apart.
+    """Return the keyword arguments by which attention separates packed sequences.
 
     Args:
-        lengths: [n] tokens of each sequence, on the CPU.
-        prefixes: of a pack that only holds the tokens which these keep (``varlen`` on the CPU alone).
-        name: of the attention. Ours gets a mask without elements, at which it does not look: without one transformers
-            would look for sequences in the positions, and wait for the device to see them.
+        lengths: ``[N]`` tokens of each sequence, on the CPU.
+        device: the device that attention runs on.
+        prefixes: the shared prefixes of a pack that holds each of their tokens once (``varlen`` on the CPU only).
+        name: name of the attention. A registered one gets an empty mask, which it ignores. Without a mask transformers
+            would look for sequences in the positions, which waits for the device.
     """
     boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     longest = int(lengths.max())
@@ -148,16 +153,19 @@ def varlen(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention in transformers' signature.
+    """Compute causal attention with the signature that transformers calls.
 
     Args:
         query: [batch, heads, length, dim]; with ``cu_seq_lens_q`` the batch is 1 and length is T.
         key: [batch, kv_heads, length, dim]; ``value`` alike.
-        cu_seq_lens_q: [n + 1] int32, where each packed sequence begins and ends.
+        cu_seq_lens_q: [n + 1] int32, the boundaries of the packed sequences.
         max_length_q: tokens of the longest one.
 
     Returns:
         [batch, length, heads, dim].
+
+    Raises:
+        ConfigError: the model needs attention sinks.
     """
     if s_aux is not None:
         raise ConfigError(
@@ -180,7 +188,7 @@ def varlen(
 
 
 def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast in its type, as fused attention of torch has them; rotary embeddings of float32 weights are float32."""
+    """Cast to autocast's type where it is on, as torch's fused attention does; rotary embeddings may give float32."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -191,7 +199,10 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """One new token a row, as in sampling: query heads with common keys stand as rows, and no key is copied."""
+    """Attend for one new token per sequence, as in sampling, without a copy of the keys.
+
+    Query heads that share a key head become rows of one product.
+    """
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [batch, kv_heads, heads of each, dim]
     if key.dtype == torch.bfloat16 and key.device.type == "cpu" and key.stride(-2) == 1:
         return _of_turned_keys(rows, key, value, mask, scaling).flatten(1, 2)[:, None]
@@ -202,9 +213,9 @@ def _one_token(
 def _of_turned_keys(
     rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attention of a few queries [batch, kv_heads, rows, dim] to keys whose tokens lie one behind the other in memory.
+    """Attend with a few queries [batch, kv_heads, rows, dim] to keys whose tokens are adjacent in memory (stride 1).
 
-    With 80 keys and two queries in bfloat16 on a CPU it takes 0.6 of the time of torch's fused kernel.
+    With 80 keys and two queries in bfloat16 on a CPU this takes 0.6 of the time of torch's fused kernel.
     """
     scale = rows.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast("cpu", enabled=False):
@@ -215,12 +226,15 @@ def _of_turned_keys(
 
 
 def varlen_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask for a pack, else that of ``sdpa``."""
+    """Return None for a pack, else the mask of ``sdpa``: ``[B, 1, queries, keys]`` bool, or None."""
     return None if _PACKED.get() else sdpa_mask(*args, **kwargs)
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """Make an attention known to transformers that tells packed sequences apart by ``cu_seq_lens_q`` alone."""
+    """Register with transformers an attention that separates packed sequences by ``cu_seq_lens_q`` alone.
+
+    ``function`` has the signature and the shapes of ``varlen``: query ``[B, heads, T, dim]``.
+    """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, varlen_mask)
     _MASKLESS.add(name)
@@ -250,7 +264,7 @@ def _cuda(
 
 
 def _plan(boundaries: list[int], device: torch.device, prefixes: Prefixes | None = None) -> Plan:
-    """Group sequences by length, the longest first; those that compute all of themselves apart from the others."""
+    """Group sequences by length, the longest first; sequences with a shared prefix are grouped separately."""
     shared = [0] * (len(boundaries) - 1) if prefixes is None else prefixes.shared
     spans = [(end - start, start, n) for (start, end), n in zip(pairwise(boundaries), shared, strict=True)]
     groups: list[list[tuple[int, int, int]]] = []
@@ -266,7 +280,12 @@ def _plan(boundaries: list[int], device: torch.device, prefixes: Prefixes | None
 
 
 def _rectangle(spans: list[tuple[int, int, int]], row: Tensor | None) -> Rectangle:
-    """Of (length, start, shared tokens) each; ``row``: of a token of the pack among those computed."""
+    """Build the rectangle of some sequences.
+
+    Args:
+        spans: (length, start, number of shared tokens) of each sequence.
+        row: [T] row of each token of the pack among the computed ones; None: all are computed.
+    """
     lengths, starts, shared = torch.tensor(spans)[:, :, None].unbind(1)  # [n, 1] each
     longest = spans[0][0]
     gather, valid = _cells(starts, lengths, torch.arange(longest)[None], row)
@@ -278,7 +297,7 @@ def _rectangle(spans: list[tuple[int, int, int]], row: Tensor | None) -> Rectang
 
 
 def _cells(starts: Tensor, lengths: Tensor, places: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows of the tokens at ``places`` [n, w] of sequences, and which cells are not padding; flat."""
+    """Return the rows of the tokens at ``places`` [n, w] of the sequences, and the cells that are not padding; flat."""
     tokens = (starts + torch.minimum(places, lengths - 1)).flatten()
     valid = (places < lengths).flatten().nonzero().squeeze(1)
     return tokens if row is None else row[tokens], valid
@@ -328,12 +347,12 @@ def _rectangles(
 
 
 def _gathered(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[1, heads, T, dim] -> [count, heads, cells, dim]"""
+    """Gather rows: [1, heads, T, dim] -> [count, heads, cells, dim]."""
     return x[0].index_select(1, rows).unflatten(1, (count, len(rows) // count)).transpose(0, 1)
 
 
 def _seen(part: Rectangle, device: torch.device, window: int | None) -> Tensor:
-    """[length, length], or [n, 1, width, length] where queries begin behind the first key: which a row sees."""
+    """Return the mask, True where a row attends: [length, length], or [n, 1, width, length] behind shared prefixes."""
     if part.first is None:
         return _causal(part.length, device, window)
     place = part.first[:, None, None, None] + torch.arange(part.width, device=device)[:, None]
@@ -343,23 +362,23 @@ def _seen(part: Rectangle, device: torch.device, window: int | None) -> Tensor:
 
 
 def _causal(length: int, device: torch.device, window: int | None = None) -> Tensor:
-    """[length, length] bool, True where a row sees a column."""
+    """Return the causal mask: [length, length] bool, True where a row attends to a column."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)
 
 
 def _as_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """softmax(scores) values as two products. [n, heads, width, dim]
+    """Compute ``softmax(scores) @ values`` as two products: [n, heads, width, dim].
 
-    For short sequences in bfloat16 on a CPU, where the backward pass of torch's fused kernel is a slow one: forward and
-    backward take a quarter of its time at 96 tokens, three fifths at 512, and one and a half times as long at 1,024.
+    Used for short sequences in bfloat16 on a CPU, where the backward pass of torch's fused kernel is slow. Forward and
+    backward take 0.25 of the fused kernel's time at 96 tokens, 0.6 at 512, and 1.5 at 1,024.
     """
     width, scale = query.shape[2], query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # heads with common keys one after another
     hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     if mask.ndim == 4:
         hidden = hidden[:, :, None]  # [n, kv_heads, heads of each, width, length]
-    with torch.autocast("cpu", enabled=False):  # which would make a softmax of float32, and cast it back
+    with torch.autocast("cpu", enabled=False):  # autocast would compute the softmax in float32
         scores = (rows @ key.transpose(-1, -2)).unflatten(2, (-1, width))
         shares = torch.add(hidden, scores, alpha=scale).softmax(-1)
         out = shares.flatten(2, 3) @ value
@@ -369,7 +388,7 @@ def _as_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scalin
 def _explicit(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float
 ) -> Tensor:
-    """softmax(cap * tanh(scores / cap)) values, for which torch has no fused kernel. [n, heads, length, dim]"""
+    """Compute ``softmax(cap * tanh(scores / cap)) @ values``: [n, heads, length, dim]; torch has no fused kernel."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,10 +1,10 @@
-"""Which attention a model gets: the name of ``[model] attention`` checked, and what ``auto`` makes of model and device.
+"""The choice of the attention implementation: a check of ``[model] attention``, and the meaning of ``auto``.
 
 | model | ``auto`` |
 |---|---|
 | attends through transformers' interface, no recurrent layers | ``varlen``; on a CUDA device without torch's kernel ``sdpa`` |
 | recurrent layers: sequences go through it one at a time | ``sdpa`` |
-| attention code of its own | ``sdpa``, or ``eager`` where it has none |
+| custom attention code | ``sdpa``, or ``eager`` where it has none |
 | no fused attention at all (attention sinks) | ``eager`` |
 """
 
@@ -32,20 +32,20 @@ PACKAGES = {
 }
 """Attention -> the distribution that has its kernels."""
 
-KERNEL_CAPABILITY = (8, 0)  # of CUDA devices that torch's kernel for packed sequences runs on
-KERNEL_HEAD = 256  # the largest head of it
+KERNEL_CAPABILITY = (8, 0)  # least compute capability for torch's kernel for packed sequences
+KERNEL_HEAD = 256  # largest head size of that kernel
 
 
 def choose_attention(name: str, config: PretrainedConfig | None, device: torch.device) -> tuple[str, str]:
-    """The attention implementation of a model, and why it is that one.
+    """Return the attention implementation of a model and the reason for the choice.
 
     Args:
-        name: of ``[model] attention``.
-        config: of the model; None where it is not known.
-        device: that the model runs on.
+        name: value of ``[model] attention``.
+        config: the model's config; None where it is not known.
+        device: the device that the model runs on.
 
     Raises:
-        ConfigError: an implementation that would mix packed sequences, cannot train, or is not installed.
+        ConfigError: the named implementation would mix packed sequences, cannot train, or is not installed.
     """
     if name != "auto":
         check_attention(name, device)
@@ -68,19 +68,19 @@ def choose_attention(name: str, config: PretrainedConfig | None, device: torch.d
 
 
 def with_attention(model: ModelConfig, config: PretrainedConfig | None, device: torch.device) -> ModelConfig:
-    """``[model]`` with the name of an implementation in place of ``auto``, see ``choose_attention``."""
+    """Return ``[model]`` with ``auto`` replaced by the implementation that ``choose_attention`` returns."""
     name, _ = choose_attention(model.attention, config, device)
     return model if name == model.attention else model.model_copy(update={"attention": name})
 
 
 def attends_only(config: Any) -> bool:
-    """Whether a config's layers are attention alone: recurrent state would run across packed sequences."""
+    """Return whether a config has attention layers only: recurrent state would run across packed sequences."""
     layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     return set(layers) <= ATTENTION_LAYERS
 
 
 def _no_kernel(config: Any, device: torch.device) -> str:
-    """Why torch's kernel for packed sequences does not run; "" where it does."""
+    """Return why torch's kernel for packed sequences does not run; "" where it does."""
     if torch.cuda.get_device_capability(device) < KERNEL_CAPABILITY:
         return (
             "this device is older than torch's kernel for packed sequences asks for (compute capability 8.0)"

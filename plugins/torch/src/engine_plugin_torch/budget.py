@@ -1,8 +1,9 @@
-"""The memory budget of an engine: what ``"auto"`` makes of `max_tokens_per_rank` and `activation_checkpointing`.
+"""The memory budget of an engine: the values of `max_tokens_per_rank` and `activation_checkpointing` at ``"auto"``.
 
-As many tokens as fit, by an estimate. Both are settled at the first use, when every model of the process and the sampler
-have their memory, and then stay. What other roles of this process have still to allocate (gradients, the state of an
-optimizer) is subtracted. On the CPU, and for models without an estimate, both are fixed: 8192 tokens, nothing recomputed.
+The budget is the number of tokens that fit, by an estimate. Both values are chosen at the first use, when every model
+of the process and the sampler have their memory, and then stay. Memory that other roles of this process have still to
+allocate (gradients, optimizer state) is subtracted. On the CPU, and for models without an estimate, both are fixed:
+8192 tokens, nothing recomputed.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 Result = TypeVar("Result")
 
-_BUDGETS: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()  # of this process, whose engines share its device
+_BUDGETS: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()  # the budgets of all engines in this process
 
 
 class MemoryBudget:
-    """The part of an engine that knows how much fits. A backend replaces how much a rank holds and what ranks agree on.
+    """The part of an engine that decides how many tokens fit into memory.
+
+    A backend overrides how much a rank holds and how ranks agree.
 
     Attributes:
-        engine: that this is part of, held weakly: an engine that nobody else holds is gone at once.
-        recomputing: what ``"auto"`` is; None until it is settled.
-        auto_tokens: the token budget that ``"auto"`` was, here or in the run that is resumed.
+        engine: the engine that this is a part of; a weak reference, so the engine is freed without a cycle.
+        recomputing: the choice for ``activation_checkpointing = "auto"``; None until it is made.
+        auto_tokens: the token budget chosen for ``"auto"``, here or in the run that is resumed.
     """
 
     engine: TorchEngine
@@ -55,7 +58,7 @@ class MemoryBudget:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch; ``auto`` is settled when it is first asked for. Collective where ranks are several."""
+        """Most tokens of a micro-batch; the first access resolves ``auto``, which is collective over the ranks."""
         engine = self.engine
         asked = getattr(engine.options, "activation_checkpointing", False) if engine.trainable else False
         if engine.config.max_tokens_per_rank == "auto" or (asked == "auto" and self.recomputing is None):
@@ -64,19 +67,22 @@ class MemoryBudget:
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the layers that keep their input alone and are recomputed."""
-        asked = getattr(self.engine.options, "activation_checkpointing", False)  # not of every backend
+        """Share of the layers that keep only their input and are recomputed."""
+        asked = getattr(self.engine.options, "activation_checkpointing", False)  # not every backend has it
         return float(bool(self.recomputing if asked == "auto" else asked))
 
     def retry(
         self, batch: Batch, run: Callable[[], Result], undo: Callable[[], object] | None = None
     ) -> Result:
-        """Return ``run()``; where the device has no memory for it try once more, with half the tokens.
+        """Return ``run()``; after each out-of-memory error, halve the tokens and run again while that is possible.
 
         Args:
-            batch: that ``run`` works on.
-            run: may be called again.
-            undo: takes back what a failed try has left.
+            batch: the batch that ``run`` works on.
+            run: the function to call, once or more.
+            undo: reverts what a failed call has left.
+
+        Raises:
+            torch.OutOfMemoryError: the tokens cannot be halved (see ``halve``).
         """
         while True:
             try:
@@ -90,7 +96,7 @@ class MemoryBudget:
                 torch.accelerator.empty_cache()
 
     def halve(self, batch: Batch, error: Exception) -> bool:
-        """Take half the tokens from here on, where one process is alone and a micro-batch can be smaller."""
+        """Halve the token budget and return True; return False with several ranks or at the longest sequence."""
         tokens = min(self.tokens, batch.num_tokens)
         if self.engine.layout.dp_size > 1 or tokens <= int(batch.lengths.max()):
             return False
@@ -107,7 +113,7 @@ class MemoryBudget:
         return True
 
     def _settle(self) -> None:
-        """Choose whether activations are recomputed, then the tokens. Collective where ranks are several."""
+        """Choose whether activations are recomputed, then the tokens. Collective over the ranks."""
         engine = self.engine
         estimate, tokens, sharers = self.estimate(), engine.config.max_tokens_per_rank, self.token_sharers
         if self.recomputing is None:
@@ -115,18 +121,18 @@ class MemoryBudget:
             fits = (
                 estimate is None or not engine.trainable or not estimate.checkpointing(-(-wanted // sharers))
             )
-            self.recomputing = not self.agreed(int(fits))  # all ranks where one must
+            self.recomputing = not self.agreed(int(fits))  # on all ranks if one rank must
         if tokens == "auto":
             most = memory.ON_CPU
             if estimate is not None:
                 most = estimate.budget(self.recomputed_share, engine.trainable) * sharers
-            # a resumed run has the micro-batches that it had, so that it rounds alike
+            # a resumed run keeps its micro-batches, so that it rounds alike
             self.auto_tokens = self.agreed(min(most, self.auto_tokens or most))
             engine.set_token_budget(self.auto_tokens)
         self._report(estimate)
 
     def estimate(self) -> Estimate | None:
-        """Return None where the device does not tell its memory, or the model is no dense decoder."""
+        """Return the estimate; None where the device does not report its memory, or the model is no dense decoder."""
         free, shape = self.free_bytes(), Decoder.of(self.engine.module)
         if free is None or shape is None:
             return None
@@ -139,14 +145,14 @@ class MemoryBudget:
 
     @property
     def _outstanding(self) -> int:
-        """Bytes that this role has still to allocate on its device; one that sleeps or is closed takes none."""
+        """Bytes that this role has still to allocate on its device; 0 where it sleeps or is closed."""
         if "module" not in self.engine.__dict__ or self.engine.store.asleep:
             return 0
         return max(0, self.held().total - self._taken())
 
     @property
     def settings(self) -> Settings:
-        """How this role computes."""
+        """The settings of this role that the estimate depends on."""
         engine, options, types = self.engine, self.engine.options, self.engine.precision
         half = types.compute in (torch.float16, torch.bfloat16)
         return Settings(
@@ -160,7 +166,7 @@ class MemoryBudget:
         )
 
     def _taken(self) -> int:
-        """Bytes of this role that lie on the device already."""
+        """Return the bytes of this role that lie on the device already."""
         module, device = self.engine.module, self.engine.device
         mine = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
         parts = [here(tensor) for tensor in mine]
@@ -168,7 +174,7 @@ class MemoryBudget:
         return there + optimizer_bytes(self.engine.optimizer, device)
 
     def _report(self, estimate: Estimate | None) -> None:
-        """Log what was chosen, and the estimate that it follows from."""
+        """Log the choices and the estimate behind them."""
         engine, kept = self.engine, "recomputed" if self.recomputed_share else "kept"
         role, chosen = engine.context.role, f"max_tokens_per_rank = {engine.config.max_tokens_per_rank}"
         chosen += f", activations are {kept}" if engine.trainable else ""
@@ -185,7 +191,7 @@ class MemoryBudget:
     # -- of engines that shard ----------------------------------------------
 
     def held(self) -> Held:
-        """Bytes of the engine's module on this rank, of one that is spread over devices those of its own."""
+        """Return the bytes of the engine's module on this rank; of a spread model, those on the engine's device."""
         engine = self.engine
         if engine.spread is not None:
             return engine.spread.held(engine.module, engine.device)
@@ -193,13 +199,13 @@ class MemoryBudget:
 
     @property
     def token_sharers(self) -> int:
-        """Ranks that share the tokens of a micro-batch."""
+        """Number of ranks that share the tokens of a micro-batch."""
         return 1
 
     def agreed(self, number: int) -> int:
-        """The smallest over the ranks of the role."""
+        """Return the smallest ``number`` over the ranks of the role."""
         return number
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be allocated; None where the device does not tell."""
+        """Return the bytes that can still be allocated; None where the device does not report them."""
         return memory.free_bytes(self.engine.device)

@@ -1,4 +1,4 @@
-"""What builds the model of an engine: where it is read, in which type, with which attention, and where it lies then."""
+"""The builder of an engine's model: the device it is read on, its type, its attention and its placement."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ log = logging.getLogger("engine")
 
 
 class ModelBuilder:
-    """The part of an engine that builds its bare model. A backend replaces how the model is read and where it lies.
+    """The part of an engine that builds its bare model. A backend overrides how the model is read and placed.
 
     Attributes:
-        engine: that this is part of, held weakly: an engine that nobody else holds is gone at once.
+        engine: the engine that this is a part of; a weak reference, so the engine is freed without a cycle.
     """
 
     engine: TorchEngine
@@ -39,9 +39,9 @@ class ModelBuilder:
         self.engine = weakref.proxy(engine)
 
     def build(self, model: ModelConfig, options: Any) -> nn.Module:
-        """Build the model of ``[model]``: a plugin's, the one given from Python, or that of its folder."""
+        """Return the model of ``[model]``: built by a plugin, given from Python, or read from its folder."""
         engine = self.engine
-        # a plugin passes the name on to transformers, which has no "auto"; what it builds is not known yet
+        # a plugin passes the attention's name to transformers, which has no "auto"; the model is not known yet
         asked = with_attention(model, None, engine.device)
         module: nn.Module | None = engine._steps.engine_build_model(
             role=engine.context.role, model_config=asked, options=options
@@ -50,7 +50,7 @@ class ModelBuilder:
         return self.load(self._choose_attention(model, live), live) if module is None else module
 
     def _choose_attention(self, model: ModelConfig, live: nn.Module | None) -> ModelConfig:
-        """``[model]`` with the attention that this role gets."""
+        """Return ``[model]`` with the attention that this role gets."""
         if live is not None and not isinstance(live, PreTrainedModel):
             return model
         config: Any = None
@@ -61,7 +61,11 @@ class ModelBuilder:
         return model.model_copy(update={"attention": name})
 
     def load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read the model of ``[model]``, or take the one given from Python, as this role needs it."""
+        """Read the model of ``[model]``, or take the one given from Python, as this role needs it.
+
+        Raises:
+            ConfigError: an actor given from Python would be quantized.
+        """
         engine, role = self.engine, self.engine.context.role
         device, placing = self.load_device, None if engine.spread is None else engine.spread.arguments()
         if role in VALUE_ROLES:
@@ -77,11 +81,11 @@ class ModelBuilder:
 
     @property
     def load_device(self) -> torch.device:
-        """Where a model lies when it was read; layers to be quantised go to the device one at a time."""
+        """Device that a model is read to; the CPU before quantization, which moves one layer at a time."""
         return torch.device("cpu") if self.engine.quantize else self.engine.device
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Bring a model into the type and to the device that it is used in, its frozen layers quantised if asked for."""
+        """Cast a model, move it to its device, and quantize its frozen layers if ``quantize`` is set."""
         engine = self.engine
         if engine.spread is not None:
             return self._spread_out(module)
@@ -96,7 +100,7 @@ class ModelBuilder:
         return module
 
     def _spread_out(self, module: nn.Module) -> nn.Module:
-        """A model that lies where its map says."""
+        """Return a model that its device map has placed; refuse one that a plugin built."""
         engine, spread = self.engine, self.engine.spread
         assert spread is not None
         if not spread.used:

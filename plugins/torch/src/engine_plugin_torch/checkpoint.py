@@ -1,4 +1,4 @@
-"""Checkpoints, exports and device memory of the reference engine."""
+"""Checkpoints, exports and offloading of the reference engine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ PARTS = ("weights", "gradients", "optimizer")
 
 
 class StateStore:
-    """The part of an engine that keeps and moves what it holds. A backend replaces what a checkpoint is of, and where it lies.
+    """The part of an engine that saves, loads, exports and offloads its state.
+
+    A backend overrides the content of a checkpoint and its place.
 
     Attributes:
-        engine: that this is part of, held weakly: an engine that nobody else holds is gone at once.
-        asleep: what is not on the device now, of ``PARTS``.
+        engine: the engine that this is a part of; a weak reference, so the engine is freed without a cycle.
+        asleep: the members of ``PARTS`` that are not on the device now.
     """
 
     engine: TorchEngine
@@ -42,12 +44,13 @@ class StateStore:
         self._random: dict[str, str] | None = None  # random state at the last ``mark``
 
     def mark(self) -> None:
+        """Keep the present random state for the next ``save``."""
         self._random = state.random_state(self.engine.device)
 
     def save(self, folder: Path) -> Future[None]:
-        """Written when this returns, also from an engine asleep: tensors in safetensors, scalars in JSON.
+        """Write tensors in safetensors and scalars in JSON; return a future that is done. Works while asleep too.
 
-        Of a model with an adapter only that, and what tells its base.
+        Of a model with an adapter, only the adapter and the identity of its base are written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         tensors, scalars = self._state()
@@ -59,7 +62,7 @@ class StateStore:
         return done
 
     def load(self, folder: Path) -> None:
-        """What any engine of this format saved, on any number of ranks; see ``shards``."""
+        """Load a checkpoint that any engine of this format saved, on any number of ranks; see ``shards``."""
         scalars = state_files.load_json(folder / state_files.STATE)
         self._check_base(folder, scalars.get("base"))
         self._take_weights(Shards(folder, "weights"))
@@ -70,12 +73,12 @@ class StateStore:
         shards.fill(self._saved_weights(), type(self.engine.module).__name__)
 
     def _take_optimizer(self, shards: Shards, saved: Mapping[str, Any]) -> None:
-        """The optimizer's tensors, and what else a checkpoint holds of it."""
+        """Load the optimizer's tensors and its plain values."""
         tensors = optimizer_tensors(shards, dict(self.engine.module.named_parameters()))
         state.load_optimizer_state(self.engine._trained(), self.engine.module, tensors, saved)
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """What a checkpoint holds: tensors (not copies) by the file's name and their own, and plain values."""
+        """Return the content of a checkpoint: tensors (not copies) by file and by name, and plain values."""
         tensors, scalars = {"weights": self._saved_weights()}, self._scalars()
         scalars["random"] = self._random_now()
         if self.engine.optimizer is not None:
@@ -85,7 +88,7 @@ class StateStore:
         return tensors, scalars
 
     def _scalars(self) -> dict[str, Any]:
-        """Plain values that are the same on all ranks, without the optimizer's."""
+        """Return the plain values that are the same on all ranks, without the optimizer's."""
         scalars: dict[str, Any] = {
             "format": state_files.FORMAT,
             "num_skipped_steps": self.engine.num_skipped_steps,
@@ -97,17 +100,17 @@ class StateStore:
         return scalars
 
     def _random_now(self) -> dict[str, str]:
-        """Of the last ``mark``, where there was one."""
+        """Return the random state at the last ``mark``; without one, the present state."""
         return self._random or state.random_state(self.engine.device)
 
     def _saved_weights(self) -> dict[str, Tensor]:
-        """The weights that are saved: of a model with an adapter only that."""
+        """Return the weights that are saved; of a model with an adapter, only the adapter's."""
         return (
             own_weights(self.engine.module) if self.engine.adapter is None else self.engine.adapter.tensors()
         )
 
     def _take_state(self, folder: Path, scalars: dict[str, Any]) -> None:
-        """Everything of a checkpoint but the weights."""
+        """Load everything of a checkpoint except the weights."""
         if self.engine.optimizer is not None:
             self._check_schedule(folder, scalars)
             shards = Shards(folder, "optimizer")
@@ -116,11 +119,11 @@ class StateStore:
         self._take_scalars(folder, scalars)
 
     def _take_scalars(self, folder: Path, scalars: Mapping[str, Any]) -> None:
-        """The inverse of ``_scalars``, and the random state."""
+        """Load the values of ``_scalars`` and the random state."""
         with state_files.reading(folder / state_files.STATE):
             if self.engine.lr_scheduler is not None:
                 self.engine.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
-                saved = scalars["optimizer"]["groups"]  # many a scheduler makes a rate from the one before
+                saved = scalars["optimizer"]["groups"]  # some schedulers compute a rate from the last one
                 for group, was in zip(self.engine._trained().param_groups, saved, strict=True):
                     group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
                 self.engine.set_lr(
@@ -132,7 +135,7 @@ class StateStore:
         self._random = None
 
     def _check_schedule(self, folder: Path, scalars: Mapping[str, Any]) -> None:
-        """A trained role goes on from a trained one, with a schedule where that had one."""
+        """Refuse a checkpoint without an optimizer, or one that differs in having a learning-rate schedule."""
         if "optimizer" not in scalars:
             raise DataError(f"{folder} holds no optimizer: it was written by a role that is not trained.")
         had, has = "lr_scheduler" in scalars, self.engine.lr_scheduler is not None
@@ -145,7 +148,7 @@ class StateStore:
             )
 
     def _check_base(self, folder: Path, saved: str | None) -> None:
-        """An adapter fits the base that it was trained on, a whole model none."""
+        """Refuse an adapter of another base, an adapter for a whole model, and a whole model for an adapter."""
         mine = None if self.engine.adapter is None else self.engine.adapter.base_identity()
         if saved == mine:
             return
@@ -159,7 +162,7 @@ class StateStore:
         )
 
     def export(self, folder: Path, adapter: bool = False) -> None:
-        """``save_pretrained`` where the module has it, else ``model.safetensors`` and the config it was built from."""
+        """Export with ``save_pretrained`` where the module has it, else as ``model.safetensors`` and its config."""
         if adapter:
             self.engine._adapted().export(folder)
             return
@@ -173,7 +176,7 @@ class StateStore:
         if hasattr(self.engine.module, "save_pretrained"):
             with contextlib.redirect_stdout(
                 sys.stderr
-            ):  # it imports accelerate and DeepSpeed, which prints then
+            ):  # save_pretrained imports accelerate and DeepSpeed, which prints at import
                 self.engine.module.save_pretrained(folder, **merged)  # type: ignore[operator]
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +194,7 @@ class StateStore:
     # -- device memory ------------------------------------------------------
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Weights and optimizer state go to the CPU; gradients are dropped (step before)."""
+        """Move weights and optimizer state to the CPU, except the parts in ``keep``; drop the gradients."""
         check_parts(keep)
         parts = set(PARTS) - set(keep) - self.asleep
         if "gradients" in parts:
@@ -202,13 +205,14 @@ class StateStore:
             torch.accelerator.empty_cache()
 
     def wake(self, only: Sequence[str] | None = None) -> None:
+        """Move the sleeping parts, or those of them in ``only``, back to the device."""
         check_parts(only or ())
         parts = self.asleep & set(PARTS if only is None else only)
         self._move(parts, self.engine.device)
         self.asleep -= parts
 
     def close(self) -> None:
-        """Wait for what is not written yet."""
+        """Wait for files that are still being written (none here)."""
 
     def _move(self, parts: set[str], device: torch.device) -> None:
         if "weights" in parts and self.engine.spread is not None:
@@ -223,6 +227,11 @@ class StateStore:
                         value.data = value.data.to(device)
 
     def need(self, *parts: str) -> None:
+        """Check that these parts are awake.
+
+        Raises:
+            RuntimeError: one of them is asleep.
+        """
         missing = [part for part in parts if part in self.asleep]
         if missing:
             raise RuntimeError(
@@ -231,10 +240,10 @@ class StateStore:
 
 
 def check_parts(names: Iterable[str]) -> None:
-    """That these are parts which sleep and wake.
+    """Check that every name is one of ``PARTS``.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a name is not.
     """
     for name in names:
         if name not in PARTS:

@@ -1,8 +1,8 @@
-"""How quickly the ranks of an engine talk: seconds of each collective, measured where a run would use it.
+"""The speed of communication between the ranks of an engine: seconds of each collective, on the groups of a run.
 
-Two bandwidths, as nccl-tests have them (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). With S
-bytes, t seconds and n ranks the algorithm's is ``S / t``; the bus's is that of the busiest link, to be held against
-what hardware can do, whatever n:
+Two bandwidths are computed, as in nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+With S bytes, t seconds and n ranks the algorithm bandwidth is ``S / t``. The bus bandwidth is that of the busiest link
+and can be compared with the hardware's bandwidth for any n:
 
 | collective | S | bus bandwidth |
 |---|---|---|
@@ -29,7 +29,7 @@ WARMUP = 2
 
 
 def bus_factor(name: str, ranks: int) -> float:
-    """Bus bandwidth over the algorithm's."""
+    """Return the bus bandwidth divided by the algorithm bandwidth."""
     share = (ranks - 1) / ranks
     return {"all_reduce": 2 * share, "broadcast": 1.0}.get(name, share)
 
@@ -37,13 +37,16 @@ def bus_factor(name: str, ranks: int) -> float:
 def measure(
     groups: Mapping[str, dist.ProcessGroup], device: torch.device, sizes: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """Each collective over each group at each size. Collective: every rank measures, the slowest counts.
+    """Measure each collective over each group at each size. Collective: all ranks measure, the slowest counts.
 
     Args:
-        groups: by name of the mesh's axis.
-        device: that the tensors lie on.
+        groups: process groups by the name of the mesh's axis.
+        device: the device of the tensors.
         sizes: S in bytes, rounded up so that ranks have equal parts.
-        repeats: the median of them is taken.
+        repeats: number of timed calls; the median counts.
+
+    Returns:
+        One record per axis, size and collective.
     """
     found = []
     for axis, group in groups.items():
@@ -71,7 +74,7 @@ def measure(
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device, count: int) -> dict[str, Callable[[], Any]]:
-    """Calls on tensors of ``count`` numbers, which the ranks divide evenly."""
+    """Return a function for each collective, on tensors of ``count`` numbers; the ranks divide ``count`` evenly."""
     whole, other = torch.ones(count, device=device), torch.ones(count, device=device)
     part = torch.ones(count // group.size(), device=device)
     first = dist.get_global_rank(group, 0)
@@ -85,7 +88,7 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, count: int) -> 
 
 
 def _seconds(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device, repeats: int) -> float:
-    """The median of the slowest rank."""
+    """Return the median seconds of the slowest rank."""
     taken = []
     for number in range(WARMUP + repeats):
         dist.barrier(group)
@@ -101,7 +104,7 @@ def _seconds(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.dev
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What carries tensors of a device in this group."""
+    """Return the name of the backend that sends tensors of a device in this group."""
     told = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
     return dict(pair.split(":") for pair in told.split(",")).get(device.type, told)
 

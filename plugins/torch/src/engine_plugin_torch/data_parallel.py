@@ -1,7 +1,7 @@
-"""The train engine of several ranks, of which each has micro-batches of its own: as many on all of them, and one loss.
+"""The base of train engines that spread a model over data-parallel ranks.
 
-What engines share that spread a model over data-parallel ranks. A rank that has fewer micro-batches than another runs
-some that add nothing, since every rank takes part in every message; loss and metrics are those of all ranks.
+Each rank has its own micro-batches. Every rank takes part in every collective, so a rank with fewer micro-batches than
+another runs fillers that add nothing. Loss and metrics are those of all ranks.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ log = logging.getLogger("engine")
 
 
 class SharedBudget(MemoryBudget):
-    """The memory budget of an engine of several ranks: that of the rank that has least."""
+    """The memory budget of an engine of several ranks: the smallest over the ranks."""
 
     engine: DataParallelEngine
 
     def agreed(self, number: int) -> int:
+        """Return the smallest ``number`` over the ranks. Collective."""
         return -self.engine.ranks.most(-number)
 
     def halve(self, batch: Batch, error: Exception) -> bool:
-        """A second try is for a rank that is alone.
+        """Halve the budget of a single rank; refuse with several ranks.
 
-        Of several, those that have memory wait in a gather for the one that has none, and it cannot tell them: what
-        it would send would be taken for its part of that gather.
+        The ranks that have memory wait in a gather for the rank that has none. That rank cannot notify them, because
+        anything it sent would be taken for its part of the gather.
         """
         if self.engine.ranks.size == 1:
             return super().halve(batch, error)
@@ -69,12 +70,12 @@ class SharedBudget(MemoryBudget):
 
 
 class DataParallelEngine(TorchEngine):
-    """See ``TrainEngine``; weights are streamed whole and nobody holds all of them. How one is made whole is the backend's own.
+    """A train engine of several ranks. Weights are streamed whole, one at a time; a backend defines the gather.
 
     Attributes:
-        skeleton: the model without weights; None where there is no such copy.
-        ranks: of this role.
-        root: called with a function it runs that inside of its forward pass, where the model's weights are.
+        skeleton: a copy of the model without weights; None where the engine has none.
+        ranks: the ranks of this role.
+        root: runs the function that it is called with inside its forward pass, where the weights are available.
     """
 
     budget_class: type[MemoryBudget] = SharedBudget
@@ -85,15 +86,16 @@ class DataParallelEngine(TorchEngine):
 
     @property
     def layout(self) -> Layout:
+        """This rank's place among the ranks of its role."""
         return self.ranks.layout
 
     @property
     def _tells(self) -> bool:
-        """Of the ranks of one slice the one whose loss and metrics are taken."""
+        """Whether loss and metrics of this rank count: it is the leader of its slice."""
         return self.layout.is_leader
 
     def _choose_device(self) -> torch.device:
-        """With its index, and the one that this process works on: messages between ranks go by it."""
+        """Return the device with its index, and make it the current device, which communication uses."""
         device = super()._choose_device()
         if device.type == "cpu":
             return device
@@ -102,7 +104,7 @@ class DataParallelEngine(TorchEngine):
         return torch.device(device.type, torch.accelerator.current_device_index())
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """As many as the rank that needs most; those beyond this rank's own are two tokens that nothing is learned from."""
+        """Yield as many micro-batches as the rank that needs most; the last ones may be fillers of two tokens."""
         together = None if batch.keep_together is None else batch.keep_together.tolist()
         lengths, budget = batch.lengths.tolist(), self.budget.tokens
         plan = plan_micro_batches(lengths, budget, together)
@@ -113,10 +115,10 @@ class DataParallelEngine(TorchEngine):
             yield indices, send_batch(micro, self.device)
 
     def _begin_micro_batch(self, last: bool) -> None:
-        """Asked before each one; ``last`` of this batch."""
+        """Prepare for the next micro-batch; ``last``: it is the last one of this batch."""
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Every rank runs the model, also where nothing is learned: every weight is gathered and has a gradient."""
+        """Run the model on every rank, also without loss tokens: every weight is gathered and gets a gradient."""
         if self._learns(micro):
             return self._run(micro, grad, watched)
         found = self._run(filler(micro, learned=True), (self.forward.outputs[0],))
@@ -125,7 +127,7 @@ class DataParallelEngine(TorchEngine):
         return {n: v + nothing if v.is_floating_point() else v for n, v in zeros.items()}
 
     def _run(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
-        """The forward pass inside of the root's. A model that takes one sequence at a time takes as many on all ranks."""
+        """Run the forward pass inside the root's. A model that cannot pack runs equally many sequences on all ranks."""
         assert self.root is not None
         if self.forward.packs:
             return _in_float32(self.root(functools.partial(self.forward, micro, grad, watched)))
@@ -135,13 +137,13 @@ class DataParallelEngine(TorchEngine):
         return {name: value[: micro.num_tokens] for name, value in found.items()}
 
     def _learns(self, micro: Batch) -> bool:
-        """Whether a forward pass goes through the head: a token is learned that has one before it."""
+        """Return whether a forward pass uses the head: for a loss token, which in a policy has a token before it."""
         if self.context.role in VALUE_ROLES:
             return bool(on_host(micro["loss_mask"]).any())
         return len(predicted(micro)) > 0
 
     def _over_ranks(self, output: TrainOutput) -> TrainOutput:
-        """Sums and maxima over the data-parallel ranks; a rank without sequences has no metrics of its own."""
+        """Reduce loss and metrics over the data-parallel ranks: sums or maxima. Ranks may have different metrics."""
         mine = [output.loss, *(output.metrics[n] for n in sorted(output.metrics))] if self._tells else []
         told = self.ranks.texts({"names": sorted(output.metrics)})
         names = sorted({name for one in told for name in one["names"]})
@@ -163,23 +165,23 @@ class DataParallelEngine(TorchEngine):
 
     @property
     def _plain(self) -> nn.Module:
-        """The module by which names are told: with whole shapes, where there is such a copy."""
+        """The module that gives the names of weights: the skeleton, with whole shapes, where it exists."""
         return self.module if self.skeleton is None else self.skeleton.module
 
     @abc.abstractmethod
     def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under the names of ``save_pretrained``, on every rank: of the model, or the adapter's own. Collective."""
+        """Yield whole weights by their names in ``save_pretrained``, of the model or of the adapter. Collective."""
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that compute, whole, under the module's own names, on every rank. Collective.
+        """Yield the whole weights of the forward pass under the module's own names, on every rank. Collective.
 
         Raises:
-            NotImplementedError: an engine that has no skeleton need not have this.
+            NotImplementedError: the engine has no skeleton and does not implement this.
         """
         raise NotImplementedError
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ``TrainEngine``; for the leader alone the other ranks take part and get nothing."""
+        """Yield (name, whole tensor ``[D0, ...]``); with ``to="leader"`` other ranks take part and get nothing."""
         self.store.need("weights")
         gets = to == "all" or self.ranks.rank == 0
         for name, tensor in self._published(adapter):
@@ -190,20 +192,20 @@ class DataParallelEngine(TorchEngine):
 
     @property
     def lends_whole(self) -> bool:
-        """Not a module that there is no copy of to fill: its forward pass is collective."""
+        """Whether each rank can sample alone: a skeleton can be filled, or the role has one rank."""
         return self.skeleton is not None or self.ranks.size == 1
 
     @property
     def _spread(self) -> bool:
-        """Whether weights lie in parts, so that the module cannot be sampled from by each rank alone."""
+        """Whether weights are sharded, so that a rank cannot sample from the module alone."""
         return self.skeleton is not None
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
-        """The whole model on every rank, in the type of the forward pass; its memory is free again after it.
+        """Yield the whole model on every rank, in the type of the forward pass; free its memory at the end.
 
-        It gathers nothing while it is used, so that ranks may sample different numbers of tokens. Where weights are
-        whole on every rank anyway, it is the module itself.
+        The module gathers nothing while it is used, so ranks may sample different numbers of tokens. Where weights are
+        whole on every rank, it is the engine's own module.
         """
         self.store.need("weights")
         if self.skeleton is None or not self._spread:
@@ -213,6 +215,7 @@ class DataParallelEngine(TorchEngine):
         kept, computed = self.precision.param, self.precision.compute
 
         def cast() -> Iterator[tuple[str, Tensor]]:
+            """Yield the whole weights ``[D0, ...]`` on the device, in the type of the forward pass."""
             for name, tensor in self._whole_weights():
                 changes = kept != computed and tensor.is_floating_point()
                 yield name, tensor.to(self.device, computed if changes else tensor.dtype)
@@ -222,15 +225,16 @@ class DataParallelEngine(TorchEngine):
 
 
 def _in_float32(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The root has rounded them to `output_dtype`; they are given on in the type of the contract."""
+    """Cast outputs to float32, the type of the contract; the root has rounded them to `output_dtype`."""
     return {name: value.float() if value.is_floating_point() else value for name, value in outputs.items()}
 
 
 def filler(like: Batch, learned: bool = False) -> Batch:
-    """One sequence of two tokens with the columns of a batch, all 0.
+    """Return one sequence of two tokens with the columns of ``like``, all 0.
 
     Args:
-        learned: the second is a loss token, so that the head is used.
+        like: the batch whose columns are copied.
+        learned: the second token is a loss token, so that the head is used.
     """
     tokens = {name: column.new_zeros(2, *column.shape[1:]) for name, column in like.tokens.items()}
     tokens["loss_mask"] = torch.tensor([False, learned], device=like.token_ids.device)
@@ -245,7 +249,7 @@ def filler(like: Batch, learned: bool = False) -> Batch:
 
 
 def _with_single_tokens(micro: Batch, count: int) -> Batch:
-    """A batch with ``count`` sequences of one token behind its own, from which nothing is learned."""
+    """Return the batch with ``count`` more sequences of one token, from which nothing is learned."""
     if not count:
         return micro
     tokens = {

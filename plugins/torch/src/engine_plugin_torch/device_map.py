@@ -1,11 +1,11 @@
-"""A frozen model that is larger than one device: its layers over accelerators, host memory and disk.
+"""A frozen model that is larger than one device: its layers are spread over accelerators, host memory and disk.
 
-transformers and accelerate do the work: the model is built without weights, ``infer_auto_device_map`` places its
+transformers and accelerate do the work. The model is built without weights, ``infer_auto_device_map`` places its
 layers by the bytes that each device may hold, weights are read straight to their place, and hooks bring a layer's
-weights to where it computes and take them away again. What is on ``disk`` is read of the model's own safetensors in each
-pass; only weights that transformers changes while it reads them (the experts of a mixture) are written to a folder.
+weights to the device that computes and remove them again. Weights on ``disk`` are read from the model's own safetensors
+in each pass. Only weights that transformers changes while it reads them (experts of a mixture) are written to a folder.
 
-Left out: weights that are trained, or read by others (a sampler, a checkpoint): those are spread by engines that shard.
+Not supported: weights that are trained, or read by others (a sampler, a checkpoint). Engines that shard spread those.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ DISK = "disk"
 
 
 def check_device_map(options: Any, context: WorkerContext, table: str, trainable: bool, lora: bool) -> None:
-    """Refuse, before anything is allocated, what cannot be spread over devices.
+    """Refuse a device map that cannot work, before anything is allocated.
 
     Args:
         options: the backend's table.
-        context: of the worker.
-        table: where the options stand, for messages: ``ref.torch``.
+        context: context of the worker.
+        table: name of the options' table, for messages: ``ref.torch``.
         trainable: the role's weights are trained.
-        lora: it has an adapter.
+        lora: the role has an adapter.
 
     Raises:
-        ConfigError: the role's weights change, the package is missing, or a device or folder is not there.
+        ConfigError: the role's weights change, the package is missing, or a device or folder does not exist.
     """
     if getattr(options, "device_map", None) is None:
         return
@@ -73,13 +73,13 @@ def check_device_map(options: Any, context: WorkerContext, table: str, trainable
 
 
 class SpreadModel:
-    """How one role's model is placed, and the folder that it may need.
+    """The placement of one role's model over devices, with its offload folder.
 
     Args:
-        options: of the role, with `device_map`.
+        options: options of the role, with `device_map`.
 
     Attributes:
-        folder: where weights are written that cannot be read of the model's own files; gone after ``close``.
+        folder: the folder for weights that cannot be read from the model's own files; ``close`` removes it.
         used: whether a model was read with ``arguments``.
     """
 
@@ -91,7 +91,7 @@ class SpreadModel:
         self._away: dict[int, torch.device] = {}
 
     def arguments(self) -> dict[str, Any]:
-        """For ``from_pretrained``."""
+        """Return the keyword arguments for ``from_pretrained``."""
         self.used = True
         limits = {
             int(name) if name.isdigit() else name: bytes_of(size)
@@ -101,31 +101,31 @@ class SpreadModel:
         return made | ({"max_memory": limits} if limits else {})
 
     def bytes_by_device(self, module: nn.Module) -> dict[str, int]:
-        """Of the weights between passes: what a device holds, and under ``disk`` what none does; tied ones once."""
+        """Return the bytes of weights that each device holds between passes, and of ``disk``; tied weights once."""
         found: dict[str, int] = {}
         for tensor in module.parameters():
             where = DISK if tensor.is_meta else str(tensor.device)
             found[where] = found.get(where, 0) + _size(tensor)
         placed = getattr(module, "hf_device_map", {})
         if placed and "cpu" in placed.values() and set(placed.values()) - {"cpu", DISK}:
-            # beside an accelerator, layers of host memory look like those on disk: their weights are in the hooks
+            # with an accelerator, layers in host memory are on ``meta`` like those on disk: hooks hold their weights
             found |= _split(found.get(DISK, 0), _on_disk(module, placed))
         return {name: size for name, size in found.items() if size}
 
     def told(self, module: nn.Module) -> str:
-        """For people."""
+        """Return the bytes by device as text for logs."""
         sizes = self.bytes_by_device(module)
         return ", ".join(f"{size / MIB:.1f} MiB on {name}" for name, size in sizes.items())
 
     def held(self, module: nn.Module, device: torch.device) -> Held:
-        """Bytes on the device that computes: its own layers, and the largest of those that come for a pass."""
+        """Return the bytes on the device that computes: its own layers and the largest layer brought in for a pass."""
         mine = sum(_size(p) for p in module.parameters() if p.device.type == device.type)
         layers = [module.get_submodule(name) for name in decoder_layers(module)]
         visiting = (sum(_size(p) for p in layer.parameters() if p.is_meta) for layer in layers)
         return Held(mine, gathered=max(visiting, default=0))
 
     def move(self, module: nn.Module, away: bool) -> None:
-        """Take what lies on accelerators to host memory, or each back to where it was; the rest stays."""
+        """Move tensors from accelerators to host memory (``away``), or back to their devices; others stay."""
         for tensor in (*module.parameters(), *module.buffers()):
             if away and tensor.device.type not in ("cpu", "meta"):
                 self._away[id(tensor)] = tensor.device
@@ -143,12 +143,12 @@ def _size(tensor: Tensor) -> int:
 
 
 def _on_disk(module: nn.Module, placed: dict[str, Any]) -> int:
-    """Bytes of the weights that the map puts on disk."""
+    """Return the bytes of the weights that the map puts on disk."""
     return sum(_size(p) for name, p in module.named_parameters() if _place(name, placed) == DISK)
 
 
 def _place(name: str, placed: dict[str, Any]) -> Any:
-    """Where a weight is put: by the longest beginning of its name."""
+    """Return the device of a weight: the map's entry with the longest prefix of its name."""
     return next((placed[prefix] for prefix in _beginnings(name) if prefix in placed), None)
 
 

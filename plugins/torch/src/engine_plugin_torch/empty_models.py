@@ -1,4 +1,4 @@
-"""The model of a role without its weights: to spread it before anything is read."""
+"""The model of a role without its weights, so that it can be sharded before anything is read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def blank_model(model: ModelConfig, role: str, dtype: torch.dtype) -> nn.Module:
-    """The module that ``[model]`` gives for a role, its parameters on ``meta``, its buffers real."""
+    """Build the module of ``[model]`` for a role with parameters on ``meta`` and real buffers."""
     with empty_parameters():
         return fresh_model(model, role, dtype)
 
 
 def fresh_model(model: ModelConfig, role: str, dtype: torch.dtype) -> nn.Module:
-    """The module that ``[model]`` gives for a role, with the weights that its code gives it."""
+    """Build the module of ``[model]`` for a role with the initial weights of its code."""
     config: Any = load_hf_config(model)
     settings = {"attn_implementation": model.attention, "dtype": dtype}
     if role in VALUE_ROLES:
@@ -36,10 +36,11 @@ def fresh_model(model: ModelConfig, role: str, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Within it every parameter that a module is given is on ``meta``; buffers are as they are."""
+    """Put every parameter that a module registers within the context on ``meta``; buffers stay real."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """Register the parameter on ``meta``."""
         if parameter is not None and parameter.device.type != "meta":
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)

@@ -1,10 +1,10 @@
 """The reference train engine: one process, no sharding.
 
-Backends that shard subclass it and replace the small methods below (``_finish``, ``_grad_norm``,
-``named_weights``, ``save``, ...); the order of a step is written once, here.
+Backends that shard subclass it and override the small methods below (``_finish``, ``_grad_norm``,
+``named_weights``, ``save``, ...). The order of a step is written once, here.
 
-The module is always in eval mode: dropout would make the log-probs of an unchanged policy differ
-between two passes, so that ratios were not 1.
+The module is always in eval mode. With dropout, the log-probs of an unchanged policy would differ
+between two passes, and ratios would not be 1.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ log = logging.getLogger("engine")
 
 
 class TorchEngine(TrainEngine):
-    """See ``TrainEngine``.
+    """The train engine of a single process.
 
     Attributes:
-        builder: reads the model, and brings it where it is used.
-        budget: how many tokens fit into a micro-batch.
-        store: checkpoints, exports, and what sleeps.
+        builder: reads the model and places it.
+        budget: decides how many tokens fit into a micro-batch.
+        store: writes checkpoints and exports, and offloads to the CPU.
         module: the model, in eval mode.
-        adapter: of LoRA, in the module; None where the model itself is trained.
-        num_skipped_steps: optimizer steps skipped for non-finite gradients, in all.
-        change: what quantising did to the outputs; None where nothing is quantised.
-        spread: how the layers of a frozen model lie over devices; None where one device has them all.
+        adapter: the LoRA adapter in the module; None where the model itself is trained.
+        num_skipped_steps: total optimizer steps skipped because of non-finite gradients.
+        change: the effect of quantization on the outputs; None where nothing is quantized.
+        spread: the placement of a frozen model over devices; None where one device holds all layers.
     """
 
     options_class: type[Options] = TorchOptions
@@ -81,6 +81,7 @@ class TorchEngine(TrainEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        """Check device, precision, quantization and device map of the role's options."""
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         device = find_device(options.device, context.device, table)
         choose(options, device, table)
@@ -122,7 +123,7 @@ class TorchEngine(TrainEngine):
         self.forward = self._make_forward()
 
     def _prepare(self) -> None:
-        """What must be there, or be refused, before the model is built: process groups, a layout of ranks."""
+        """Create process groups and check the layout of ranks before the model is built (nothing to do here)."""
 
     def _build_model_optimizer(
         self,
@@ -137,7 +138,7 @@ class TorchEngine(TrainEngine):
         return self.builder.build(model, engine_config)
 
     def _adopt(self, built: Any) -> None:
-        """Take what ``_build_model_optimizer`` gave: a module to finish, or everything."""
+        """Adopt the result of ``_build_model_optimizer``: a bare module, or module, optimizer and scheduler."""
         if isinstance(built, nn.Module):
             self._finish(built)
         elif isinstance(built, tuple) and len(built) == 3 and isinstance(built[0], nn.Module):
@@ -159,7 +160,7 @@ class TorchEngine(TrainEngine):
             check_groups(self.module, self.optimizer, self.context.role)
 
     def _refuse_changes(self) -> None:
-        """A model that comes with its optimizer stays as it is."""
+        """Refuse ``[lora]`` and ``quantize`` for a model that a plugin built together with its optimizer."""
         role = self.context.role
         if self.config.lora is not None and self.adapter is None:
             raise ConfigError(
@@ -173,7 +174,7 @@ class TorchEngine(TrainEngine):
             )
 
     def _finish(self, module: nn.Module) -> None:
-        """Make a bare module ready for this engine and give it an optimizer, by the step hooks."""
+        """Distribute a bare module and build its optimizer, through the step hooks."""
         role, options = self.context.role, self.options
         self.module = self._distribute(module)
         if not self.trainable:
@@ -186,10 +187,10 @@ class TorchEngine(TrainEngine):
         self.optimizer, self.lr_scheduler = built or build_optimizer(self.module, optim, total_steps, role)
 
     def _distribute(self, module: nn.Module) -> nn.Module:
-        """Place, adapt, wrap and shard a bare module: all but its optimizer.
+        """Place, adapt, wrap and shard a bare module, without its optimizer.
 
-        For a ``_build_model_optimizer`` with an optimizer of its own, which is made over what this returns:
-        the same parameters here, parts of them in an engine that shards.
+        A ``_build_model_optimizer`` that builds its own optimizer calls this first and builds the optimizer over the
+        parameters of the returned module. An engine that shards returns parts of them.
         """
         role, options = self.context.role, self.options
         head = (HEAD,) if role in VALUE_ROLES else ()
@@ -207,15 +208,15 @@ class TorchEngine(TrainEngine):
         return self._shard(module, units) if sharded is None else sharded
 
     def _units(self, module: nn.Module) -> list[str]:
-        """Units where no plugin names any."""
+        """Return the default units, used where no plugin names any: the decoder layers."""
         return decoder_layers(module)
 
     def _place(self, module: nn.Module) -> nn.Module:
-        """A built module in the type and on the device that it is used in."""
+        """Return a built module in its type and on its device."""
         return self.builder.place(module)
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
-        """No sharding; compiled units and activation checkpointing where the options ask for them."""
+        """Compile and checkpoint the units as the options say; there is no sharding here."""
         chunk = self.options.sequence_chunk_tokens
         mode = self.options.compile_mode if self._compiles else None
         chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
@@ -229,17 +230,17 @@ class TorchEngine(TrainEngine):
 
     @property
     def _steps(self) -> Any:
-        """Step hooks of this role."""
+        """The step hooks of this role."""
         return self.context.plugins.step(self.context.role, ("train_engines", self.config.backend))
 
     @property
     def _table(self) -> str:
-        """Where the options stand, for messages."""
+        """The name of the options' table, for messages."""
         return f"{self.context.role}.{self.config.backend}"
 
     @property
     def quantize(self) -> str | None:
-        """How the weights that are not trained are kept in few bits; None where they are whole."""
+        """The quantization of weights that are not trained; None where they are not quantized."""
         return getattr(self.options, "quantize", None)
 
     def _choose_device(self) -> torch.device:
@@ -260,7 +261,7 @@ class TorchEngine(TrainEngine):
         return self.precision.compute
 
     def _make_forward(self) -> PackedForward:
-        """What computes outputs: of a value head, or of a distribution over tokens."""
+        """Build the forward pass: with a value head in value roles, else with a distribution over tokens."""
         if self.context.role in VALUE_ROLES:
             return ValueForward(self.module, self.device, self._compute_dtype)
         return PackedForward(
@@ -284,10 +285,11 @@ class TorchEngine(TrainEngine):
 
     @property
     def lr(self) -> float:
-        """Learning rate that the next step uses: the largest, where groups have rates of their own."""
+        """Learning rate of the next step; the largest over the parameter groups."""
         return max(float(group["lr"]) for group in self._trained().param_groups)
 
     def set_lr(self, lr: float) -> None:
+        """Set the peak learning rate of the optimizer and its schedule."""
         set_peak_lr(self._trained(), self.lr_scheduler, lr)
 
     def _trainable_parameters(self) -> list[nn.Parameter]:
@@ -310,19 +312,21 @@ class TorchEngine(TrainEngine):
     # -- forward and backward -----------------------------------------------
 
     def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+        """Measure each collective over ``communicators``."""
         return measure(self.communicators(), self.device, sizes, repeats)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
+        """Compute outputs [T] or [T, K] without gradient, with half the tokens after an out-of-memory error."""
         self.store.need("weights")
         self._check_outputs(outputs)
         return self.budget.retry(batch, functools.partial(self._infer, batch, outputs, adapter))
 
     def _infer(self, batch: Batch, outputs: Sequence[str], adapter: bool) -> dict[str, Tensor]:
-        """One pass over the micro-batches of a batch."""
+        """Compute outputs in one pass over the micro-batches of a batch."""
         found, fetched = zero_outputs(outputs, batch), Fetched(self.device)
         parts: list[tuple[Tensor, dict[str, Tensor]]] = []
         offsets = batch.offsets.tolist()
-        # A compiled forward rounds otherwise without gradient than with it, and a ratio of 1 must be exactly 1.
+        # A compiled forward rounds differently with and without gradient, but a ratio of 1 must be exactly 1.
         as_trained = self._compiles and self.trainable
         with (
             torch.set_grad_enabled(as_trained),
@@ -341,15 +345,16 @@ class TorchEngine(TrainEngine):
         return found
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        """Accumulate the gradient; retry with half the tokens if no gradient existed before the call."""
         self.store.need("weights", "gradients")
         self._check_outputs((*loss.outputs, *loss.watched))
-        if self._grads():  # a second try would add to what an earlier call left
+        if self._grads():  # a retry would add to the gradients of an earlier call
             return self._accumulate(batch, loss)
         once = functools.partial(self._accumulate, batch, loss)
         return self.budget.retry(batch, once, functools.partial(self.module.zero_grad, set_to_none=True))
 
     def _accumulate(self, batch: Batch, loss: LossCall) -> TrainOutput:
-        """One pass over the micro-batches of a mini-batch."""
+        """Accumulate gradients in one pass over the micro-batches of a mini-batch."""
         objective = self._resolve(loss)
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
@@ -368,17 +373,17 @@ class TorchEngine(TrainEngine):
         return self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), count))
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """The plan of a batch, the same for ``infer`` and ``forward_backward``: positions, sequences.
+        """Yield the micro-batches of a batch as (indices of sequences, sequences on the device).
 
-        An engine whose ranks must all run the same number fills up with ``[]`` and any sequences, which
-        add nothing to results, gradients and metrics.
+        The plan is the same for ``infer`` and ``forward_backward``. An engine whose ranks must all run the same number
+        of micro-batches adds fillers with indices ``[]``; they add nothing to results, gradients and metrics.
         """
         together = None if batch.keep_together is None else batch.keep_together.tolist()
         for indices in plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together):
             yield indices, send_batch(batch.select(indices), self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
-        """[T] each, or [T, K]. No forward pass where nothing is learned: the outputs are 0."""
+        """Compute outputs: [T] each, or [T, K]. Without loss tokens they are 0, and no forward pass runs."""
         if not bool(on_host(micro["loss_mask"]).any()):
             return zero_outputs((*grad, *watched), micro, self.device)
         return self.forward(micro, grad, watched)
@@ -393,11 +398,11 @@ class TorchEngine(TrainEngine):
                 )
 
     def _backward(self, value: Tensor) -> None:
-        if value.requires_grad:  # not where the micro-batch has no loss tokens
+        if value.requires_grad:  # False where the micro-batch has no loss tokens
             value.backward()
 
     def _over_ranks(self, output: TrainOutput) -> TrainOutput:
-        """Loss and metrics of the whole batch, from those of this rank's share."""
+        """Return loss and metrics of the whole batch from those of this rank's share."""
         return output
 
     def _resolve(self, loss: LossCall) -> Any:
@@ -408,6 +413,7 @@ class TorchEngine(TrainEngine):
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
+        """Clip the gradients, step the optimizer and its schedule, and clear the gradients."""
         self.store.need(*PARTS)
         optimizer, lr = self._trained(), self.lr
         norm_tensor = self._grad_norm()
@@ -424,7 +430,7 @@ class TorchEngine(TrainEngine):
         return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
 
     def _grad_norm(self) -> Tensor:
-        """Global L2 norm of the gradients, the same on every rank."""
+        """Return the global L2 norm of the gradients, the same on every rank."""
         return get_total_norm(self._grads())
 
     def _clip(self, max_norm: float, norm: Tensor) -> None:
@@ -436,14 +442,17 @@ class TorchEngine(TrainEngine):
     # -- weights ------------------------------------------------------------
 
     def adapter_config(self) -> bytes:
+        """Return the content of the adapter's ``adapter_config.json``."""
         return self._adapted().config_file()
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor ``[D0, ...]``): merged with the adapter, or of the adapter only."""
         if adapter:
             return iter(self._adapted().tensors().items())
         return published_weights(self.module, None if self.adapter is None else self.adapter.merged())
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """Load tensors ``[D0, ...]`` by published names into the module, or through its adapter."""
         stream = to_own_names(self.module, stream)
         if self.adapter is None:
             take_weights(self.module, stream, mix)
@@ -451,10 +460,12 @@ class TorchEngine(TrainEngine):
             self.adapter.take(stream, mix)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """Disable the adapter, if the role has one, within the context."""
         return contextlib.nullcontext() if self.adapter is None else self.adapter.off()
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
+        """Yield the engine's own module in eval mode, with the autocast of the training forward pass."""
         self.store.need("weights")
         training = self.module.training
         self.module.eval()
@@ -467,24 +478,31 @@ class TorchEngine(TrainEngine):
     # -- state --------------------------------------------------------------
 
     def mark(self) -> None:
+        """Keep the present random state for the next ``save``."""
         self.store.mark()
 
     def save(self, folder: Path) -> Future[None]:
+        """Write a checkpoint through ``store``."""
         return self.store.save(folder)
 
     def load(self, folder: Path) -> None:
+        """Load a checkpoint through ``store``."""
         self.store.load(folder)
 
     def export(self, folder: Path, adapter: bool = False) -> None:
+        """Write a model folder, or an adapter folder, through ``store``."""
         self.store.export(folder, adapter)
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Move the parts that are not in ``keep`` to the CPU; drop gradients."""
         self.store.sleep(keep)
 
     def wake(self, only: Sequence[str] | None = None) -> None:
+        """Move the sleeping parts, or those in ``only``, back to the device."""
         self.store.wake(only)
 
     def close(self) -> None:
+        """Wait for the store, then release the model, the optimizer and the offload folder."""
         self.store.close()
         self.optimizer = self.lr_scheduler = None
         for name in ("module", "forward"):

@@ -1,4 +1,7 @@
-"""A model folder as ``save_pretrained`` lays it out, from a stream of weights: nobody holds the whole model."""
+"""The export of a model folder in the layout of ``save_pretrained`` from a stream of weights.
+
+No process holds the whole model.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-FILE_BYTES = 5 * 10**9  # of one file of an export, as save_pretrained cuts them
+FILE_BYTES = 5 * 10**9  # most bytes of one exported file, as in save_pretrained
 
 
 def write_model(folder: Path, module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Weights in files of at most 5 GB with their index, and the config, as ``save_pretrained`` lays them out.
+    """Write weights in files of at most 5 GB, their index and the config, in the layout of ``save_pretrained``.
 
     Args:
-        folder: where.
-        module: of the config; its weights are not read.
-        stream: whole weights by published names.
+        folder: the folder to write; it is created if missing.
+        module: the module whose config is written; its weights are not read.
+        stream: (published name, whole weight ``[D0, ...]``).
 
     Raises:
         OSError: a file cannot be written.
@@ -53,7 +56,7 @@ def _write_file(folder: Path, number: int, part: dict[str, Tensor]) -> list[str]
 
 
 def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """The names say how many files there are, so they are known at the end."""
+    """Rename the files and write the index; the names contain the number of files, which is known at the end."""
     if len(files) == 1:
         (folder / "part-0.safetensors").rename(folder / "model.safetensors")
         return
@@ -78,5 +81,5 @@ def _write_config(folder: Path, module: nn.Module, dtype: torch.dtype) -> None:
     if generation is not None and getattr(module, "can_generate", lambda: False)():
         with contextlib.suppress(
             ValueError
-        ):  # settings that contradict each other: samplers here do not read it
+        ):  # contradictory settings; the samplers of this project do not read the file
             generation.save_pretrained(folder)

@@ -1,9 +1,9 @@
-"""Feed-forwards in chunks along the sequence, for sequences whose widest activations do not fit.
+"""Feed-forward layers computed in chunks of tokens, for sequences whose widest activations do not fit.
 
-A feed-forward of width F keeps about ``4 F`` numbers a token for its backward pass, most of what a layer keeps.
-Each token goes through it alone, so the tokens may go in chunks, of which one exists at a time: each chunk is
-computed again in the backward pass (ALST's tiled computation, https://arxiv.org/abs/2506.13996; theirs is an
-autograd function of its own, here it is a checkpoint a chunk, so that adapters and quantised layers need nothing).
+A feed-forward of width F keeps about ``4 F`` numbers per token for its backward pass, most of what a layer keeps.
+It treats each token independently, so it can run on one chunk of tokens at a time. Each chunk is computed again in the
+backward pass (ALST's tiled computation, https://arxiv.org/abs/2506.13996). ALST uses a custom autograd function. Here
+each chunk is an activation checkpoint, so adapters and quantized layers need no special code.
 The head has ``log_prob_chunk_tokens``.
 """
 
@@ -23,24 +23,26 @@ from engine_plugin_torch.units import CompiledForward, as_before
 
 log = logging.getLogger("engine")
 
-MIXES = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)  # a token meets others in them
+MIXES = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)  # modules that mix tokens
 
 
 def chunk_feed_forwards(module: nn.Module, chunk: int, key: str, mode: str | None = None) -> list[str]:
-    """Run each feed-forward at most ``chunk`` tokens at a time. Parameter names stay as they are.
+    """Make each feed-forward run on at most ``chunk`` tokens at a time. Parameter names stay the same.
 
-    Comes before units are compiled, recomputed or sharded; outputs and gradients are those of the whole, to rounding.
+    Call it before units are compiled, recomputed or sharded. Outputs and gradients change only by rounding.
 
     Args:
-        chunk: tokens; 0 leaves the module alone.
-        key: of the run file, for messages.
-        mode: of ``torch.compile``; None: not compiled. The unit around it is compiled in two parts, before and after.
+        module: the model; changed in place.
+        chunk: number of tokens; 0 changes nothing.
+        key: key of the run file, for messages.
+        mode: mode of ``torch.compile``; None: not compiled. The unit around a feed-forward is compiled in two parts,
+            before and after it.
 
     Returns:
         Names of the feed-forwards.
 
     Raises:
-        ConfigError: the model has none that is known to take each token alone.
+        ConfigError: the model has no feed-forward that is known to treat each token independently.
     """
     if not chunk:
         return []
@@ -59,9 +61,9 @@ def chunk_feed_forwards(module: nn.Module, chunk: int, key: str, mode: str | Non
 
 
 def feed_forwards(module: nn.Module) -> list[str]:
-    """Names of the outermost modules of a class ``...MLP`` with one input and nothing in which tokens meet.
+    """Return the names of the outermost modules of a class ``...MLP`` with one input that do not mix tokens.
 
-    A mixture of experts is none: how its tokens are sent to experts depends on all of them.
+    A mixture of experts is excluded, because its routing depends on all tokens.
     """
     found: list[str] = []
     for name, part in module.named_modules():
@@ -76,7 +78,7 @@ def feed_forwards(module: nn.Module) -> list[str]:
 
 @torch.compiler.disable
 def _in_chunks(forward: Callable[[Tensor], Tensor], chunk: int, hidden: Tensor) -> Tensor:
-    """``forward(hidden)`` for hidden states [..., T, H]."""
+    """Compute ``forward(hidden)`` in chunks for hidden states [..., T, H]."""
     if hidden.shape[-2] <= chunk:
         return forward(hidden)
     pieces = [piece.contiguous() for piece in hidden.split(chunk, dim=-2)]

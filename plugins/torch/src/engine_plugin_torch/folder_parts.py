@@ -1,6 +1,6 @@
-"""A model folder that each rank reads its own part of: what it must be, and its names against the model's.
+"""A model folder from which each rank reads its own part: the checks of the folder and of the names in it.
 
-Ranks on several machines read several copies of the folder: that it is one model is checked by what they have read.
+Ranks on several machines read several copies of the folder. A fingerprint of the weights checks that the copies agree.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger("engine")
 
 
 def check_folder(path: str, role: str, adapted: bool, key: str, instead: str) -> None:
-    """Refuse what cannot be read by parts, before a model is built.
+    """Refuse a folder that cannot be read in parts, before a model is built.
 
     Raises:
-        ConfigError: it is no folder of safetensors, or the role has an adapter.
+        ConfigError: ``path`` is no folder of safetensors, or the role has an adapter.
     """
     if adapted:
         raise ConfigError(
@@ -47,22 +47,22 @@ def check_folder(path: str, role: str, adapted: bool, key: str, instead: str) ->
 
 
 class FolderParts:
-    """The weights of a model folder for the modules of one role, any part of each.
+    """A reader for any part of each weight in a model folder.
 
     Args:
-        module: the model, or one like it with whole shapes.
+        module: the model, or a copy with whole shapes.
         model: ``[model]``, with the role's path.
-        shapes: of the model's own weights, by name.
-        role: the role that it is for.
-        key: of the option that asks for this, for messages.
-        instead: what to do where it cannot be done.
+        shapes: shapes of the model's weights, by name.
+        role: the role that the model is for.
+        key: the option that asks for this, for messages.
+        instead: advice for messages, if the folder cannot be read.
 
     Raises:
-        ConfigError: the model's names are not those of its files.
-        DataError: weights are missing, left over or of another shape.
+        ConfigError: the model's names differ from those in its files.
+        DataError: weights are missing, unknown or of another shape.
 
     Attributes:
-        bytes: read of the files so far, for weights.
+        bytes: bytes of weights read from the files so far.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FolderParts:
         self._seed, self.shapes, self.bytes = model.seed, shapes, 0
 
     def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
-        """A part of a weight: of the files, or of a fresh value head, the same on every rank."""
+        """Return a part ``[D0, ...]`` of a weight from the files, or of a fresh value head (equal on every rank)."""
         if name in self._fresh:
             rows, columns = self.shapes[name]
             head = nn.Linear(columns, rows, bias=False)
@@ -91,18 +91,18 @@ class FolderParts:
         return part
 
     def fingerprint(self) -> str:
-        """See ``fingerprint``."""
+        """Return the fingerprint of the folder's weights."""
         return fingerprint(self._shards)
 
 
 def read_together(read: Callable[[], FolderParts], path: str, role: str, ranks: RankGroup) -> None:
-    """Each rank reads its parts of a folder; all of them learn whether one could not, or has read another. Collective.
+    """Read this rank's parts of a folder; fail on all ranks if one fails or has other weights. Collective.
 
     Args:
-        read: reads this rank's, without the others; what it has read from.
-        path: of the folder.
-        role: that it is for.
-        ranks: of the role.
+        read: reads this rank's parts without communication and returns the reader.
+        path: path of the folder.
+        role: the role that the model is for.
+        ranks: the ranks of the role.
 
     Raises:
         Exception: this rank's own error.
@@ -126,7 +126,7 @@ def read_together(read: Callable[[], FolderParts], path: str, role: str, ranks: 
 
 
 def fingerprint(shards: Shards) -> str:
-    """A hash of names, shapes and the first row of each weight: of two models with one config it differs."""
+    """Return a hash of the name, shape and first row of each weight; two models with one config differ in it."""
     digest = hashlib.blake2b(digest_size=16)
     for name, shape in sorted(shards.shapes.items()):
         row = shards.read(
@@ -137,7 +137,7 @@ def fingerprint(shards: Shards) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of ``save_pretrained``: one, or those that its index names.
+    """Return the files that ``save_pretrained`` wrote: one file, or those in the index.
 
     Raises:
         DataError: the index is broken, or a file is missing.
@@ -160,19 +160,19 @@ def weight_files(folder: Path) -> list[Path]:
 def check_names(
     module: nn.Module, shards: Shards, shapes: Mapping[str, list[int]], role: str, key: str, instead: str
 ) -> set[str]:
-    """The names that the folder need not have: a fresh value head.
+    """Check the names and shapes in a folder; return the names it may lack (a fresh value head).
 
     Args:
-        module: the model, or one like it with whole shapes.
+        module: the model, or a copy with whole shapes.
         shards: the folder's weights.
-        shapes: of the model's own, by name.
-        role: the role that it is for.
-        key: of the option that asks for this, for messages.
-        instead: what to do where it cannot be done.
+        shapes: shapes of the model's weights, by name.
+        role: the role that the model is for.
+        key: the option that asks for this, for messages.
+        instead: advice for messages, if the folder cannot be read.
 
     Raises:
-        ConfigError: the model's names are not those of its files.
-        DataError: weights are missing, left over or of another shape.
+        ConfigError: the model's names differ from those in its files.
+        DataError: weights are missing, unknown or of another shape.
     """
     kind, unknown = type(module).__name__, set(shards.shapes) - set(shapes)
     if converts(module):

@@ -1,8 +1,8 @@
-"""Products of linear layers in float32 by oneDNN where that is the quicker library: on processors of AMD with AVX-512.
+"""Float32 products of linear layers with oneDNN, which is faster than MKL on AMD processors with AVX-512.
 
-torch takes MKL for them. On a Zen 4, a core of which can do about 110, that is 80 to 84 GFLOP/s and oneDNN 95 to 102
-(2,176 tokens, 256 x 1,024). The product that gives the gradient of the weights is as quick by MKL, and stays there.
-Other types, autocast among them, have oneDNN anyway.
+torch uses MKL for them. On one Zen 4 core, whose peak is about 110 GFLOP/s, MKL reaches 80 to 84 GFLOP/s and oneDNN 95
+to 102 (2,176 tokens, 256 x 1,024). The product for the gradient of the weights is equally fast in MKL and stays there.
+Other types, such as those of autocast, use oneDNN anyway.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LEAST_ROWS = 32  # tokens: with fewer neither library is the quicker one
-LEAST_WIDTH = 64  # of a layer, in and out: those of low rank stay as they are
+LEAST_ROWS = 32  # tokens; with fewer, both libraries are equally fast
+LEAST_WIDTH = 64  # of a layer's input and output; layers of low rank stay unchanged
 
 
 def use_quicker_products(module: nn.Module) -> int:
-    """Where this processor has a quicker library than torch takes: the module's plain linear layers use it.
+    """Make the module's plain linear layers use oneDNN where it is faster on this processor.
 
-    Names and parameters stay as they are, results but for rounding.
+    Names and parameters stay the same; results change only by rounding.
 
     Returns:
-        How many layers.
+        Number of layers that were changed.
     """
     if not _is_quicker():
         return 0
@@ -52,7 +52,7 @@ def _is_quicker() -> bool:
 
 
 def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """``layer(hidden)``, [..., in] -> [..., out]."""
+    """Compute ``layer(hidden)``: [..., in] -> [..., out]."""
     weight, bias = layer.weight, layer.bias
     usual = (
         hidden.dtype != torch.float32
@@ -70,7 +70,7 @@ def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., in] and [out, in] -> [..., out]; the weight may be strided."""
+    """Multiply [..., in] and [out, in] -> [..., out]; the weight may be strided."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return found
 
@@ -78,14 +78,16 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``hidden @ weight.T + bias``: ``hidden: [..., I]``, ``weight: [O, I]``, result ``[..., O]``."""
         of_hidden, of_weight, _ = ctx.needs_input_grad
-        # below an adapter the weight is frozen, and what came in is not to be held for it
+        # below an adapter the weight is frozen, so the input need not be kept for its gradient
         ctx.save_for_backward(hidden if of_weight else None, weight if of_hidden else None)
         return _product(hidden, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden ``[..., I]``, weight ``[O, I]`` and bias ``[O]``, None where not needed."""
         hidden, weight = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.flatten(0, -2)

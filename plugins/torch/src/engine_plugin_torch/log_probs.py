@@ -1,8 +1,8 @@
-"""Log-probabilities, entropies and the like from hidden states, a few rows of logits at a time.
+"""Log-probabilities, entropies and similar outputs from hidden states, with a few rows of logits at a time.
 
-Logits of a batch in float32 are the largest tensor of training by far (16,384 tokens of a
-vocabulary of 151,936: 10 GB). Here they exist for one chunk of rows at a time, in the backward pass
-too, where each chunk is computed again.
+The float32 logits of a batch would be the largest tensor of training by far (16,384 tokens with a
+vocabulary of 151,936: 10 GB). Here they exist for one chunk of rows at a time, also in the backward
+pass, where each chunk is computed again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from engine_plugin_torch.units import compiled_where_possible
 if TYPE_CHECKING:
     from engine_core.types import Batch
 
-OTHER_LOGIT_KEYS = re.compile(r"logit|lm_head|output_multiplier")  # keys of a config that change logits
+OTHER_LOGIT_KEYS = re.compile(r"logit|lm_head|output_multiplier")  # config keys that may change logits
 HARMLESS = re.compile(r"attn|attention|router|num_logits|return|classifier")
 
 
 @dataclass(frozen=True)
 class Head:
-    """From hidden states to logits: ``cap(project(hidden) * scale)``."""
+    """A language-model head, from hidden states to logits: ``cap(project(hidden) * scale)``."""
 
     project: nn.Module
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> [N, V] float32."""
-        logits = self.project(hidden).to(hidden.device)  # of a model over several devices it may be elsewhere
+        """Compute logits: [N, H] -> [N, V] float32."""
+        logits = self.project(hidden).to(hidden.device)  # the head of a spread model may be on another device
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.cap is not None:
@@ -47,10 +47,10 @@ class Head:
 
 
 def find_head(module: nn.Module) -> Head | None:
-    """The head of a transformers model as its config describes it; None where that is not known.
+    """Return the head of a transformers model as its config describes it; None where the head is not known.
 
     Known keys: ``final_logit_softcapping`` (Gemma), ``logits_scaling`` (Granite divides by it),
-    ``logit_scale`` (Cohere). Any other key that speaks of logits gives None.
+    ``logit_scale`` (Cohere). Any other key that concerns logits gives None.
     """
     config = getattr(module, "config", None)
     get_head = getattr(module, "get_output_embeddings", None)
@@ -70,15 +70,15 @@ def find_head(module: nn.Module) -> Head | None:
 
 @dataclass
 class Distribution:
-    """``p = softmax(logits / temperature)`` of some rows, and what outputs are read at.
+    """The distribution ``p = softmax(logits / temperature)`` of some rows, with the targets and columns at these rows.
 
-    An engine whose ranks have a part of the vocabulary each overrides what reads all of it: ``vocabulary``, ``at``,
-    ``sum_over``, ``log_sum_of``, ``likeliest`` and ``without``.
+    An engine whose ranks each hold a part of the vocabulary overrides the methods that read all of it: ``vocabulary``,
+    ``at``, ``sum_over``, ``log_sum_of``, ``likeliest`` and ``without``.
 
     Attributes:
-        log_sum: [n], what a logit is less to be a log-prob.
+        log_sum: [n], log of the sum over the vocabulary; a log-prob is a logit minus ``log_sum``.
 
-    No ``cached_property`` here: until Python 3.12 it takes a lock, at which ``torch.compile`` gives the whole function up.
+    No ``cached_property`` is used: before Python 3.12 it takes a lock, which ``torch.compile`` cannot compile.
     """
 
     logits: Tensor  # [n, V] float32, divided by the temperature
@@ -88,54 +88,54 @@ class Distribution:
 
     def __post_init__(self) -> None:
         self.log_sum = self.log_sum_of(self.logits)
-        self._top_ids: Tensor | None = None  # once asked for
+        self._top_ids: Tensor | None = None  # cached by ``top_ids``
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Size V of the vocabulary."""
         return self.logits.shape[-1]
 
     def at(self, ids: Tensor) -> Tensor:
-        """[n, K] ids -> [n, K] logits."""
+        """Return the logits at ids: [n, K] -> [n, K]."""
         return self.logits.gather(-1, ids)
 
     def sum_over(self, values: Tensor) -> Tensor:
-        """[n, V] -> [n]: over the vocabulary."""
+        """Sum over the vocabulary: [n, V] -> [n]."""
         return values.sum(-1)
 
     def log_sum_of(self, values: Tensor) -> Tensor:
-        """[n, V] -> [n]: ``log sum_v exp(values_v)``."""
+        """Compute ``log sum_v exp(values_v)``: [n, V] -> [n]."""
         return values.logsumexp(-1)
 
     def likeliest(self, count: int) -> Tensor:
-        """[n, count] ids, the likeliest first."""
+        """Return the ids of the most likely tokens, the most likely first: ``[N, count]`` int64."""
         return self.logits.topk(count, dim=-1).indices
 
     def without(self, ids: Tensor) -> Tensor:
-        """[n, V] logits, those of ``ids`` [n, K] replaced by minus infinity."""
+        """Return the logits [n, V] with minus infinity at ``ids`` [n, K]."""
         return self.logits.scatter(-1, ids, -torch.inf)
 
     @property
     def mean_logit(self) -> Tensor:
-        """[n]: ``sum_v p_v logit_v``."""
+        """Expected logit ``sum_v p_v logit_v`` of each row: ``[N]`` float32."""
         return self.sum_over(torch.softmax(self.logits, -1) * self.logits)
 
     @property
     def log_norm(self) -> Tensor:
-        """[n]: the same of the targets: over the tokens of ``support_ids``, where the batch tells them."""
+        """Normalizer of the targets: ``[N]``; over the tokens of ``support_ids`` if that column exists."""
         ids = self.columns.get(SUPPORT)
         if ids is None:
             return self.log_sum
         kept = ids >= 0
         whole = ~kept.any(-1)
         at = self.at(ids.clamp(min=0).long())
-        # a row without a token keeps its logits: a sum over nothing would have no gradient but NaN
+        # a row without support keeps its logits: the gradient of an empty sum would be NaN
         over = at.masked_fill(~kept & ~whole[:, None], -torch.inf).logsumexp(-1)
         return torch.where(whole, self.log_sum, over)
 
     @property
     def top_ids(self) -> Tensor:
-        """[n, K] int64: the likeliest tokens, the likeliest first."""
+        """Ids of the K most likely tokens, the most likely first: [n, K] int64. Raises ValueError for a bad K."""
         if not 0 < self.top_k <= self.vocabulary:
             raise ValueError(
                 f"Batch.top_k is {self.top_k}; the outputs 'top_...' are of 1 to {self.vocabulary} tokens a position."
@@ -145,13 +145,13 @@ class Distribution:
         return self._top_ids
 
     def log_probs_of(self, ids: Tensor) -> Tensor:
-        """[n, K] ids -> [n, K]."""
+        """Return the log-probs at ids: [n, K] -> [n, K]."""
         return self.at(ids) - self.log_sum[:, None]
 
     def log_rest_of(self, ids: Tensor) -> Tensor:
-        """[n, K] different ids -> [n]: the log of the probability of all other tokens, ``NOTHING`` where there are none.
+        """Return the log of the probability of all other tokens: [n, K] different ids -> [n]; ``NOTHING`` for none.
 
-        Summed over the others, not ``log(1 - sum)``: a rest of e^-30 keeps its digits and its gradient.
+        The other tokens are summed instead of ``log(1 - sum)``, so a rest of e^-30 keeps its digits and its gradient.
         """
         if ids.shape[-1] >= self.vocabulary:
             return self.logits.new_full(ids.shape[:1], NOTHING)
@@ -174,30 +174,33 @@ def gather_outputs(
     mode: str = "default",
     kind: Callable[..., Distribution] = Distribution,
 ) -> dict[str, Tensor]:
-    """What a train engine computes of the distribution ``p = softmax(logits / temperature)``.
+    """Compute the outputs of a train engine from the distribution ``p = softmax(logits / temperature)``.
 
     Args:
         logits_of: [n, H] -> [n, V] float32; called on at most ``chunk`` rows.
-        rows: [N, H], what ``logits_of`` takes.
+        rows: [N, H], the input of ``logits_of``.
         targets: [N] int64.
-        temperature: over 0.
-        chunk: rows whose logits exist at one time.
-        grad: outputs with gradient, of ``OUTPUTS``; ``log_probs`` always have it.
-        watched: outputs without.
-        columns: [N, ...] each, what outputs read: ``candidate_ids`` [N, K] int64, K different tokens;
-            ``support_ids`` [N, K] int32, the tokens that the target was drawn from, -1 behind them.
+        temperature: greater than 0.
+        chunk: number of rows whose logits exist at one time.
+        grad: outputs with gradient, from ``OUTPUTS``; ``log_probs`` always has it.
+        watched: outputs without gradient.
+        columns: [N, ...] each, the columns that outputs read: ``candidate_ids`` [N, K] int64, K different tokens;
+            ``support_ids`` [N, K] int32, the tokens that the target was drawn from, padded with -1.
         top_k: K of the outputs ``top_...``.
-        compile: by ``torch.compile``; where that fails the log says so, and it runs as it is.
-        recompute: logits are not kept for the backward pass but computed again, a chunk at a time.
-        mode: of ``torch.compile``, see ``units.compiled``.
-        kind: how logits are read; another one where a rank's are a part of the vocabulary.
+        compile: use ``torch.compile``; if that fails, log it and run without.
+        recompute: compute logits again in the backward pass, a chunk at a time, instead of keeping them.
+        mode: mode of ``torch.compile``, see ``units.compiled``.
+        kind: class that reads the logits; a subclass where each rank holds a part of the vocabulary.
 
     Returns:
-        [N] float32 unless said otherwise: ``log_probs`` ``log p[target]`` always, with ``support_ids`` over those
-        tokens alone: ``log (p[target] / sum_{v in support} p_v)`` (a row of -1: the whole vocabulary). Where asked for, ``entropy``
-        ``-sum_v p_v log p_v``, ``sum_pi_squared`` ``sum_v p_v^2``; ``log_probs_at`` [N, K] at ``candidate_ids``
-        and ``log_rest``, of all other tokens together; of the K likeliest tokens ``top_ids`` [N, K] int64,
-        ``top_log_probs`` [N, K] and ``top_log_rest``. The log of nothing is ``NOTHING``.
+        Tensors by name, [N] float32 unless said otherwise. ``log_probs`` is always included: ``log p[target]``, or with
+        ``support_ids`` ``log (p[target] / sum_{v in support} p_v)`` (a row of -1: the whole vocabulary). On request:
+        ``entropy`` ``-sum_v p_v log p_v``; ``sum_pi_squared`` ``sum_v p_v^2``; ``log_probs_at`` [N, K] at
+        ``candidate_ids`` and ``log_rest`` of all other tokens together; for the K most likely tokens ``top_ids``
+        [N, K] int64, ``top_log_probs`` [N, K] and ``top_log_rest``. The log of 0 is ``NOTHING``.
+
+    Raises:
+        ValueError: the temperature is not greater than 0, or K is out of range.
     """
     if temperature <= 0:
         raise ValueError(
@@ -207,6 +210,7 @@ def gather_outputs(
     read = dict(columns or {})
 
     def one(part: Tensor, target: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        """Compute the outputs of one chunk: hidden states ``[N, H]``, targets ``[N]``, columns ``[N, ...]``."""
         logits = logits_of(part)
         if temperature != 1.0:
             logits = logits / temperature
@@ -223,6 +227,7 @@ def gather_outputs(
     )
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function in an activation checkpoint if ``recompute`` is set."""
         return (
             partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
             if recompute
@@ -245,7 +250,10 @@ def zeros_of(
     top_k: int,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Outputs of ``count`` tokens that are 0 everywhere, in their shapes and types; see ``gather_outputs``."""
+    """Return outputs of ``count`` tokens that are 0, typed and shaped as in ``gather_outputs``: ``[N]`` or ``[N, K]``.
+
+    ``columns`` must hold ``candidate_ids: [N, K]`` for ``log_probs_at``.
+    """
     found = {}
     for name in names:
         width: tuple[int, ...] = (top_k,) if name in ("top_ids", "top_log_probs") else ()
@@ -259,12 +267,12 @@ def zeros_of(
 def zero_outputs(
     names: Collection[str], batch: Batch, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Outputs of a batch that are 0 everywhere: [T], [T, K] of what is of several tokens a position."""
+    """Return outputs of a batch that are 0: [T], or [T, K] for outputs with several tokens per position."""
     return zeros_of(names, batch.num_tokens, batch.tokens, batch.top_k, device)
 
 
 def columns_at(places: Tensor, names: Collection[str], batch: Batch) -> dict[str, Tensor]:
-    """The columns that the outputs ``names`` read, at these tokens; with the support, where the batch has it."""
+    """Return the columns that the outputs ``names`` read, and the support if the batch has it, at ``places: [N]``."""
     read = {column for name in names for column in READS.get(name, ())}
     read |= {SUPPORT} & batch.tokens.keys()
     return {column: _column(batch.tokens, column)[places] for column in sorted(read)}

@@ -1,8 +1,8 @@
-"""Puts a LoRA adapter into a module, as ``[actor.lora]`` says (https://arxiv.org/abs/2106.09685), through peft.
+"""The insertion of a LoRA adapter into a module with peft, as ``[actor.lora]`` says (https://arxiv.org/abs/2106.09685).
 
-Everything that a model cannot do with its settings is refused here, before anything changes.
-Left out: dropout (log-probs would differ between two passes), adapters over the fused experts of a
-mixture, initialisations that change the base's own weights (PiSSA, OLoRA).
+Settings that the model does not support are refused here, before anything changes.
+Not supported: dropout (log-probs would differ between two passes), adapters over the fused experts of a
+mixture, initializations that change the base's own weights (PiSSA, OLoRA).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FROM_FOLDER = {
 """Key of ours -> key of an adapter folder's config."""
 UNSUPPORTED = ("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform", "lora_bias")
 """Keys of an adapter folder that must be empty."""
-# modules given from Python are the base of others too
+# modules that ``attach`` changed; one given from Python is also the base of other roles, see ``base_copy``
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -63,19 +63,19 @@ def attach(
     """Freeze a module and put an adapter into it.
 
     Args:
-        module: in its final type and on its device; changed in place.
+        module: the model in its final type and on its device; changed in place.
         lora: the role's table.
-        role: for messages.
-        seed: of the adapter's first weights, which are drawn on the CPU; torch's random state is left alone.
-        base_path: the base model's folder or name, for an exported adapter.
-        whole: ends of names of modules that are trained whole besides `modules_to_save` (a new head).
-        identity: of the base's weights, where it was taken before they were quantised.
+        role: the role's name, for messages.
+        seed: seed of the adapter's initial weights, which are drawn on the CPU; torch's random state does not change.
+        base_path: the base model's folder or name, written into an exported adapter.
+        whole: name endings of modules that are trained whole in addition to `modules_to_save` (a new head).
+        identity: identity of the base's weights, if it was computed before quantization.
 
     Returns:
         The adapter, float32 where the base has a smaller type. Nothing else of the module is trained.
 
     Raises:
-        ConfigError: peft is missing, or the model cannot be adapted in this way. The module was left alone.
+        ConfigError: peft is missing, or the model cannot be adapted in this way. The module is unchanged.
         DataError: the adapter folder does not fit.
     """
     if missing := peft_missing(role):
@@ -102,7 +102,7 @@ def attach(
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=True if lora.init == "kaiming" else "gaussian",
-        task_type="SEQ_CLS" if whole else "CAUSAL_LM",  # as peft calls a model with a head of its own
+        task_type="SEQ_CLS" if whole else "CAUSAL_LM",  # peft's type for a model with a new head
         base_model_name_or_path=str(base.resolve()) if base.is_dir() else base_path,
     )
     with torch.random.fork_rng(devices=[]):
@@ -118,12 +118,12 @@ def attach(
 
 
 def base_copy(module: Module) -> Module:
-    """A copy of a module without the adapter that ``attach`` put into it."""
+    """Return a copy of a module without the adapter that ``attach`` put into it."""
     made = copy.deepcopy(module)
     if module not in _ATTACHED:
         return made
     for name, part in list(made.named_modules()):
-        for attribute in ("base_layer", "original_module"):  # of a layer, of a module that is trained whole
+        for attribute in ("base_layer", "original_module"):  # an adapted layer; a module trained whole
             if attribute in part._modules:
                 parent, _, own = name.rpartition(".")
                 setattr(made.get_submodule(parent), own, part._modules[attribute])
@@ -132,7 +132,7 @@ def base_copy(module: Module) -> Module:
 
 
 def _targets(module: nn.Module, lora: LoRAConfig, role: str, saved: Collection[str]) -> list[str]:
-    """Full names of the layers that get an adapter; ``saved`` are trained whole."""
+    """Return the full names of the layers that get an adapter; modules in ``saved`` are trained whole."""
     key, asked = f"{role}.lora.target_modules", lora.target_modules
     get_head = getattr(module, "get_output_embeddings", lambda: None)
     head = get_head()
@@ -168,7 +168,7 @@ def _unknown(key: str, asked: str, layers: Collection[str]) -> list[str]:
 def _check(
     module: nn.Module, lora: LoRAConfig, role: str, targets: Collection[str], saved: Collection[str]
 ) -> None:
-    """Refuse what could not be merged or told apart from the base."""
+    """Refuse modules that are unknown, chosen twice, tied to others, or unfit for DoRA."""
     parts = dict(module.named_modules())
     names = {name: [n for n in parts if _is_end(name, n)] for name in saved}
     for end, found in names.items():
@@ -197,7 +197,7 @@ def _check(
 
 
 def _shortest(module: nn.Module, targets: Collection[str]) -> list[str]:
-    """Ends of names that mean exactly these layers: what other programs expect in an adapter's config."""
+    """Return name endings that match exactly these layers, as other programs expect them; else the full names."""
     ends = {name.rpartition(".")[2] for name in targets}
     meant = {name for name, _ in module.named_modules() if any(_is_end(end, name) for end in ends)}
     return sorted(ends) if meant == set(targets) else sorted(targets)
@@ -208,12 +208,12 @@ def _is_end(end: str, name: str) -> bool:
 
 
 def _inside(name: str, whole: str) -> bool:
-    """Whether a module is one whose name ends in ``whole``, or lies in one."""
+    """Return whether the module ``name`` is, or lies in, a module whose name ends in ``whole``."""
     return f".{name}.".find(f".{whole}.") >= 0
 
 
 def _as_in_folder(lora: LoRAConfig, role: str) -> LoRAConfig:
-    """The table with the values of the adapter folder; one that was set otherwise is an error."""
+    """Return the table with the values of the adapter folder; refuse a key that was set to another value."""
     path = Path(lora.path or "")
     file = path / "adapter_config.json"
     if not file.is_file() or not (path / "adapter_model.safetensors").is_file():
@@ -246,12 +246,12 @@ def _as_in_folder(lora: LoRAConfig, role: str) -> LoRAConfig:
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    """Whether two lists have the same members."""
+    """Return whether two lists have the same members."""
     return isinstance(mine, list) and isinstance(theirs, list) and sorted(mine) == sorted(theirs)
 
 
 def _widen(module: nn.Module) -> None:
-    """What is trained becomes float32; a module trained whole takes and gives the types that the base does."""
+    """Cast trained parameters to float32; modules trained whole still take and return the base's type."""
     from peft.utils.other import ModulesToSaveWrapper
 
     for part in module.modules():

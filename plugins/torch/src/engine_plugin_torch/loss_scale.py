@@ -1,4 +1,4 @@
-"""Scaling of the loss, so that small gradients do not vanish in fp16 (https://arxiv.org/abs/1710.03740)."""
+"""Loss scaling, which keeps small gradients from vanishing in fp16 (https://arxiv.org/abs/1710.03740)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ GROWTH_STEPS = 2000
 
 
 class LossScale:
-    """A factor that halves when gradients overflow and doubles after many steps in which they did not.
+    """A factor that halves when gradients overflow and doubles after ``GROWTH_STEPS`` steps without overflow.
 
-    Overflow is seen in the norm over all ranks, so all ranks change it together.
+    Overflow is detected in the norm over all ranks, so all ranks change the factor together.
 
     Args:
-        factor: at first.
+        factor: the initial factor.
     """
 
     def __init__(self, factor: float) -> None:
@@ -19,7 +19,7 @@ class LossScale:
         self.good_steps = 0
 
     def stepped(self, skipped: bool) -> None:
-        """Follow one optimizer step."""
+        """Update the factor after one optimizer step, which was ``skipped`` on overflow."""
         if skipped:
             self.factor, self.good_steps = self.factor / 2, 0
             return

@@ -1,23 +1,23 @@
-"""How much device memory a role needs: what is held whatever is computed, and what each token of a micro-batch adds.
+"""The estimate of the device memory of a role: the constant part, and the bytes that each token of a micro-batch adds.
 
-A dense decoder keeps, for the backward pass of one layer and token (H hidden size, F width of the feed-forward,
-q and k the query and key heads times their size; ``e`` bytes of the type that it computes in, ``s`` of the stream
-between layers):
+A dense decoder keeps the following for the backward pass, per layer and token. H is the hidden size, F the width of the
+feed-forward, q and k are the query and key heads times their size. ``e`` is the bytes of the compute type, ``s`` the
+bytes of the residual stream between layers.
 
-| part | run as it is | compiled |
+| part | not compiled | compiled |
 |---|---|---|
-| two norms and what the linear layers read | ``2 (in + normalised) + reads`` H | ``4 s`` H |
-| norms of queries and keys, where there are any | ``(4 + e)`` (``2 e`` in float32) (q + k) | ``e`` (q + k) |
-| attention: queries, keys, values, result, log of sums | ``4 e`` q + 4 a head | the same |
+| two norms and the inputs of the linear layers | ``2 (in + normalized) + reads`` H | ``4 s`` H |
+| norms of queries and keys, if any | ``(4 + e)`` (``2 e`` in float32) (q + k) | ``e`` (q + k) |
+| attention: queries, keys, values, result, log of sums | ``4 e`` q + 4 per head | the same |
 | feed-forward, gated | ``4 e`` F | ``3 e`` F |
-| feed-forward, plain | ``2 e`` F, ``5 e`` F where the activation is written in steps | ``2 e`` F |
+| feed-forward, plain | ``2 e`` F, ``5 e`` F if the activation runs as several kernels | ``2 e`` F |
 
-With activation checkpointing a layer keeps its input, ``s`` H, and one layer at a time the rest. Left out, and covered
-by ``RESERVE``: workspaces of kernels, fragments, gradients on their way through a layer. Mixtures of experts and
-models of other kinds have no estimate. The counts are of an accelerator's operators: norms and attention that the CPU
-computes in ways of its own keep other amounts. They are held against tensors that autograd really keeps in
-plugins/torch/tests/test_memory.py, where the CPU's own ways are left out, the compiled ones against figures of an H200
-in benchmarks/train/README.md.
+With activation checkpointing each layer keeps its input, ``s`` H, and one layer at a time keeps the rest. Not counted,
+and covered by ``RESERVE``: workspaces of kernels, fragmentation, gradients in flight within a layer. Mixtures of
+experts and other kinds of models have no estimate. The counts are those of an accelerator's operators; some norms and
+attention kernels of the CPU keep other amounts. plugins/torch/tests/test_memory.py compares the counts with the tensors
+that autograd keeps, except for these CPU kernels. The compiled counts are compared with figures of an H200 in
+benchmarks/train/README.md.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ from torch import Tensor, nn
 from engine_plugin_torch.sharded import here
 
 GIB = 1024**3
-RESERVE = 0.15  # share of free memory that is left alone
-ON_CPU = 8192  # tokens of a micro-batch where nothing is known of memory, or of the model
+RESERVE = 0.15  # share of free memory that stays unused
+ON_CPU = 8192  # tokens of a micro-batch without an estimate
 MOST = 65536  # larger micro-batches are no faster
-FEW = 16384  # with fewer tokens than that, recomputing activations is worth its time
+FEW = 16384  # if fewer tokens than this fit, recomputing activations pays off
 ROUND = 512  # tokens
 
-IN_STEPS = frozenset({"gelu_new", "gelu_fast", "quick_gelu", "gelu_python"})  # activations of several kernels
-# one layer makes queries, keys and values
+IN_STEPS = frozenset({"gelu_new", "gelu_fast", "quick_gelu", "gelu_python"})  # they run as several kernels
+# model types in which one layer computes queries, keys and values
 FUSED_QUERIES = frozenset({"gpt2", "gpt_neox", "gpt_bigcode", "phi3"})
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one rank, whatever is computed."""
+    """The constant bytes on one rank, independent of the batch."""
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
-    gathered: int = 0  # weights of other ranks, or of another type, while they are used
+    gathered: int = 0  # weights of other ranks, or cast to another type, while they are used
 
     @property
     def total(self) -> int:
+        """Sum of all parts in bytes."""
         return self.weights + self.gradients + self.optimizer + self.gathered
 
     @classmethod
     def of(cls, module: nn.Module, trained: bool) -> Held:
-        """Of a module on one rank; the optimizer is Adam, with two numbers a weight."""
+        """Count the bytes of a module on one rank; the optimizer is Adam, with two numbers per weight."""
         weights = _bytes(module.parameters())
         learned = _bytes(p for p in module.parameters() if p.requires_grad) if trained else 0
         return cls(weights, learned, 2 * learned)
@@ -76,14 +77,14 @@ class Decoder:
     heads: int  # of queries
     vocabulary: int
     gated: bool  # a feed-forward of three matrices
-    rms: bool  # norms without a mean, in several kernels; else layer norms, in one
-    normed: bool  # norms of queries and keys
-    in_steps: bool  # the activation is written as several kernels
-    reads: int  # linear layers that read the stream: of attention, and of the feed-forward
+    rms: bool  # RMS norms, which run as several kernels; else layer norms, which run as one
+    normed: bool  # queries and keys are normalized
+    in_steps: bool  # the activation runs as several kernels
+    reads: int  # linear layers that read the normalized stream, in attention and feed-forward
 
     @classmethod
     def of(cls, module: nn.Module) -> Decoder | None:
-        """From a transformers model's config and the names of its layers; None where it is no dense decoder."""
+        """Read the shape from a transformers model's config and layer names; None if it is no dense decoder."""
         config: Any = getattr(module, "config", None)
         if not hasattr(config, "get_text_config"):
             return None
@@ -118,16 +119,17 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a role computes.
+    """The settings of a role that its memory depends on.
 
     Attributes:
         param: type of the weights.
         compute: type of the forward pass.
-        chunk: rows of logits at one time; 0 of a role without logits.
+        chunk: rows of logits at one time; 0 for a role without logits.
         recompute: logits are computed again in the backward pass.
-        wide_chunk: tokens that a feed-forward runs at a time; 0: all.
+        wide_chunk: tokens that a feed-forward runs on at a time; 0: all.
         compiled: layers and log-probs are compiled.
-        kernel: attention by a kernel for packed sequences, keys and values as many as queries; else by rectangles.
+        kernel: attention uses the kernel for packed sequences, with keys and values repeated to the number of query
+            heads; else it uses rectangles.
     """
 
     param: torch.dtype = torch.float32
@@ -141,16 +143,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that tokens of a micro-batch need; see the module.
+    """The bytes that the tokens of a micro-batch need, by the formulas of this module.
 
     Attributes:
-        layer: of one layer and token, kept.
-        carried: of one layer and token with checkpointing, kept.
+        layer: bytes kept per layer and token.
+        carried: bytes kept per layer and token with activation checkpointing.
         layers: number of layers.
-        ends: of a token, before the first and behind the last layer.
-        chunks: whatever the number of tokens: a chunk of logits, of feed-forwards.
-        copies: weights of the layers in the type of the forward pass, where autocast makes them.
-        passing: of a token without gradient: what exists at one time.
+        ends: bytes per token before the first and behind the last layer.
+        chunks: constant bytes of one chunk of logits and one chunk of a feed-forward.
+        copies: bytes of the layers' weights in the compute type, if autocast copies them.
+        passing: bytes per token that exist at one time in a pass without gradient.
     """
 
     layer: int
@@ -162,22 +164,22 @@ class Activations:
     passing: int
 
     def token(self, recomputed: float) -> int:
-        """Of one token in training.
+        """Return the bytes of one token in training.
 
         Args:
-            recomputed: share of the layers that keep their input alone.
+            recomputed: share of the layers that keep only their input.
         """
         layers = self.layers * (recomputed * self.carried + (1 - recomputed) * self.layer)
         return int(layers) + (self.layer if recomputed else 0) + self.ends
 
     def fitting(self, free: int, recomputed: float, trained: bool = True) -> int:
-        """Tokens of a micro-batch that fit into ``free`` bytes; 0 where none do."""
+        """Return how many tokens of a micro-batch fit into ``free`` bytes, 0 or more."""
         each = self.token(recomputed) if trained else self.passing
         return max(0, int((free * (1 - RESERVE) - self.chunks - self.copies) // each))
 
 
 def activations(shape: Decoder, how: Settings) -> Activations:
-    """What the tokens of a micro-batch need. The formulas are those of the module."""
+    """Compute the bytes that the tokens of a micro-batch need, by the formulas of this module."""
     e, s = how.compute.itemsize, max(how.compute.itemsize, how.param.itemsize)
     cast = how.param.itemsize > how.compute.itemsize
     stream = _stream(shape, how, e, s, cast)
@@ -189,7 +191,7 @@ def activations(shape: Decoder, how: Settings) -> Activations:
     wide = e * shape.wide * _wide(shape, how.compiled)
     kept = 0 if how.wide_chunk else wide
     logits = how.chunk * shape.vocabulary * (e if how.compiled else 12 + e)
-    rows = (2 + shape.rms) * s * shape.hidden  # of the last norm, and those that the head reads
+    rows = (2 + shape.rms) * s * shape.hidden  # the last norm, and the input of the head
     return Activations(
         layer=stream + normed + attention + kept,
         carried=s * shape.hidden,
@@ -202,12 +204,12 @@ def activations(shape: Decoder, how: Settings) -> Activations:
 
 
 def _stream(shape: Decoder, how: Settings, e: int, s: int, cast: bool) -> int:
-    """Norms, and what the linear layers read of them."""
+    """Return the bytes per token of a layer's norms and of the linear layers' inputs."""
     if how.compiled:
         return 4 * s * shape.hidden
-    read = shape.reads if cast else 2  # autocast makes a copy for each layer that reads
+    read = shape.reads if cast else 2  # autocast makes a copy for each layer that reads its input
     normalised = 0 if not shape.rms else (4 if cast or e >= 4 else e)
-    before = 4 if shape.rms else s  # such a norm is computed in float32
+    before = 4 if shape.rms else s  # an RMS norm is computed in float32
     return (2 * (before + normalised) + read * e) * shape.hidden
 
 
@@ -218,17 +220,19 @@ def _wide(shape: Decoder, compiled: bool) -> int:
 
 
 def _matrices(shape: Decoder) -> int:
-    """Weights of the layers' matrices."""
+    """Return the number of weights in the layers' matrices."""
     attention = shape.hidden * (2 * shape.queries + 2 * shape.keys)
     return shape.layers * (attention + (3 if shape.gated else 2) * shape.hidden * shape.wide)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a role needs, and what there is.
+    """The memory that a role needs and the memory that is available.
 
     Attributes:
-        free: bytes that the role may still take, with what it holds itself.
+        held: constant bytes of the role.
+        activations: bytes of the tokens.
+        free: bytes available to the role, including the bytes that it holds already; None where it is not known.
     """
 
     held: Held
@@ -237,20 +241,20 @@ class Estimate:
 
     @property
     def left(self) -> int:
-        """Bytes for activations."""
+        """Bytes left for activations."""
         return max(0, (self.free or 0) - self.held.total)
 
     def checkpointing(self, wanted: int) -> bool:
-        """Whether activations should be recomputed: without it ``wanted`` tokens do not fit."""
+        """Return whether activations should be recomputed because ``wanted`` tokens would not fit otherwise."""
         return self.activations.fitting(self.left, False) < wanted
 
     def budget(self, recomputed: float, trained: bool = True) -> int:
-        """Tokens of a micro-batch, a multiple of ``ROUND``; ``recomputed`` as for ``token``."""
+        """Return the tokens of a micro-batch, a multiple of ``ROUND``; ``recomputed`` as for ``Activations.token``."""
         tokens = min(self.activations.fitting(self.left, recomputed, trained), MOST)
         return max(ROUND, tokens // ROUND * ROUND)
 
     def table(self) -> list[tuple[str, str]]:
-        """For people: names and sizes."""
+        """Return names and sizes as text, for logs."""
         held, act = self.held, self.activations
         rows = [("weights", held.weights), ("gradients", held.gradients), ("optimizer", held.optimizer)]
         rows.append(("gathered weights", held.gathered))
@@ -267,7 +271,7 @@ class Estimate:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None where it does not tell (the CPU)."""
+    """Return the bytes that can still be allocated on a device; None where it does not report them (the CPU)."""
     told = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
     if told is None:
         return None
@@ -280,7 +284,7 @@ def _bytes(parameters: Any) -> int:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
-    """Of the state that lies on a device already, on one rank."""
+    """Return the bytes of the optimizer's state that lie on a device already, on one rank."""
     values: Sequence[Any] = [] if optimizer is None else [*optimizer.state.values()]
     held = [here(tensor) for state in values for tensor in state.values() if isinstance(tensor, Tensor)]
     return _bytes(tensor for tensor in held if tensor.device.type == device.type)

@@ -1,4 +1,4 @@
-"""The default model of a role: a Hugging Face folder or name, a config alone, or a live object."""
+"""The default model of a role: a Hugging Face folder or name, a config without weights, or a live object."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 CPU = torch.device("cpu")
-DRAWS = frozenset({"cuda", "xpu"})  # devices whose generators can be set and put back
-transformers_logging.disable_progress_bar()  # its bars would run through our own display
+DRAWS = frozenset({"cuda", "xpu"})  # devices whose generators can be seeded and restored
+transformers_logging.disable_progress_bar()  # its bars would break the display of this project
 
 
 def load_model(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, placing: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """``AutoModelForCausalLM`` from ``[model]``, on ``device``, or where ``placing`` puts it.
+    """Load ``AutoModelForCausalLM`` from ``[model]`` to ``device``, or to the devices of ``placing``.
 
-    A folder with a config and no weights gives random weights from `model.seed`, drawn on ``device``: the same in every
-    type and at every time, but other ones on another kind of device, whose generator is another.
+    A folder with a config and no weights gives random weights from `model.seed`, drawn on ``device``. They are the same
+    for every type, but differ between kinds of devices, which have different generators.
 
     Args:
-        placing: ``SpreadModel.arguments`` of a model over several devices.
+        model: the ``[model]`` table.
+        device: the device of the model.
+        dtype: type of the parameters.
+        placing: ``SpreadModel.arguments`` for a model over several devices.
 
     Raises:
         ConfigError: the path, an override, the attention or the folder's own code is refused.
-        DataError: weights are missing, left over or of another shape.
+        DataError: weights are missing, unknown or of another shape.
     """
     config = load_hf_config(model)
     model = with_attention(model, config, device)
@@ -56,17 +59,17 @@ def load_model(
 
 
 def sampler_module(sampler: RolloutEngine, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
-    """The actor's module as a plugin builds it for a sampler with weights of its own, ready to sample from.
+    """Build the actor's module through a plugin, for a sampler that has separate weights.
 
     Returns:
-        None where no plugin builds it: the model is that of ``[model]``.
+        The module in eval mode; None where no plugin builds it, and the model is that of ``[model]``.
     """
     built = sampler.custom_module(with_attention(sampler.model_config, None, device))
     return None if built is None else cast_parameters(built, dtype).to(device).eval()
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give the parameters another type in place; buffers (RoPE frequencies) keep theirs."""
+    """Cast floating-point parameters in place and return the module; buffers (RoPE frequencies) keep their type."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -74,10 +77,10 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.device = CPU) -> PreTrainedModel:
-    """A model with weights from `model.seed`, float32, drawn on ``device``; torch's random state is left alone.
+    """Build a model with float32 weights from `model.seed`, drawn on ``device``; torch's random state does not change.
 
-    Drawing 8 billion numbers takes minutes on a CPU and a second on an accelerator. Weights of one seed differ by kind
-    of device.
+    Drawing 8 billion numbers takes minutes on a CPU and a second on an accelerator. Weights of one seed differ between
+    kinds of devices.
     """
     where = device if device.type in DRAWS else CPU
     forked = torch.random.fork_rng(devices=[] if where is CPU else [where], device_type=where.type)
@@ -92,17 +95,17 @@ def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.dev
 
 
 def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.device) -> nn.Module:
-    """A model given from Python: the actor trains that object, other roles get a copy of it."""
+    """Return the module for a role of a model given from Python: the actor trains it, other roles get a copy."""
     if isinstance(module, PreTrainedModel):
         module.set_attn_implementation(choose_attention(model.attention, module.config, device)[0])
     return module if role == "actor" else base_copy(module)
 
 
 def refuse_to_place(path: str, placing: Mapping[str, Any] | None) -> None:
-    """Refuse to spread over devices what no folder holds.
+    """Refuse to spread a model without weight files over devices.
 
     Raises:
-        ConfigError: it was asked for.
+        ConfigError: ``placing`` is given.
     """
     if placing:
         raise ConfigError(
@@ -120,28 +123,28 @@ def load_weights(
     unused: tuple[str, ...] = (),
     placing: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model with the weights of a folder.
+    """Load a model with the weights of a folder.
 
     Args:
         kind: a class with ``from_pretrained``.
-        config: with overrides applied.
-        model: ``[model]``.
-        dtype: of the parameters.
-        absent: modules whose weights the folder need not have.
-        unused: modules whose weights it may have and the model not.
+        config: the config with overrides applied.
+        model: the ``[model]`` table.
+        dtype: type of the parameters.
+        absent: modules whose weights the folder may lack.
+        unused: modules whose weights the folder may have and the model lacks.
         placing: as for ``load_model``.
 
     Returns:
-        The model, and the names that were absent: their values are arbitrary.
+        The model, and the names of the weights that the folder lacks; their values are arbitrary.
 
     Raises:
         ConfigError: the folder cannot be read.
-        DataError: weights are missing, left over or of another shape.
+        DataError: weights are missing, unknown or of another shape.
     """
     built: PreTrainedModel
     info: dict[str, Any]
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of what does not fit: ours is below
+    transformers_logging.set_verbosity_error()  # hide its report of unfit weights; the one below replaces it
     try:
         built, info = kind.from_pretrained(
             model.path,
@@ -179,7 +182,7 @@ def load_weights(
 
 
 def damaged_file(path: str) -> str:
-    """Return what is wrong with the first weight file of a folder that is no safetensors file; "" where all are."""
+    """Return a message about the first weight file of a folder that is no safetensors file; "" if all are."""
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(str(file), "pt"):
@@ -192,7 +195,7 @@ def damaged_file(path: str) -> str:
 
 
 def _module(name: object) -> str:
-    """The module of a weight at the top: ``score`` of ``score.weight``."""
+    """Return the top-level module of a weight: ``score`` for ``score.weight``."""
     return str(name).partition(".")[0]
 
 

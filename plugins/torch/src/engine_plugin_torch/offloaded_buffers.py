@@ -1,7 +1,7 @@
-"""Device memory given back and taken again, whole blocks at a time.
+"""Offloading of device memory by whole storages.
 
-What a library keeps of a model are views of large buffers, in several lists of its own. What is moved is the memory below them, so
-that every view stays what it was, and the library need not know.
+A library may keep several lists of views of the same large buffers. Only the memory below the views is freed and
+restored, so every view stays valid and the library needs no change.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from torch import Tensor
 
 
 class OffloadedBuffers:
-    """Blocks of device memory that lie in host memory, or nowhere, for a while."""
+    """Blocks of device memory that are freed for a while, with or without a copy in host memory."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     def put(self, tensors: Iterable[Tensor], keep: bool = True) -> None:
-        """Free the memory of these tensors. Some cannot be freed, as that of a file which is mapped: it stays.
+        """Free the memory of these tensors. Memory that cannot be resized, such as that of a mapped file, stays.
 
         Args:
-            keep: a copy is kept in host memory; without it they come back as zeros.
+            tensors: tensors of any shape ``[D0, ...]``; views of one storage count once.
+            keep: copy the content to host memory; without a copy, the tensors are restored as zeros.
         """
         seen = set()
         for tensor in tensors:
@@ -40,7 +41,7 @@ class OffloadedBuffers:
             storage.resize_(0)
 
     def back(self) -> None:
-        """Take the memory again, with what it held."""
+        """Allocate the memory again and restore its content."""
         for storage, size, copy in self._kept:
             storage.resize_(size)
             held = _bytes(storage)

@@ -20,10 +20,16 @@ FUSED_DEVICES = frozenset({"cuda", "cpu", "mps", "xpu"})
 def build_optimizer(
     module: nn.Module, config: OptimConfig, total_steps: int, role: str = "actor"
 ) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """AdamW with decoupled weight decay on matrices only, and its schedule.
+    """Build AdamW, with decoupled weight decay on matrices only, and its schedule.
 
     Args:
-        total_steps: optimizer steps of the run; 0 where it is not known.
+        module: the model; its parameters that require gradients are optimized.
+        config: the role's ``optim`` table.
+        total_steps: optimizer steps of the run; 0 where the number is not known.
+        role: the role's name, for messages.
+
+    Raises:
+        ConfigError: the schedule needs the number of steps, which is not known.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -44,7 +50,11 @@ def build_optimizer(
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int, role: str = "actor"
 ) -> LambdaLR:
-    """Linear warm-up (step n of it uses n / warmup_steps of the peak), then the chosen shape."""
+    """Build the schedule: linear warm-up (step n uses n / warmup_steps of the peak), then the chosen shape.
+
+    Raises:
+        ConfigError: the shape needs the number of steps, which is not known.
+    """
     length = config.decay_steps or total_steps
     if config.schedule != "constant" and length <= 0:
         raise ConfigError(
@@ -53,6 +63,7 @@ def build_schedule(
         )
 
     def factor(step: int) -> float:
+        """Return the share of the peak rate at a step, counted from 0."""
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
         return config.min_lr_ratio + (1 - config.min_lr_ratio) * _shape(step)
@@ -68,7 +79,7 @@ def build_schedule(
 
 
 def optimizer_problem(built: Any) -> str:
-    """What is wrong with an answer of ``engine_build_optimizer``; "" where nothing is."""
+    """Return what is wrong with a result of ``engine_build_optimizer``; "" if nothing is."""
     pair = isinstance(built, (tuple, list)) and len(built) == 2
     if pair and hasattr(built[0], "param_groups") and (built[1] is None or hasattr(built[1], "step")):
         return ""
@@ -82,9 +93,12 @@ def optimizer_problem(built: Any) -> str:
 
 
 def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str) -> None:
-    """Refuse an optimizer without some parameters that require gradients.
+    """Refuse an optimizer that lacks some of the parameters that require gradients.
 
-    The gradient of such a parameter would never be cleared, and would count in the norm that is clipped.
+    The gradient of such a parameter would never be cleared and would count in the norm for clipping.
+
+    Raises:
+        PluginError: parameters are in no group.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trainable = {name: id(p) for name, p in module.named_parameters() if p.requires_grad}
@@ -101,11 +115,11 @@ def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str)
 
 
 def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> None:
-    """Replace the peak: the schedule's factor of this step stays, and each group's share of the largest rate."""
+    """Replace the peak rate; the schedule's factor at this step and each group's share of the largest rate stay."""
     groups = optimizer.param_groups
     bases = getattr(scheduler, "base_lrs", None) or [group.get("initial_lr", group["lr"]) for group in groups]
     bases = [float(base) for base in bases]
-    # the share first: lr * base / base is not always lr, and a resumed run has the rate of the straight one
+    # divide first: lr * base / base is not always lr, and a resumed run must have the rate of an uninterrupted one
     peaks = [lr * (base / max(bases)) if max(bases) else lr for base in bases]
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = peaks

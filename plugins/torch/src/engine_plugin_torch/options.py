@@ -1,4 +1,4 @@
-"""Option table of the reference train engine (no torch here: read by ``engine validate``)."""
+"""Option table of the reference train engine (no torch here, because ``engine validate`` reads it)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?I?)B", re.IGNORECASE)
 
 
 def bytes_of(size: str) -> int:
-    """Bytes of ``"70GiB"`` (1024^3 each), ``"500 MB"`` (1000^2 each).
+    """Return the bytes of a size such as ``"70GiB"`` (1024^3 each) or ``"500 MB"`` (1000^2 each).
 
     Raises:
-        ValueError: it is no size.
+        ValueError: ``size`` is no size.
     """
     found = SIZE.fullmatch(size.strip())
     if found is None or found[2].upper() not in UNITS:

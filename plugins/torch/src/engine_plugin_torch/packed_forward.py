@@ -1,10 +1,10 @@
-"""One forward pass over packed sequences: token ids in, log-probs at the tokens they are about out.
+"""The forward pass over packed sequences, from token ids to log-probs at the predicted tokens.
 
-Where a model can be taken apart (decoder, then head) the head runs on the positions that predict
-loss tokens only. Where it cannot, its own ``forward`` gives the logits. A model that is not known
-to keep packed sequences apart (own modules, recurrent layers) gets one sequence at a time.
+Where a model can be split into decoder and head, the head runs only on the positions that predict
+loss tokens. Where it cannot, its own ``forward`` gives the logits. A model that is not known to keep
+packed sequences separate (custom modules, recurrent layers) gets one sequence at a time.
 
-Both claims are tried on a few tokens before the first use: a model that breaks one gets the
+Both properties are tested on a few tokens before the first use. A model that fails a test gets the
 slower path, which is right for every model, and the log says so.
 """
 
@@ -31,28 +31,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-KEPT_BYTES = 2**28  # of float32 logits
+KEPT_BYTES = 2**28  # most bytes of float32 logits that ``recompute = "auto"`` keeps
 
 
 class PackedForward:
-    """Computes outputs of a module for a pack.
+    """The forward pass of a module over a pack.
 
     Args:
         module: transformers model, or a module whose ``forward(input_ids, position_ids)`` takes
-            [1, T] and gives ``logits`` [1, T, V]. With an attribute ``packs_sequences = True`` the
-            latter promises that positions that begin again keep sequences apart.
-        compute_dtype: of the forward pass; autocast where it is not the parameters' own.
+            [1, T] and returns ``logits`` [1, T, V]. With the attribute ``packs_sequences = True`` such a
+            module declares that restarting positions keep sequences separate.
+        device: the engine's device.
+        compute_dtype: type of the forward pass; autocast is used where it is narrower than the parameters' type.
         chunk: rows of logits that exist at one time.
-        compile: compile what computes log-probs from rows.
-        recompute: logits are computed again in the backward pass, instead of kept for it; ``auto``: but on the
-            CPU, where those of a pack are within ``KEPT_BYTES``.
-        mode: of ``torch.compile``.
-        share: what sequences begin with alike goes through the layers once (``prefixes``), on the CPU and with
-            attention ``varlen``; elsewhere nothing is shared.
+        compile: compile the computation of log-probs from rows.
+        recompute: compute logits again in the backward pass instead of keeping them; ``auto``: yes, except on the
+            CPU if the logits of a pack take at most ``KEPT_BYTES``.
+        mode: mode of ``torch.compile``.
+        share: compute shared prefixes of sequences once (``prefixes``), on the CPU with attention ``varlen``;
+            elsewhere nothing is shared.
     """
 
     outputs: tuple[str, ...] = OUTPUTS
-    one_scale = False  # products in 8 bits round all tokens of a pack by the largest of them
+    one_scale = False  # True: 8-bit products scale all tokens of a pack by the largest of them
 
     def __init__(
         self,
@@ -76,16 +77,16 @@ class PackedForward:
     def __call__(
         self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Outputs of one micro-batch.
+        """Compute the outputs of one micro-batch.
 
         Args:
-            pack: on the engine's device, at least one token.
-            grad: outputs with gradient (where it is enabled at all).
-            watched: outputs without.
+            pack: a batch on the engine's device with at least one token.
+            grad: outputs with gradient (where gradients are enabled).
+            watched: outputs without gradient.
 
         Returns:
-            [T] float32 each ([T, K] where an output is of several tokens a position, see ``gather_outputs``): at
-            loss tokens that have a token before them, 0 elsewhere.
+            [T] float32 each ([T, K] for outputs with several tokens per position, see ``gather_outputs``). Values are
+            at loss tokens that have a token before them, and 0 elsewhere.
         """
         self.settle()
         targets = send(predicted(pack), self.device)
@@ -99,7 +100,7 @@ class PackedForward:
     def _gather(
         self, pack: Batch, rows: Tensor, targets: Tensor, grad: Collection[str], watched: Collection[str]
     ) -> dict[str, Tensor]:
-        """Outputs at the tokens ``targets`` [N] of a pack, from what predicts them: ``rows`` [N, H]."""
+        """Compute outputs at the tokens ``targets`` [N] of a pack from the rows [N, H] that predict them."""
         return gather_outputs(
             self._logits_of,
             rows,
@@ -116,14 +117,14 @@ class PackedForward:
         )
 
     def _recomputes(self, rows: int) -> bool:
-        """Whether the logits of so many tokens are computed again in the backward pass."""
+        """Return whether the logits of ``rows`` tokens are computed again in the backward pass."""
         if self.recompute != "auto":
             return self.recompute
         few = self.head is not None and 4 * rows * self._vocabulary <= KEPT_BYTES
         return not (few and self.device.type == "cpu")
 
     def settle(self) -> None:
-        """Find out, before the first use, whether the module is what it seems: one that is not gets the slower path."""
+        """Test head and packing of the module once, before the first use; a failed test chooses the slower path."""
         if not self._tried:
             self._try()
 
@@ -131,10 +132,11 @@ class PackedForward:
         return rows.float() if self.head is None else self.head(rows)
 
     def _rows(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
-        """[T, H] hidden states, or [T, V] logits of a module that cannot be taken apart.
+        """Compute hidden states [T, H], or logits [T, V] of a module that cannot be split.
 
         Args:
-            lengths: [B] of the sequences, in host memory.
+            token_ids: [T] of the pack.
+            lengths: [B] tokens of each sequence, in host memory.
         """
         if self.packs:
             return self._run(token_ids, lengths)
@@ -160,17 +162,18 @@ class PackedForward:
                 rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]
             else:
                 rows = self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
-        rows = rows.to(self.device)  # the last layer of a model over several devices computes on another one
+        rows = rows.to(self.device)  # the last layer of a spread model may be on another device
         return rows if shared is None else rows[shared.row]
 
     def _result(self, output: Any) -> Tensor:
-        """[1, T, V] of a module that is not of transformers."""
+        """Return the logits [1, T, V] from the output of a module that is no transformers model."""
         return _logits(output)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Downwards only: weights that a sharded engine has gathered in half precision stay in it.
+        """Return autocast to the compute type, or no autocast if the weights are not wider than that type.
 
-        On CUDA, autocast to float32 is possible, and makes every product of such weights a slow one.
+        Weights that a sharded engine has gathered in half precision stay in it. On CUDA, autocast to float32 would make
+        every product of such weights slow.
         """
         own = next(self.module.parameters()).dtype
         if self.compute_dtype.itemsize >= own.itemsize:
@@ -179,7 +182,7 @@ class PackedForward:
 
     @torch.no_grad()
     def _try(self) -> None:
-        """Compare with the module's own logits; fall back where they differ."""
+        """Compare with the module's own logits; choose the slower path where they differ."""
         self._tried = True
         if not isinstance(self.module, PreTrainedModel) or not (self.packs or self.head):
             return
@@ -197,7 +200,7 @@ class PackedForward:
                 self.shares = False
 
     def _head_is_own(self) -> bool:
-        """Head after decoder, and the module as a whole, on one sequence."""
+        """Return whether decoder and head give the logits of the whole module on one sequence."""
         found = self._logits_of(self._alone())
         head, self.head = self.head, None
         own = self._logits_of(self._alone())
@@ -212,7 +215,7 @@ class PackedForward:
         return keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
 
     def _shares_rightly(self) -> bool:
-        """Two sequences that begin alike, with and without what they share."""
+        """Return whether two sequences with a shared prefix give the same rows with and without sharing."""
         ids, length = probe_ids(self._vocabulary, self.device), torch.tensor([FIRST + 1, FIRST + 3])
         pack = torch.cat([ids[: FIRST + 1], ids[:FIRST], ids[-3:]])
         found = self._run(pack, length)
@@ -222,7 +225,7 @@ class PackedForward:
         return differs_by(found, apart) <= ALIKE
 
     def _alone(self) -> Tensor:
-        """[4, ...] of the probe's second sequence."""
+        """Compute the rows [4, ...] of the probe's second sequence alone."""
         return self._run(probe_ids(self._vocabulary, self.device)[FIRST:], probe_lengths()[1:])
 
     @property
@@ -231,19 +234,19 @@ class PackedForward:
 
 
 def _attends_only(module: nn.Module) -> bool:
-    """Whether tokens meet only in attention layers: recurrent state runs across packed sequences."""
+    """Return whether a module mixes tokens only in attention layers: recurrent state runs across packed sequences."""
     if not isinstance(module, PreTrainedModel) or getattr(module, "_is_stateful", False):
         return False
     return attends_only(module.config)
 
 
 def mixes(module: nn.Module) -> None:
-    """Say that a model is not packed."""
+    """Log that a model runs one sequence at a time."""
     log.warning("%s mixes packed sequences: one sequence at a time, which is slower.", _name(module))
 
 
 def _attention(module: nn.Module) -> str | None:
-    """The attention implementation of a transformers model."""
+    """Return the attention implementation of a transformers model; None for another module."""
     config: Any = getattr(module, "config", None)
     return config.get_text_config()._attn_implementation if isinstance(module, PreTrainedModel) else None
 

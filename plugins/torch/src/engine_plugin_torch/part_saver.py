@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint, written in a thread while training goes on.
+"""The writer of one rank's part of a checkpoint, in a thread while training continues.
 
 consumes: copies of the rank's state; waits for: the disk; unblocked by: the disk; produces: files, and a future that is
 done with them.
@@ -24,13 +24,13 @@ Parts: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class PartSaver:
-    """Writes one checkpoint at a time."""
+    """A writer of one checkpoint at a time."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is written, or has failed."""
+        """Wait until the checkpoint in progress is written or has failed."""
         if self._thread is not None:
             self._thread.join()
 
@@ -43,25 +43,27 @@ class PartSaver:
         own: Mapping[str, Any],
         common: Mapping[str, Any],
     ) -> Future[None]:
-        """Begin to write; what went before must have been waited for. No collective.
+        """Start to write; call ``wait`` for an earlier checkpoint first. Not collective.
 
         Args:
-            folder: made where it is not there.
-            rank: this one.
-            size: how many there are.
-            parts: by kind of file (``weights``, ``optimizer``). Nobody may change the tensors until the future is done.
+            folder: the checkpoint's folder; it is created if missing.
+            rank: this rank.
+            size: number of ranks.
+            parts: parts by kind of file (``weights``, ``optimizer``). Their tensors must not change until the future
+                is done.
             own: plain values of this rank.
-            common: plain values of all ranks, written by the first.
+            common: plain values of all ranks, written by rank 0.
 
         Returns:
-            Done when this rank's files are there. Its error is an ``OSError`` where the disk refused; some files may
-            be there.
+            A future that is done when this rank's files are written. Its error is an ``OSError`` if the disk refuses;
+            some files may exist then.
         """
         done: Future[None] = Future()
-        own, common = copy.deepcopy((own, common))  # schedules and scales go on while the thread writes
+        own, common = copy.deepcopy((own, common))  # schedules and scales change while the thread writes
 
         def run() -> None:
-            try:  # all that a disk can refuse: before this ranks may wait for each other, here none does
+            """Write this rank's files and complete the future."""
+            try:  # all disk errors occur here, where no rank waits for another
                 folder.mkdir(parents=True, exist_ok=True)
                 for kind, (tensors, places) in parts.items():
                     write_parts(folder / shard_file(kind, rank, size), tensors, places)

@@ -1,4 +1,4 @@
-"""What this distribution offers: the train engine ``torch``."""
+"""The hooks of this distribution: the train engine ``torch``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine_plugin_torch.options import TorchOptions
 
 @hookimpl
 def engine_train_engines() -> Mapping[str, TrainBackend]:
+    """Offer the train engine ``torch``."""
     return {
         "torch": TrainBackend(
             load="engine_plugin_torch.engine:TorchEngine",

@@ -1,12 +1,12 @@
-"""The types that a role's weights and forward passes have, and what ``auto`` makes of the device.
+"""The types of a role's weights and forward passes, and the choice of ``auto`` by device.
 
-| device | a role that is trained | one that is not, or the base below an adapter |
+| device | a role that is trained | a role that is not, or the base below an adapter |
 |---|---|---|
 | accelerator with bfloat16 | float32 weights, computed in bfloat16 (autocast) | bfloat16 |
 | CPU, and any other accelerator | float32 | float32 |
 
-Trained weights stay float32: a step of size 1e-6 is lost in the 8 bits of bfloat16. Left out: float16,
-whose gradients need a scale of their own; the CPU's bfloat16 as a default, which few of them compute faster.
+Trained weights stay float32, because a step of size 1e-6 is lost in the 8 bits of bfloat16's precision. Not supported:
+float16, whose gradients need loss scaling. bfloat16 is no default on the CPU, because few CPUs compute faster in it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine_core.errors import ConfigError
 from engine_plugin_torch.options import TorchOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NAMED = {**DTYPES, "fp16": torch.float16}  # those of backends that scale the loss, too
+NAMED = {**DTYPES, "fp16": torch.float16}  # fp16 is for backends that scale the loss
 _NAMES = {dtype: name for name, dtype in NAMED.items()}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What a role computes with."""
+    """The types of a role's weights and of its forward pass."""
 
     param: torch.dtype
     compute: torch.dtype
@@ -38,16 +38,16 @@ class Precision:
 
 
 def choose(options: Any, device: torch.device, table: str, frozen: bool = False) -> Precision:
-    """The types of a role on a device. Nothing is allocated for it but one number.
+    """Return the types of a role on a device. At most one number is allocated on the device for the check.
 
     Args:
         options: the backend's table: `param_dtype`, `compute_dtype`.
-        device: that the role runs on.
-        table: where the options stand, for messages: ``actor.torch``.
-        frozen: the weights are not trained: no role's, or those below an adapter.
+        device: the device that the role runs on.
+        table: name of the options' table, for messages: ``actor.torch``.
+        frozen: the weights are not trained: the role is not trained, or they are below an adapter.
 
     Raises:
-        ConfigError: the device has no such type.
+        ConfigError: the device does not support bfloat16, which an option asks for.
     """
     fast = device.type != "cpu" and has_bf16(device)
     for key in ("param_dtype", "compute_dtype"):
@@ -64,17 +64,17 @@ def choose(options: Any, device: torch.device, table: str, frozen: bool = False)
 
 
 def find_device(name: str, default: torch.device, table: str) -> torch.device:
-    """The device that `device` of a role's table names; of ``auto`` the default.
+    """Return the device that `device` of a role's table names; the default for ``auto``.
 
     Raises:
-        ConfigError: there is none of that name here.
+        ConfigError: this machine has no device of that name.
     """
     if name == "auto":
         return default
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the kinds differ by device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the class differs by device
         raise ConfigError(
             f"{table}.device: '{name}' cannot be used here: {str(error).splitlines()[0]}. "
             "Expected 'auto', 'cpu', or an accelerator that `engine doctor` finds."
@@ -83,13 +83,13 @@ def find_device(name: str, default: torch.device, table: str) -> torch.device:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16 itself (CUDA also emulates it, slowly)."""
+    """Return whether a device computes in bfloat16 natively (CUDA also emulates it, slowly)."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         torch.ones(1, dtype=torch.bfloat16, device=device).add_(1)
-    except (RuntimeError, TypeError):  # as backends say that they have no such type
+    except (RuntimeError, TypeError):  # the errors of backends without the type
         return False
     return True
 

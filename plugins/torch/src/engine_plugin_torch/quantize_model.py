@@ -1,7 +1,7 @@
-"""Puts quantised layers into a model, one at a time, and measures what they change.
+"""The quantization of a model's layers, one at a time, with a measurement of the change in its outputs.
 
-The whole model is never on the device: it is built on the CPU, and each linear layer comes to the device
-to be quantised (and, for the measurement, to be computed with).
+The unquantized model is never on the device as a whole: it is built on the CPU, and each linear layer is moved to the
+device when it is quantized (and, for the measurement, while it computes).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Change:
-    """What quantising did.
+    """The effect of quantization, measured on the tokens of a probe.
 
     Attributes:
-        layers: that were quantised.
-        bytes_before: of all weights.
-        bytes_after: of all weights.
-        tokens: of the probe.
-        of: what was compared: ``log-prob`` of the probe's next tokens, or ``score``.
-        mean: of the absolute differences.
-        max: of the absolute differences.
-        mean_kl: of the whole model's distribution from the quantised one's, over the probe's positions; nats.
-        max_kl: the same; None of scores.
+        layers: number of quantized layers.
+        bytes_before: bytes of all weights before.
+        bytes_after: bytes of all weights after.
+        tokens: number of tokens of the probe.
+        of: the compared output: ``log-prob`` of the probe's next tokens, or ``score``.
+        mean: mean absolute difference.
+        max: largest absolute difference.
+        mean_kl: mean of KL(unquantized || quantized) over the probe's positions in nats; None for scores.
+        max_kl: largest of these KL values; None for scores.
     """
 
     layers: int
@@ -72,16 +72,16 @@ class Change:
 
 
 def check_quantized(method: str | None, device: torch.device, table: str, frozen: bool) -> None:
-    """Refuse, before anything is allocated, what cannot be quantised.
+    """Refuse a quantization that cannot work, before anything is allocated.
 
     Args:
-        method: of the backend's table.
-        device: that the role runs on.
-        table: where the options stand, for messages: ``actor.torch``.
-        frozen: the weights are not trained: no role's, or those below an adapter.
+        method: `quantize` of the backend's table.
+        device: the device that the role runs on.
+        table: name of the options' table, for messages: ``actor.torch``.
+        frozen: the weights are not trained: the role is not trained, or they are below an adapter.
 
     Raises:
-        ConfigError: the weights are trained, the library is missing, or it knows no such device.
+        ConfigError: the weights are trained, the library is missing, or the method does not support the device.
     """
     if method is None:
         return
@@ -102,19 +102,19 @@ def quantize(
     keep: Collection[str] = (),
     tokenizer: Any = None,
 ) -> Change:
-    """Replace the linear layers of a model on the CPU, bring it to a device, and say what changed.
+    """Quantize the linear layers of a model on the CPU, move the model to a device, and return the change.
 
     Args:
-        module: in its final type; changed in place.
+        module: the model on the CPU in its final type; changed in place.
         method: ``int8``, ``fp8``, ``nf4`` or ``fp4``.
-        device: that it comes to.
-        precision: of the role.
-        table: where the options stand, for messages: ``ref.torch``.
-        keep: ends of names of modules that stay whole, besides the output head.
-        tokenizer: of the probe text; without one the probe is random tokens.
+        device: the target device.
+        precision: the role's types.
+        table: name of the options' table, for messages: ``ref.torch``.
+        keep: name endings of modules that are not quantized, in addition to the output head.
+        tokenizer: tokenizer for the probe text; without it the probe consists of random tokens.
 
     Raises:
-        ConfigError: no layer can be quantised. The module was left alone.
+        ConfigError: no layer can be quantized. The module is unchanged.
     """
     layers = linear_layers(module, keep)
     if not layers:
@@ -130,7 +130,7 @@ def quantize(
     with _one_at_a_time(layers.values(), device):
         expected = _outputs(module, ids, precision)
     count = len(layers)
-    while layers:  # taken out of the list, so that the whole weight is freed
+    while layers:  # each layer is removed from the dict, so that its unquantized weight is freed
         name, layer = layers.popitem()
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, QuantizedLinear(layer.to(device), method))
@@ -139,13 +139,13 @@ def quantize(
 
 
 def num_bytes(module: nn.Module) -> int:
-    """Of all parameters and buffers, shared ones once."""
+    """Return the bytes of all parameters and buffers; shared tensors count once."""
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def linear_layers(module: nn.Module, keep: Collection[str]) -> dict[str, nn.Linear]:
-    """The layers to quantise: plain linear ones, but for heads, shared weights and what is trained whole."""
+    """Return the layers to quantize: plain linear layers, except the head, shared weights and modules in ``keep``."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return {
@@ -159,7 +159,7 @@ def linear_layers(module: nn.Module, keep: Collection[str]) -> dict[str, nn.Line
 
 
 def probe(module: nn.Module, tokenizer: Any) -> Tensor:
-    """[T] token ids that the model knows."""
+    """Return token ids [T] of the probe, which are within the model's vocabulary."""
     embeddings = getattr(module, "get_input_embeddings", lambda: None)()
     vocabulary = embeddings.weight.shape[0] if embeddings is not None else 2
     if tokenizer is not None:
@@ -171,7 +171,7 @@ def probe(module: nn.Module, tokenizer: Any) -> Tensor:
 
 @torch.no_grad()
 def _outputs(module: nn.Module, ids: Tensor, precision: Precision) -> Tensor:
-    """[T, V] logits, or [T, 1] scores; float32 on the CPU."""
+    """Compute logits [T, V], or scores [T, 1]; float32 on the CPU."""
     positions = torch.arange(len(ids), device=ids.device)[None]
     mixed = precision.param != precision.compute
     with torch.autocast(ids.device.type, precision.compute, enabled=mixed):
@@ -193,20 +193,22 @@ def _change(expected: Tensor, found: Tensor, ids: Tensor, layers: int, before: i
 
 
 def _move_own(part: nn.Module, device: torch.device) -> None:
-    """Bring a module's own tensors to a device, not its children's."""
+    """Move a module's own tensors to a device, without those of its children."""
     for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
         tensor.data = tensor.data.to(device)
 
 
 @contextlib.contextmanager
 def _one_at_a_time(layers: Collection[nn.Linear], device: torch.device) -> Iterator[None]:
-    """Each layer is on the device only while it computes."""
+    """Keep each layer on the device only while it computes, within the context."""
     hooks = []
 
     def fetch(layer: nn.Module, _: object) -> None:
+        """Move a layer to the device before it computes."""
         layer.to(device)
 
     def put_back(layer: nn.Module, *_: object) -> None:
+        """Move a layer back to the CPU."""
         layer.to("cpu")
 
     for layer in layers:

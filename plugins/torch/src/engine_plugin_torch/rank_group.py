@@ -1,7 +1,7 @@
-"""The ranks of one engine: what they tell each other in small messages, and the process group that they talk in.
+"""The ranks of one engine: their small messages and their process group.
 
-The process group is the one that the runtime made. A run of one process gets a group of its own that
-opens no socket, so that one rank goes the same way as many.
+The runtime creates the process group. A run of one process gets a group without a socket here, so that one
+rank runs the same code as several.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from engine_core.contracts.engines import Layout
 from engine_core.errors import EnvironmentProblem
 
-_OWN_GROUP = {"users": 0}  # engines that use a group of one process that was made here
+_OWN_GROUP = {"users": 0}  # number of engines that use the group of one process created here
 
 
 class RankGroup:
-    """All ranks of one role.
+    """The ranks of one role and their process group.
 
     Args:
-        rank: this one.
-        size: how many there are.
-        device: of this rank, with its index.
+        rank: this rank.
+        size: number of ranks.
+        device: device of this rank, with its index.
 
     Raises:
-        EnvironmentProblem: they have not been joined.
+        EnvironmentProblem: the ranks have no common process group.
 
     Attributes:
-        layout: place of this rank among those that get data.
+        layout: place of this rank in the distribution of data.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -39,19 +39,19 @@ class RankGroup:
         self.layout = Layout(rank, size)
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, float64, on the CPU."""
+        """Return the sum over all ranks: ``[N]`` or a scalar -> same shape, float64, on the CPU."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, float64, on the CPU."""
+        """Return the maximum over all ranks: ``[N]`` or a scalar -> same shape, float64, on the CPU."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def most(self, count: int) -> int:
-        """The largest of a number that each rank has."""
+        """Return the largest ``count`` over all ranks."""
         return int(self.largest(torch.tensor(count)))
 
     def texts(self, mine: object) -> list:
-        """What each rank says, by rank: plain values, sent as JSON."""
+        """Gather a plain value from each rank, sent as JSON; return the values by rank."""
         said = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         length = self.most(len(said))
         padded = torch.full((length,), 32, dtype=torch.uint8)  # spaces: JSON ends before them
@@ -62,10 +62,15 @@ class RankGroup:
         return [json.loads(bytes(one.cpu().tolist())) for one in every]
 
     def share(self, error: Exception | None, what: str, kind: type[Exception] = OSError) -> None:
-        """Every rank learns whether one failed, so that none waits for it.
+        """Raise on every rank if ``error`` is set on any rank, so that no rank waits for a failed one. Collective.
+
+        Args:
+            error: this rank's error, or None.
+            what: the work that failed, for messages.
+            kind: class of the error on the other ranks.
 
         Raises:
-            Exception: this rank's own error, or one that names the rank that failed.
+            Exception: this rank's error, or one of class ``kind`` that names the failed rank.
         """
         told = self.texts(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
@@ -76,11 +81,11 @@ class RankGroup:
 
     @property
     def described(self) -> dict[str, int]:
-        """How many ranks there are, and how many of them are given the same data: what a checkpoint says of who wrote it."""
+        """Number of ranks, and of ranks that get the same data, as written into a checkpoint."""
         return {"ranks": self.size, "ranks_per_slice": self.size // self.layout.dp_size}
 
     def close(self) -> None:
-        """Leave the group that was made here; that of a runtime stays."""
+        """Destroy the group created here after its last user; a runtime's group stays."""
         if self._own:
             self._own = False
             _OWN_GROUP["users"] -= 1
@@ -94,10 +99,10 @@ class RankGroup:
 
 
 def join(size: int, device: torch.device) -> bool:
-    """Make sure of a process group; True where it was made here, for one process.
+    """Ensure that a process group exists; return whether the one for a single process created here is used.
 
     Raises:
-        EnvironmentProblem: there should be several ranks and no runtime has joined them.
+        EnvironmentProblem: there are several ranks without a group, or the group has another size.
     """
     if dist.is_initialized() and not _OWN_GROUP["users"]:
         if dist.get_world_size() != size:

@@ -1,7 +1,7 @@
-"""Tensors that are spread over ranks (``DTensor``), and plain ones as if they were: the whole, and what lies here.
+"""Common functions for sharded tensors (``DTensor``) and plain tensors: the whole tensor, and the part on this rank.
 
-Everything that reads or writes a module's weights goes through these functions, so that it works on a
-sharded module as it does on a plain one.
+Everything that reads or writes a module's weights uses these functions, so it works on sharded and plain modules.
+Tensors have any shape, ``[D0, ...]`` for the whole and ``[P0, ...]`` for the part on a rank.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch.distributed.tensor import DTensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, on every rank. Of a sharded one collective: all its ranks must ask, in one order."""
+    """Return the whole tensor ``[D0, ...]`` on every rank. Collective if sharded: all its ranks call in one order."""
     return on_mesh(tensor).full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """A sharded tensor whose part lies on its mesh's kind of device, where its ranks can talk; it may lie in host memory."""
+    """Return a tensor ``[D0, ...]`` whose part is on the mesh's kind of device, moved from host memory if needed."""
     local = tensor.to_local().detach()
     kind = tensor.device_mesh.device_type
     return tensor if local.device.type == kind else like(local.to(kind), tensor)
 
 
 def here(tensor: Tensor) -> Tensor:
-    """The part that lies on this rank: a view, so that writing to it changes the tensor."""
-    # not to_local(), which is a function of autograd: a step asks for hundreds of parts
+    """Return the part ``[P0, ...]`` on this rank as a view: writing to it changes the tensor."""
+    # not to_local(), which is a slow autograd function: a step reads hundreds of parts
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @contextlib.contextmanager
 def made_whole(module: nn.Module) -> Iterator[None]:
-    """Within it the sharded parameters of a module are whole plain tensors, to compute from. Collective."""
+    """Replace a module's sharded parameters by whole plain tensors within the context. Collective."""
     held = [
         (part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None
     ]
@@ -50,14 +50,14 @@ def made_whole(module: nn.Module) -> Iterator[None]:
 
 
 def axes_that_split(tensor: Tensor) -> int:
-    """Over how many axes of its mesh a sharded tensor is split: with one, products are taken part by part."""
+    """Return over how many axes of its mesh ``tensor: [D0, ...]`` is split; products of parts need at most one."""
     if not isinstance(tensor, DTensor):
         return 0
     return sum(not placed.is_replicate() for placed in tensor.placements)
 
 
 def span(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole ``here`` is."""
+    """Return the slices of the whole ``[D0, ...]`` that ``here`` covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     chunk: Any
@@ -66,7 +66,7 @@ def span(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def copies(tensor: Tensor) -> int:
-    """How many of a sharded tensor's ranks hold each of its elements."""
+    """Return how many ranks hold each element of ``tensor: [D0, ...]``; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -74,7 +74,7 @@ def copies(tensor: Tensor) -> int:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold its part."""
+    """Return whether this rank is the first of the ranks that hold its part of ``tensor: [D0, ...]``."""
     if not isinstance(tensor, DTensor):
         return True
     place = tensor.device_mesh.get_coordinate() or ()
@@ -82,7 +82,7 @@ def is_first_copy(tensor: Tensor) -> bool:
 
 
 def like(local: Tensor, tensor: DTensor) -> DTensor:
-    """A tensor of ``tensor``'s shape and placement whose part here is ``local``."""
+    """Return a tensor with the shape ``[D0, ...]`` and placement of ``tensor`` whose part on this rank is ``local``."""
     return DTensor.from_local(
         local,
         tensor.device_mesh,
@@ -95,9 +95,9 @@ def like(local: Tensor, tensor: DTensor) -> DTensor:
 
 @torch.no_grad()
 def write(old: Tensor, new: Tensor, mix: float = 1.0) -> None:
-    """``old <- (1 - mix) * old + mix * new`` in place; ``new`` is whole, or sharded as ``old`` is.
+    """Write ``old <- (1 - mix) * old + mix * new`` in place; ``new: [D0, ...]`` is whole, or sharded as ``old`` is.
 
-    No collective: each rank writes its part. What is not of floating point is replaced.
+    Not collective: each rank writes its part. Tensors without floating point are replaced.
     """
     part = here(new) if isinstance(new, DTensor) else new[span(old)]
     target = here(old)

@@ -1,6 +1,6 @@
-"""Checkpoints and exports of an engine whose model is spread over ranks.
+"""Checkpoints and exports of an engine whose model is sharded over ranks.
 
-Each rank writes its part of a checkpoint in a thread, the first rank writes an export.
+Each rank writes its part of a checkpoint in a thread. Rank 0 writes an export.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class ShardedStore(StateStore):
-    """``StateStore`` of an engine of several ranks.
+    """The ``StateStore`` of an engine of several ranks.
 
     Attributes:
-        saver: writes this rank's parts.
+        saver: the writer of this rank's parts.
     """
 
     engine: DataParallelEngine
@@ -36,9 +36,9 @@ class ShardedStore(StateStore):
         self.saver = PartSaver()
 
     def save(self, folder: Path) -> Future[None]:
-        """Each rank writes its part in a thread, from a copy in host memory; see ``shards``.
+        """Write this rank's part in a thread, from a copy in host memory; see ``shards``.
 
-        The future is this rank's own. Training may go on at once; a second save waits for the first.
+        The future covers this rank only. Training may continue at once; a second save waits for the first.
         """
         self.saver.wait()
         parts, scalars = self._copied()
@@ -47,24 +47,24 @@ class ShardedStore(StateStore):
         return self.saver.write(folder, rank, size, parts, own, {**scalars, **self.engine.ranks.described})
 
     def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
-        """What this rank writes, in host memory, by kind of file; and plain values, the same on all ranks. Collective.
+        """Copy to host memory what this rank writes: parts by kind of file, and the common plain values. Collective.
 
-        Here: the parts of ``DTensor`` that lie on this rank.
+        Here the parts are those of ``DTensor`` on this rank.
         """
         tensors, scalars = self._state()
-        del scalars["random"]  # each rank's own
+        del scalars["random"]  # it differs by rank
         return {kind: own_parts(held, self.engine.ranks.rank) for kind, held in tensors.items()}, scalars
 
     def load(self, folder: Path) -> None:
-        """See ``StateStore``; a rank beyond those that saved keeps its random state."""
+        """Load this rank's part; a rank that the saving run did not have keeps its random state."""
         self.saver.wait()
         super().load(folder)
 
     def export(self, folder: Path, adapter: bool = False) -> None:
-        """A Hugging Face folder, written by the first rank a few tensors at a time: it never holds the whole model.
+        """Write a Hugging Face folder on rank 0, a few tensors at a time: it never holds the whole model. Collective.
 
         Raises:
-            OSError: it cannot be written; every rank raises, and a part of it may be there.
+            OSError: the folder cannot be written; every rank raises, and some files may exist.
         """
         self.need("weights")
         error: Exception | None = None
@@ -77,12 +77,12 @@ class ShardedStore(StateStore):
                 self._write_model(folder, stream)
         except OSError as problem:
             error = problem
-        for _ in stream:  # every rank gathers to the end, whatever happened to the file
+        for _ in stream:  # every rank gathers to the end, even if writing failed
             pass
         self.engine.ranks.share(error, f"Writing {folder}")
 
     def _write_model(self, folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """The first rank's work of an export."""
+        """Write the model's folder; called on rank 0."""
         write_model(folder, self.engine._plain, stream)
         if not hasattr(getattr(self.engine._plain, "config", None), "save_pretrained"):
             state.copy_config(
@@ -92,5 +92,5 @@ class ShardedStore(StateStore):
             )
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint in progress."""
         self.saver.wait()

@@ -1,13 +1,13 @@
-"""Sharded tensors as safetensors files, one a rank, that any number of ranks can read, one process too.
+"""Sharded tensors as safetensors files, one per rank, which any number of ranks can read.
 
-The format of torch.distributed.checkpoint would do, but its metadata is a pickle. Here each file tells in
-its own header (JSON) where its parts lie in the whole tensors::
+The metadata of torch.distributed.checkpoint is a pickle, so it is not used. Here each file's own header (JSON)
+says where its parts lie in the whole tensors::
 
     weights-00000-of-00002.safetensors
         "lm_head.weight"  [49, 32]
         metadata: {"shards": "{\"lm_head.weight\": {\"shape\": [97, 32], \"at\": [0, 0]}}"}
 
-Writing needs no other rank, so that it can go on in a thread. Of ranks that hold the same part the first
+Writing needs no other rank, so it can run in a thread. Of the ranks that hold the same part, the first
 writes it. A file without such a header holds whole tensors: a checkpoint of one process.
 """
 
@@ -36,16 +36,16 @@ KEY = "shards"
 
 
 def shard_file(kind: str, rank: int, size: int) -> str:
-    """Name of one rank's file."""
+    """Return the name of one rank's file."""
     return f"{kind}-{rank:05d}-of-{size:05d}.safetensors"
 
 
 def own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copies, in host memory, of the parts that this rank writes, and where they lie.
+    """Copy the parts that this rank writes to host memory; return them with their places in the whole tensors.
 
     Args:
-        tensors: sharded ones, and plain ones, which are the same on all ranks: the first writes those.
-        rank: this one.
+        tensors: sharded or plain tensors ``[D0, ...]``; plain ones are equal on all ranks, and rank 0 writes them.
+        rank: this rank.
     """
     parts: dict[str, Tensor] = {}
     places: dict[str, Any] = {}
@@ -61,10 +61,15 @@ def own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tenso
 
 
 def write_parts(path: Path, parts: Mapping[str, Tensor], places: Mapping[str, Any]) -> None:
-    """One rank's file.
+    """Write one rank's file.
+
+    Args:
+        path: the file.
+        parts: parts by name, each ``[P0, ...]``.
+        places: shape of the whole tensor and position of the part, by name.
 
     Raises:
-        OSError: it cannot be written; a part of it may be there.
+        OSError: the file cannot be written; a part of it may exist.
     """
     try:
         save_file(dict(parts), path, metadata={KEY: json.dumps(places, sort_keys=True)})
@@ -73,10 +78,10 @@ def write_parts(path: Path, parts: Mapping[str, Tensor], places: Mapping[str, An
 
 
 def checkpoint_files(folder: Path, kind: str) -> list[Path]:
-    """The files of one kind: one of one process, or those of all ranks.
+    """Return the files of one kind in a checkpoint: the file of one process, or one for each rank.
 
     Raises:
-        DataError: some are missing.
+        DataError: files are missing.
     """
     whole = folder / f"{kind}.safetensors"
     if whole.is_file():
@@ -95,19 +100,19 @@ class Shards:
     """The tensors of one kind in a checkpoint, read a part at a time.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         kind: ``weights`` or ``optimizer``.
-        files: others than those of a checkpoint.
+        files: files to read instead of the checkpoint's.
 
     Raises:
-        DataError: files are missing, or a part of a tensor is.
+        DataError: files, or parts of a tensor, are missing.
     """
 
     def __init__(self, folder: Path, kind: str, files: Sequence[Path] | None = None) -> None:
         self.folder, self.kind = folder, kind
         self._opened: dict[Path, Any] = {}
         self.shapes: dict[str, list[int]] = {}
-        # file, where it begins, its shape
+        # for each part: its file, its offset in the whole tensor, its shape
         self.parts: dict[str, list[tuple[Path, list[int], list[int]]]] = {}
         for file in checkpoint_files(folder, kind) if files is None else files:
             for name, shape, at, size_of_part in _entries(file):
@@ -121,7 +126,7 @@ class Shards:
                 )
 
     def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor, put together from the files that hold some of it."""
+        """Read the part ``wanted`` of a tensor ``[D0, ...]`` from all files that hold some of it."""
         shape = [span.stop - span.start for span in wanted]
         found: Tensor | None = None
         for file, at, size in self.parts[name]:
@@ -139,20 +144,20 @@ class Shards:
         return torch.empty(shape) if found is None else found
 
     def _file(self, file: Path) -> Any:
-        """Opened once: each opening reads the names of all tensors."""
+        """Return the opened file; each is opened once, because opening reads the names of all tensors."""
         if file not in self._opened:
             self._opened[file] = safe_open(str(file), "pt")
         return self._opened[file]
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """Read a whole tensor ``[D0, ...]``."""
         return self.read(name, tuple(slice(0, size) for size in self.shapes[name]))
 
     def fill(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Read each rank's part into these tensors, in place.
+        """Read this rank's parts of the tensors ``[D0, ...]`` in place; ``what`` names their owner in messages.
 
         Raises:
-            DataError: other names or shapes; nothing was changed.
+            DataError: names or shapes differ; nothing was changed.
         """
         self.check({name: list(tensor.shape) for name, tensor in tensors.items()}, what)
         with torch.no_grad():
@@ -160,10 +165,10 @@ class Shards:
                 here(tensor).copy_(self.read(name, span(tensor)))
 
     def check(self, shapes: Mapping[str, list[int]], what: str) -> None:
-        """That these are the names and shapes of the tensors.
+        """Check that the tensors have these names and shapes.
 
         Raises:
-            DataError: they are others.
+            DataError: names or shapes differ.
         """
         for name, shape in shapes.items():
             if name not in self.shapes:
@@ -177,7 +182,7 @@ class Shards:
 
 
 def optimizer_tensors(shards: Shards, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An optimizer's tensors ``name/key``; one of its parameter's shape is spread as the parameter is."""
+    """Read an optimizer's tensors ``[D0, ...]`` as ``name/key``; those of a parameter's shape are sharded like it."""
     found: dict[str, Tensor] = {}
     for path, shape in shards.shapes.items():
         parameter = parameters.get(path.rpartition("/")[0])
@@ -194,7 +199,7 @@ def _shifted(ranges: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...
 
 
 def _entries(file: Path) -> Iterator[tuple[str, list[int], list[int], list[int]]]:
-    """Name, whole shape, where the part begins, its shape."""
+    """Yield the name, whole shape, offset and shape of each part in a file."""
     try:
         with safe_open(str(file), "pt") as opened:
             places = json.loads((opened.metadata() or {}).get(KEY, "{}"))
@@ -210,7 +215,7 @@ EXPERT = re.compile(r"\.experts\.(\d+\.)?")
 
 
 def experts_apart(folder: Path) -> bool | None:
-    """Whether a role's checkpoint holds each expert's weights by themselves; None: it has no experts, or a format of its own."""
+    """Return whether a checkpoint holds each expert's weights separately; None without experts or in another format."""
     if not (folder / STATE).is_file() or load_json(folder / STATE).get("format") != FORMAT:
         return None
     found = [match for name in Shards(folder, "weights").shapes if (match := EXPERT.search(name))]
@@ -218,13 +223,13 @@ def experts_apart(folder: Path) -> bool | None:
 
 
 def check_experts(folder: Path, was: str, now: str, apart: bool = False) -> str:
-    """Return why an engine cannot read a checkpoint that keeps the experts of a mixture in another way; empty where it can.
+    """Return why an engine cannot read a checkpoint with its layout of experts; "" where it can.
 
     Args:
-        folder: of the role, in the common format or another one.
-        was: the engine that wrote it.
-        now: the engine that is to read it.
-        apart: ``now`` keeps each expert's weights by themselves, as folders of Hugging Face do; else all experts of a layer
+        folder: folder of the role, in the common format or another one.
+        was: the engine that wrote the checkpoint.
+        now: the engine that shall read it.
+        apart: ``now`` keeps each expert's weights separately, as Hugging Face folders do; else all experts of a layer
             are one tensor, as transformers keeps them in memory.
     """
     found = experts_apart(folder)

@@ -1,6 +1,6 @@
-"""The model without its weights: names, shapes and code of the module as it was before it was sharded.
+"""The skeleton of a model: names, shapes and code of the module before sharding, without weights.
 
-Whole weights are put into it for a while to sample from it, a layer at a time to write it to a file.
+A sampler uses it with whole weights put in for a while; exports use its names and config.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class Skeleton:
-    """A copy of a module whose parameters are on ``meta``.
+    """A copy of a module with parameters on ``meta``.
 
     Args:
-        module: not sharded yet; its buffers are copied.
-        device: of the buffers, and of weights that are put in.
+        module: the module before it is sharded; its buffers are copied.
+        device: device of the buffers.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Skeleton:
 
     @contextlib.contextmanager
     def filled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[nn.Module]:
-        """The module with these weights in it, by its own names, tied ones once."""
+        """Yield the module with these weights ``[D0, ...]``, given by its own names, tied ones once."""
         own = dict(self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
         try:

@@ -19,9 +19,9 @@ log = logging.getLogger("engine")
 
 
 def copy_config(source: str, override: Mapping[str, Any], folder: Path) -> None:
-    """Write the ``config.json`` of the folder ``source`` with the run's changes, so that a model built from it is found again.
+    """Write the ``config.json`` of the folder ``source`` with the run's overrides, so that the export can be loaded.
 
-    Where ``source`` is no folder with a config, that is a warning: only whoever built the module can load it.
+    Without a config in ``source``, log a warning: only the code that built the module can load the export.
     """
     origin = Path(source) / "config.json"
     if source and origin.is_file():
@@ -37,7 +37,7 @@ def copy_config(source: str, override: Mapping[str, Any], folder: Path) -> None:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, module: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state by parameter name: tensors as ``name/key``, and plain values."""
+    """Return an optimizer's state: tensors ``[D0, ...]`` as ``name/key`` by parameter name, and plain values."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {"groups": [], "values": {}}
@@ -54,15 +54,15 @@ def optimizer_state(
 
 
 def named_group(group: Mapping[str, Any], members: Sequence[str]) -> dict[str, Any]:
-    """A group of an optimizer as a checkpoint holds it: its settings, and names in the place of parameters."""
+    """Return an optimizer's group as a checkpoint holds it: its settings, and names instead of parameters."""
     return {**{key: value for key, value in group.items() if key != "params"}, "params": list(members)}
 
 
 def check_members(here: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> None:
-    """That an optimizer is over the parameters, by group, that the checkpoint's was over.
+    """Check that an optimizer has the same parameters in each group as the checkpoint's.
 
     Raises:
-        DataError: it is over others.
+        DataError: the parameters or groups differ.
     """
     if [list(group) for group in here] == [list(group) for group in saved]:
         return
@@ -79,10 +79,10 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """The inverse of ``optimizer_state``, for the same parameters in the same groups.
+    """Load what ``optimizer_state`` returned (tensors ``[D0, ...]``), for the same parameters in the same groups.
 
-    Settings of the groups (learning rate, betas, decay) stay those of this optimizer: they are the
-    run file's, which may have changed since.
+    The settings of the groups (learning rate, betas, decay) stay those of this optimizer: they come from the
+    run file, which may have changed.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -101,12 +101,12 @@ def load_optimizer_state(
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with what belongs to one rank of several."""
+    """Return the name of the file with the values of one rank of several."""
     return f"rank-{rank:05d}.json"
 
 
 def saved_random(folder: Path, scalars: Mapping[str, Any], rank: int, device: torch.device) -> dict[str, str]:
-    """A rank's random state in a checkpoint of one process, or of several; a rank beyond those that saved keeps its own."""
+    """Return a rank's random state from a checkpoint; a rank that the saving run did not have keeps its own."""
     with reading(folder / STATE):
         if "ranks" not in scalars:
             return dict(scalars["random"])
@@ -119,7 +119,7 @@ def saved_random(folder: Path, scalars: Mapping[str, Any], rank: int, device: to
 
 
 def random_state(device: torch.device) -> dict[str, str]:
-    """torch's generators of the CPU and of ``device``, as text."""
+    """Return the state of torch's generators of the CPU and of ``device``, as text."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -127,10 +127,10 @@ def random_state(device: torch.device) -> dict[str, str]:
 
 
 def set_random_state(states: Mapping[str, str], device: torch.device) -> None:
-    """The inverse of ``random_state``; a device that the checkpoint did not have keeps its own.
+    """Restore what ``random_state`` returned; a kind of device that the checkpoint lacks keeps its state.
 
     Raises:
-        ValueError: it is no such state.
+        ValueError: the text is no state of these generators.
     """
     decoded = {
         name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
@@ -140,5 +140,5 @@ def set_random_state(states: Mapping[str, str], device: torch.device) -> None:
         torch.set_rng_state(decoded["cpu"])
         if device.type in decoded and device.type != "cpu":
             torch.get_device_module(device).set_rng_state(decoded[device.type])
-    except RuntimeError as error:  # of another size
+    except RuntimeError as error:  # a state of another size
         raise ValueError(f"random state: {error}") from error

@@ -1,8 +1,7 @@
-"""Between host and device without waiting for either.
+"""Transfers between host and device without synchronization.
 
-What a step needs to know of a micro-batch (lengths, which tokens are learned) it reads from the copy in host memory
-that the micro-batch came from: asking the device would wait until it has done everything asked of it before, and it
-would then stand still until the next kernels are there.
+A step reads the lengths and the loss mask of a micro-batch from its copy in host memory. Reading them from the device
+would wait for all queued kernels, and the device would then be idle until the next kernels are queued.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 if TYPE_CHECKING:
     from engine_core.types import Batch
 
-PINNED = frozenset({"cuda", "xpu"})  # devices that copy from pinned host memory while the host goes on
+PINNED = frozenset({"cuda", "xpu"})  # devices that copy asynchronously from pinned host memory
 
-_SOURCES = WeakTensorKeyDictionary()  # tensor on a device -> the host tensor that it is a copy of
+_SOURCES = WeakTensorKeyDictionary()  # tensor on a device -> the host tensor that it was copied from
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on ``device``; the host does not wait for the copy."""
+    """Copy a host tensor ``[D0, ...]`` to ``device``; the host does not wait for the copy."""
     if tensor.device.type != "cpu" or device.type not in PINNED:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def send_batch(batch: Batch, device: torch.device) -> Batch:
-    """A batch in host memory on ``device``; ``on_host`` finds its lengths and its loss mask again."""
+    """Copy a batch from host memory to ``device``; ``on_host`` still finds its lengths and its loss mask."""
     moved = dataclasses.replace(
         batch,
         token_ids=send(batch.token_ids, device),
@@ -48,7 +47,7 @@ def send_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The values of a tensor in host memory, to be read only: the ones that ``send_batch`` sent, else a copy that waits."""
+    """Return a tensor ``[D0, ...]`` in host memory, read-only: the source of ``send_batch``, else a blocking copy."""
     if tensor.device.type == "cpu":
         return tensor
     source: Tensor | None = _SOURCES.get(tensor, None)
@@ -56,32 +55,32 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def predicted(pack: Batch) -> Tensor:
-    """[N] in host memory: the loss tokens of a pack that have a token before them."""
+    """Return the positions [N], in host memory, of the loss tokens of a pack that have a token before them."""
     lengths, mask = on_host(pack.lengths), on_host(pack["loss_mask"]).clone()
     mask[(lengths.cumsum(0) - lengths)[lengths > 0]] = False  # nothing predicts a first token
     return mask.nonzero().squeeze(1)
 
 
 class Fetched:
-    """Tensors on their way to host memory; ``wait`` before they are read."""
+    """Asynchronous copies to host memory; call ``wait`` before reading them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, which the device fills when it gets there."""
+        """Return a copy ``[D0, ...]`` in host memory, which the device fills later."""
         if tensor.device.type not in PINNED:
             return tensor.cpu()
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Until all copies are there."""
+        """Wait until all copies are complete."""
         if self.device.type in PINNED:
             torch.accelerator.synchronize(self.device)
 
 
 def numbers(tensors: Iterable[Tensor], device: torch.device) -> list[float]:
-    """The values of scalars, fetched together: one wait for the device."""
+    """Return the values of N scalar tensors, stacked to ``[N]`` and fetched with one wait for the device."""
     held = [tensor.detach().to(device) for tensor in tensors]
     kind = functools.reduce(torch.promote_types, (tensor.dtype for tensor in held), torch.float32)
     return torch.stack([tensor.to(kind) for tensor in held]).tolist() if held else []

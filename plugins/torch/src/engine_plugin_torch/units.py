@@ -19,12 +19,12 @@ from engine_plugin_torch.attention import is_packed, packed
 
 log = logging.getLogger("engine")
 
-_PLAIN: set[CodeType] = set()  # of functions that could not be compiled, see `compiled_where_possible`
-VARIANTS = 64  # graphs of one function: roles, with and without gradient, kinds of layers
+_PLAIN: set[CodeType] = set()  # code of functions that could not be compiled, see `compiled_where_possible`
+VARIANTS = 64  # most graphs of one function: roles, with and without gradient, kinds of layers
 
 
 def decoder_layers(module: nn.Module) -> list[str]:
-    """Names of the members of the longest ``ModuleList``: the default units."""
+    """Return the names of the members of the longest ``ModuleList``, which are the default units."""
     lists = [(name, child) for name, child in module.named_modules() if isinstance(child, nn.ModuleList)]
     if not lists:
         return []
@@ -35,12 +35,14 @@ def decoder_layers(module: nn.Module) -> list[str]:
 def checkpoint_units(
     module: nn.Module, units: Sequence[str], wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Recompute each unit in the backward pass. Parameter names stay as they are.
+    """Make each unit recompute its activations in the backward pass. Parameter names stay the same.
 
-    Units are compiled before, so that the compiled forward is what runs again.
+    Compile the units first, so that the compiled forward is what runs again.
 
     Args:
-        wanted: asked in each forward pass; where it is False, activations are kept.
+        module: the model; changed in place.
+        units: names of the submodules.
+        wanted: called in each forward pass; if it returns False, activations are kept.
     """
     for name in units:
         unit = module.get_submodule(name)
@@ -56,12 +58,12 @@ def _recomputed(wanted: Callable[[], bool], forward: Callable[..., Any], *args: 
 
 
 def as_before() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a forward pass and of its repetition in the backward pass, which runs outside of ``packed``."""
+    """Return contexts for a forward pass and its recomputation, which restores ``packed`` in the backward pass."""
     return contextlib.nullcontext(), packed() if is_packed() else contextlib.nullcontext()
 
 
 def compile_units(module: nn.Module, units: Sequence[str], mode: str = "default") -> None:
-    """Compile each unit for packed forward passes. Parameter names stay as they are."""
+    """Compile each unit for packed forward passes. Parameter names stay the same."""
     for name in units:
         unit = module.get_submodule(name)
         unit.forward = CompiledForward(unit.forward, name, mode)
@@ -70,12 +72,12 @@ def compile_units(module: nn.Module, units: Sequence[str], mode: str = "default"
 class CompiledForward:
     """A function that is compiled while sequences are packed, for any number of tokens.
 
-    A sampler that uses the same module runs the plain one: it would need a graph of its own for each
-    length of its cache. What cannot be compiled runs plain from then on, and the log says so.
+    A sampler that uses the same module runs the function without compilation, because it would need a graph for
+    each length of its cache. A function that cannot be compiled runs without from then on, and the log says so.
 
     Args:
         plain: the function.
-        name: of the unit, for the log.
+        name: name of the unit, for the log.
         mode: see ``compiled``.
     """
 
@@ -100,19 +102,21 @@ def compiled_where_possible(
     around: Callable[[Callable[..., Any]], Callable[..., Any]],
     mode: str = "default",
 ) -> Callable[..., Any]:
-    """``around(function)``, compiled, or as it is once that has failed; for a function that is made anew for each use.
+    """Return ``around(function)`` compiled, with a fallback to ``around(function)`` after a failure.
 
-    torch keeps graphs by a function's code, and so it is remembered here which ones cannot be compiled.
+    For functions that are created for each use. torch keeps graphs by a function's code, so failures are remembered by
+    code too.
 
     Args:
-        function: of a ``def``.
-        name: for the log.
-        around: what it runs in, such as ``checkpoint``, which nothing of a failed try may stay in.
+        function: a function from a ``def``.
+        name: name for the log.
+        around: a wrapper such as ``checkpoint``; the fallback uses a fresh one without the state of the failed call.
         mode: see ``compiled``.
     """
     run, plain, code = around(compiled(function, mode)), around(function), function.__code__
 
     def call(*args: Any) -> Any:
+        """Call the compiled function, or the plain one once compilation has failed."""
         if code in _PLAIN:
             return plain(*args)
         try:
@@ -135,10 +139,11 @@ def _say_that_it_runs_plain(name: str, error: Exception) -> None:
 
 
 def compiled(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
-    """``function`` by ``torch.compile``, for inputs of any length. Compiled when it is first called.
+    """Return ``function`` wrapped in ``torch.compile`` for inputs of any length; the first call compiles it.
 
     Args:
-        mode: of ``torch.compile``; one without CUDA graphs, which would need inputs at fixed places.
+        function: the function.
+        mode: a mode of ``torch.compile`` without CUDA graphs, which would need inputs at fixed addresses.
     """
     import torch._dynamo
 
@@ -147,7 +152,7 @@ def compiled(function: Callable[..., Any], mode: str = "default") -> Callable[..
 
 
 def units_problem(units: Any, module: nn.Module) -> str:
-    """What is wrong with an answer of ``engine_wrap_policy``; "" where nothing is."""
+    """Return what is wrong with a result of ``engine_wrap_policy``; "" if nothing is."""
     if not isinstance(units, (list, tuple)) or not all(isinstance(name, str) for name in units):
         return f"returned {units!r:.200}; expected a list of names of submodules, or None for the decoder layers."
     known = {name for name, _ in module.named_modules() if name}

@@ -1,11 +1,11 @@
-"""One forward pass of a model with a value head: token ids in, one number a token out.
+"""The forward pass of a model with a value head, from token ids to one number per token.
 
-Two outputs, which differ in the hidden state that they are read from:
+It has two outputs, which are read from different hidden states:
 
-* ``values[t]``, read from the hidden state of token t - 1: what is expected before token t is sampled.
-  That is the critic's V(s_t), and it stands at token t like the log-prob of token t.
-* ``scores[t]``, read from the hidden state of token t itself: what is thought of the sequence up to and
-  with token t. At the last token that is a reward model's score, as transformers computes it.
+* ``values[t]`` is read from the hidden state of token t - 1: the expected return before token t is sampled.
+  It is the critic's V(s_t), at the same position as the log-prob of token t.
+* ``scores[t]`` is read from the hidden state of token t: the score of the sequence up to and including token t.
+  At the last token it is a reward model's score, as transformers computes it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
 
 class ValueForward(PackedForward):
-    """Computes ``values`` and ``scores`` of a module for a pack.
+    """The forward pass that computes ``values`` and ``scores`` of a module for a pack.
 
     Args:
         module: a transformers model with a head ``score`` (hidden size to 1), or a module whose
-            ``forward(input_ids, position_ids)`` takes [1, T] and gives ``values`` [1, T], read from each
+            ``forward(input_ids, position_ids)`` takes [1, T] and returns ``values`` [1, T], read from each
             token's own hidden state.
-        compute_dtype: of the decoder; the head runs in the type of its weights.
+        device: the engine's device.
+        compute_dtype: type of the decoder; the head runs in the type of its weights.
 
     Raises:
-        PluginError: a transformers model without that head.
+        PluginError: ``module`` is a transformers model without that head.
     """
 
     outputs = ("values", "scores")
@@ -56,7 +57,7 @@ class ValueForward(PackedForward):
     def __call__(
         self, pack: Batch, grad: Collection[str], watched: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Outputs of one micro-batch; see ``PackedForward``.
+        """Compute the outputs of one micro-batch; arguments as in ``PackedForward``.
 
         Returns:
             [T] float32 each: ``values`` at loss tokens that have a token before them, ``scores`` at all
@@ -76,14 +77,14 @@ class ValueForward(PackedForward):
         return found
 
     def _numbers(self, rows: Tensor) -> Tensor:
-        """[N, H] -> [N] float32."""
+        """Apply the head: [N, H] -> [N] float32."""
         if self.head is None:
             return rows.squeeze(-1).float()
         weight = next(self.head.project.parameters())
         return self.head(rows.to(weight.dtype)).squeeze(-1)  # outside of autocast
 
     def _result(self, output: Any) -> Tensor:
-        """[1, T, 1] of a module that is not of transformers."""
+        """Return the values [1, T, 1] from the output of a module that is no transformers model."""
         values = getattr(output, "values", None)
         if not isinstance(values, Tensor):
             raise PluginError(
@@ -94,7 +95,7 @@ class ValueForward(PackedForward):
 
     @torch.no_grad()
     def _try(self) -> None:
-        """Compare hidden states of a pack with those of a sequence alone."""
+        """Compare the hidden states of a pack with those of a sequence alone; stop packing where they differ."""
         self._tried = True
         if not isinstance(self.module, PreTrainedModel) or not self.packs:
             return

@@ -1,11 +1,11 @@
-"""Models with a value head: the critic, which predicts a return, and the reward model, which scores.
+"""Models with a value head: the critic, which predicts returns, and the reward model, which scores.
 
 The head is one linear layer without bias on the last hidden states, called ``score`` as in transformers'
-``...ForSequenceClassification``. A folder of such a model (one label) is taken with its head; a folder of a
-language model gets a fresh head, and its ``lm_head`` is left out. Where transformers has no such class for a
-family it is made here from the family's own parts.
+``...ForSequenceClassification``. A folder of such a model (one label) is loaded with its head. A folder of a
+language model gets a fresh head, and its ``lm_head`` is not loaded. Where transformers has no such class for a
+family, this module builds it from the family's parts.
 
-Left out: families that are not in transformers. A plugin builds those (``engine_build_model``).
+Not supported: families that transformers does not know. A plugin builds those (``engine_build_model``).
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ def load_value_model(
     live: nn.Module | None = None,
     placing: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The model of a value role, on ``device``.
+    """Load the model of a value role to ``device``.
 
     Args:
         model: ``[model]``, with the role's path.
-        dtype: of the parameters, the head's too.
-        live: a model given from Python: its decoder is copied.
+        device: the device of the model.
+        dtype: type of the parameters, including the head's.
+        live: a model given from Python; its decoder is copied.
         placing: as for ``load_model``; the folder must then have the head.
 
     Raises:
-        ConfigError: the family has no decoder that transformers knows.
-        DataError: as ``load_model``.
+        ConfigError: transformers knows no decoder of the family.
+        DataError: as for ``load_model``.
     """
     if live is not None:
         if not isinstance(live, PreTrainedModel):
@@ -95,7 +96,7 @@ def load_value_model(
 
 
 def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """A model of ``module``'s own decoder (not a copy) and a fresh head."""
+    """Build a model from the decoder of ``module`` (not a copy) and a fresh head."""
     module.config.num_labels = 1
     kind = value_class(module.config)
     with torch.device("meta"):
@@ -109,7 +110,11 @@ def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class of a family's models with a head called ``score``."""
+    """Return the class of a family's models with a head called ``score``.
+
+    Raises:
+        ConfigError: transformers knows no decoder of the family.
+    """
     known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if known is not None and issubclass(known, GenericForSequenceClassification):
         return cast("type[PreTrainedModel]", known)
@@ -130,7 +135,7 @@ def _on(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def reset_head(head: nn.Linear, seed: int) -> None:
-    """N(0, 1 / (H + 1)^2): values begin near 0 (https://arxiv.org/abs/2009.01325 has the variance 1 / (H + 1))."""
+    """Draw the head from N(0, 1 / (H + 1)^2); https://arxiv.org/abs/2009.01325 has the larger variance 1 / (H + 1)."""
     generator = torch.Generator().manual_seed(seed)
     fresh = torch.empty(head.weight.shape).normal_(0.0, 1 / (head.in_features + 1), generator=generator)
     with torch.no_grad():

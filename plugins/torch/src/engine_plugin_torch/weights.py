@@ -1,9 +1,9 @@
-"""A module's weights: under its own names, and under those that ``save_pretrained`` writes.
+"""A module's weights under its own names and under those that ``save_pretrained`` writes.
 
-The two differ for few models: transformers holds the experts of a mixture in one tensor and writes
-one for each expert, as other programs expect them. A module with a LoRA adapter has its base's
-weights in layers of peft; their names are told apart here, what they mean is in ``adapter.py``. A quantised
-layer holds pieces; what is published, and what is taken, is its whole weight.
+The names differ for few models: transformers holds the experts of a mixture in one tensor and writes
+one tensor per expert, as other programs expect. A module with a LoRA adapter has its base's weights in
+peft's layers; this module separates their names, and ``adapter.py`` computes with them. A quantized layer
+holds pieces, but publishes and takes its whole weight. Weights have any shape ``[D0, ...]``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLES = 256  # values of each tensor in an identity
 
 
 def places(module: nn.Module) -> dict[str, Tensor | QuantizedLinear]:
-    """``own_weights`` with each quantised layer in the place of its pieces, by the name of its weight."""
+    """Return ``own_weights``: tensors ``[D0, ...]``, but each quantized layer itself by the name of its weight."""
     layers = {name: part for name, part in module.named_modules() if isinstance(part, QuantizedLinear)}
     if not layers:
         return {**own_weights(module)}
@@ -47,23 +47,23 @@ def places(module: nn.Module) -> dict[str, Tensor | QuantizedLinear]:
 
 
 def base_places(module: nn.Module) -> dict[str, Tensor | QuantizedLinear]:
-    """``places`` of the model below a LoRA adapter, by the names that they have without it."""
+    """Return ``places`` of the model below a LoRA adapter (``[D0, ...]``), by their names without the adapter."""
     return {base_name(name): place for name, place in places(module).items() if not OF_ADAPTER.search(name)}
 
 
 def weight_at(place: Tensor | QuantizedLinear) -> Tensor:
-    """The weight there; of a quantised layer made anew."""
+    """Return the weight ``[D0, ...]`` at a place, dequantized if needed."""
     return place if isinstance(place, Tensor) else place.weight
 
 
 def published_weights(
     module: Any, own: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the names of ``save_pretrained``; see ``weight_names.published``.
+    """Yield the weights ``[D0, ...]`` under the names of ``save_pretrained``; see ``weight_names.published``.
 
     Args:
-        module: the model; quantized layers come as whole weights.
-        own: other tensors than its own, by the module's names and in their order; taken as they are needed.
+        module: the model; quantized layers yield dequantized weights.
+        own: tensors to publish instead of the module's, by its names and in its order; read lazily.
     """
     own = ((name, weight_at(place)) for name, place in places(module).items()) if own is None else own
     yield from published(module, own)
@@ -76,17 +76,17 @@ def take_weights(
     mix: float = 1.0,
     own: Mapping[str, Any] | None = None,
 ) -> None:
-    """``w <- (1 - mix) * w + mix * new`` for weights under the module's own names.
+    """Write ``w <- (1 - mix) * w + mix * new`` for weights under the module's own names.
 
     Args:
         module: the model.
-        stream: names and tensors, in any order.
-        mix: share of the new.
-        own: the weights that must come, by name: tensors, or what has their ``shape`` and a method ``store(new, mix)``;
-            default: all of the module's, quantised ones whole.
+        stream: names and whole tensors ``[D0, ...]``, in any order.
+        mix: share of the new weights.
+        own: the required weights by name: tensors, or objects with ``shape`` and a method ``store(new, mix)``;
+            default: all weights of the module, quantized layers as whole weights.
 
     Raises:
-        DataError: a name or shape does not fit, or weights are missing. Those before it were taken.
+        DataError: a name or shape does not fit, or weights are missing. Earlier weights have been written.
     """
     own = places(module) if own is None else own
     left = set(own)
@@ -109,7 +109,10 @@ def take_weights(
 
 
 def to_own_names(module: Any, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """The inverse of ``published_weights``; a model that converts is gathered whole to do it."""
+    """Return the weights ``[D0, ...]`` under the module's own names, the inverse of ``published_weights``.
+
+    A model whose names differ needs all weights in memory for it.
+    """
     if not converts(module):
         return stream
     weights = dict(stream)
@@ -129,9 +132,9 @@ def _refuse(name: str, info: Mapping[str, Any]) -> None:
 
 
 def identity(tensors: Mapping[str, Tensor]) -> str:
-    """A hash by which weights are known again: names, shapes and some values of each tensor.
+    """Return a hash that identifies weights ``[D0, ...]`` by names, shapes and some values of each tensor.
 
-    Values are rounded to bfloat16 first, so that it is the same in every type and on every device.
+    Values are rounded to bfloat16 first, so the hash is the same for every type and device.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
