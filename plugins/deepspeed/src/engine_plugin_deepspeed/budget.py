@@ -35,7 +35,7 @@ class DeepSpeedBudget(SharedBudget):
         )
 
     def halve(self, batch: Batch, error: Exception) -> bool:
-        """Refuse to retry under ZeRO: DeepSpeed's buffers hold the failed attempt's gradients, which would count twice."""
+        """Refuse to retry under ZeRO: a failed attempt's gradients stay in DeepSpeed's buffers and count twice."""
         if self.engine.zero is None:
             return super().halve(batch, error)
         return self.refuse_retry("What DeepSpeed has summed so far cannot be taken back.")
