@@ -126,7 +126,7 @@ class DeepSpeedOptions(ForwardOptions):
 
     @property
     def param_dtype(self) -> Literal["auto", "fp32"]:
-        """Type of the plain parameters: ``fp32`` for ``fp16`` and ``fp32``, else ``auto``."""
+        """Type of the weights that the optimizer updates, as ``precision.choose`` reads it: float32 if trained."""
         return "fp32" if self.compute_dtype in ("fp16", "fp32") else "auto"
 
     @model_validator(mode="after")

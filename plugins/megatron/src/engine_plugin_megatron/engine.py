@@ -1,5 +1,4 @@
-"""The train engine ``megatron``: models of megatron-core, spread over ranks by tensor, pipeline, context, expert and data
-parallelism.
+"""The train engine ``megatron``: models of megatron-core with tensor, pipeline, context, expert and data parallelism.
 
 Unlike in ``TorchEngine``, megatron-core builds the model, runs it and takes the optimizer steps. All ranks of one model
 copy receive the same sequences and plan the same micro-batches; the number of micro-batches is equal on all ranks. The
@@ -99,8 +98,8 @@ class MegatronEngine(DataParallelEngine):
         """Refuse a role that cannot run: its layout, adapters, type or device.
 
         Raises:
-            ConfigError: the ranks do not fit the layout, the role has an adapter, or the device is no CUDA device or
-                lacks bfloat16.
+            ConfigError: the ranks do not fit the layout, the role has an adapter, the machine has no CUDA device, or
+                the device lacks bfloat16.
         """
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         layout_of(options, context.world_size, context.role)

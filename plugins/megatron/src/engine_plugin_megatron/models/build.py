@@ -112,7 +112,7 @@ def gpt_model(
         pre_process: the chunk has the embedding.
         post_process: the chunk has the last norm and the output layer.
         vp_stage: number of the chunk with `virtual_pp`.
-        value_head: the output is one number per token ([length, batch, 1]) instead of logits.
+        value_head: the output is one number per token ([batch, length, 1]) instead of logits.
     """
     model = GPTModel(
         config,

@@ -22,7 +22,7 @@ class Stretch(PackedSeqParams):
 
 
 class StretchRotary(nn.Module):
-    """A replacement of megatron-core's ``RotaryEmbedding``, whose positions always begin at 0, that takes positions.
+    """A rotary embedding of given positions; those of megatron-core's ``RotaryEmbedding`` begin at 0 in each sequence.
 
     Args:
         inverse_frequencies: [dim / 2].
