@@ -1,14 +1,14 @@
 """Environments: rollouts of several turns, with tools or simulated users between them.
 
-An environment is ``async def f(episode, **options) -> Rollout``: it samples turns of the policy, appends
-what answers them, and gives the rollout. All episodes of a step run at once on one asyncio loop, in a
-thread of the controller; the controller's main thread answers their samples by the rollout engine, so an
-episode that waits for a tool holds up no other.
+An environment is ``async def f(episode, **options) -> Rollout``. It samples turns of the policy, appends the answers to
+them, and returns the rollout. All episodes of a step run concurrently on one asyncio loop, in a thread of the
+controller. The controller's main thread samples their turns with the rollout engine, so an episode that waits for a
+tool does not delay the others.
 
-Tokens are never encoded again: what the policy sampled stays as it was sampled, what answers it is
-encoded once and appended. That a returned rollout keeps to it is checked.
+Tokens are never encoded again: sampled tokens stay as sampled, and answers are encoded once and appended. The engine
+checks that a returned rollout obeys this.
 
-Left out: running code that nobody trusts. Episodes live in the controller's process.
+Not supported: untrusted code. Episodes run in the controller's process.
 """
 
 from engine_plugin_agents.calls import ToolCall, find_tag, json_calls

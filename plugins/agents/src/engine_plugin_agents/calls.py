@@ -1,7 +1,7 @@
-"""Tool calls: read out of sampled text, and run with a time limit.
+"""Tool calls: parsed from sampled text, and run with a time limit.
 
-Text is decoded for reading only. A call that cannot be read or fails becomes a text for the policy, which
-may learn from it; it is no failure of the episode.
+Text is decoded for parsing only. A call that cannot be parsed or fails becomes a text for the policy, which may learn
+from it. It does not make the episode fail.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MESSAGE_CHARACTERS = 300
 
 
 def find_tag(text: str, tag: str) -> str | None:
-    """What stands between the first ``<tag>`` and ``</tag>``, without white space around it; None: there is no such pair."""
+    """Return the text between the first ``<tag>`` and the next ``</tag>``, stripped; None without such a pair."""
     found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     return found[1].strip() if found else None
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """``ToolCall("search", {"query": "tides"})``; with a ``problem`` it could not be read."""
+    """A tool call, e.g. ``ToolCall("search", {"query": "tides"})``; a ``problem`` says why it could not be parsed."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -34,10 +34,9 @@ class ToolCall:
 
 
 def json_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
-    """All ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text, the form of Hermes and Qwen.
+    """Return all calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text: Hermes and Qwen's form.
 
-    One that is no such object is there too, with what is wrong with it. A tag that is never closed runs to
-    the end of the text.
+    A call that cannot be parsed is returned with its ``problem``. An unclosed tag extends to the end of the text.
     """
     pattern = rf"<{re.escape(tag)}>(.*?)(?:</{re.escape(tag)}>|\Z)"
     return [_read(inner) for inner in re.findall(pattern, text, re.DOTALL)]
@@ -57,21 +56,22 @@ def _read(text: str) -> ToolCall:
 
 
 def told(error: BaseException) -> str:
-    """An error as the policy is told it."""
+    """Return an error as text for the policy."""
     return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
 
 async def limited(call: Callable[[], Any], seconds: float, threads: set[threading.Thread]) -> Any:
-    """The result of a call, of a coroutine function or a blocking one, which runs in a thread of its own.
+    """Run a coroutine function, or a blocking function in a dedicated thread, with a time limit; return its result.
 
     Args:
-        call: without arguments.
-        seconds: after them a coroutine is cancelled and a thread is left to itself; neither is waited for.
-        threads: where a thread is entered while it runs.
+        call: the function, without arguments.
+        seconds: the time limit. After it a coroutine is cancelled and a thread is abandoned, without waiting for
+            either.
+        threads: a set that contains the thread while it runs.
 
     Raises:
-        TimeoutError: no answer in time.
-        Exception: what the call raised.
+        TimeoutError: no result in time.
+        Exception: the error that the call raised.
     """
     future: asyncio.Future[Any]
     future = asyncio.ensure_future(contained(call)) if _is_async(call) else _in_thread(call, threads)
@@ -85,7 +85,12 @@ async def limited(call: Callable[[], Any], seconds: float, threads: set[threadin
 
 
 async def contained(call: Callable[[], Awaitable[Any]]) -> Any:
-    """Its result; an exit becomes an error, because it would end the loop and every episode with it."""
+    """Await a call and return its result.
+
+    Raises:
+        RuntimeError: the call raised ``SystemExit`` or ``KeyboardInterrupt``, which would end the loop and all
+            episodes.
+    """
     try:
         return await call()
     except (SystemExit, KeyboardInterrupt) as exit:
@@ -100,7 +105,7 @@ def _is_async(call: Any) -> bool:
 
 
 def _in_thread(call: Callable[[], Any], threads: set[threading.Thread]) -> asyncio.Future[Any]:
-    """Not the loop's executor: it has few threads, and its end waits for all of them.
+    """Run a call in a new daemon thread. The loop's executor has few threads and would wait for all at its end.
 
     consumes: one call; waits for: the tool; unblocked by: its result, or never; produces: the result, in the loop.
     """
@@ -108,6 +113,7 @@ def _in_thread(call: Callable[[], Any], threads: set[threading.Thread]) -> async
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(result: Any, error: Exception | None) -> None:
+        """Set the future's result or error, in the loop."""
         threads.discard(thread)
         if future.done():
             return
@@ -117,15 +123,16 @@ def _in_thread(call: Callable[[], Any], threads: set[threading.Thread]) -> async
             future.set_exception(error)
 
     def work() -> None:
+        """Run the call in the thread, and post its result or error to the loop."""
         result: Any = None
         error: Exception | None = None
         try:
             result = call()
-        except StopIteration as stop:  # a future refuses it
+        except StopIteration as stop:  # a future does not accept StopIteration
             error = RuntimeError(f"StopIteration: {stop.value}")
         except Exception as raised:
             error = raised
-        except BaseException as raised:  # SystemExit: of the tool, not of the run
+        except BaseException as raised:  # a tool's SystemExit must not end the run
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

@@ -1,4 +1,4 @@
-"""What an environment must be before a run starts, and what it must give back."""
+"""Checks of an environment before a run starts, and of the rollouts that it returns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ Play = Callable[["Episode"], Awaitable[Any]]
 
 
 def load_environment(config: EnvironmentConfig, plugins: PluginSet) -> tuple[Play, str]:
-    """What plays an episode, its options filled in, and its name with its plugin's for messages.
+    """Load the environment.
+
+    Returns:
+        The function that plays an episode, with its options bound, and a label for messages.
 
     Raises:
-        PluginError: it is not asynchronous, or cannot be called with an episode and its options.
+        PluginError: the environment is not asynchronous, or cannot be called with an episode and its options.
     """
     found = plugins.resolve("environments", config.name)
     label = f"{plugins.chosen['environments', config.name][1].label}: environment '{config.name}'"
@@ -41,6 +44,7 @@ def load_environment(config: EnvironmentConfig, plugins: PluginSet) -> tuple[Pla
     )
 
     def play(episode: Episode) -> Awaitable[Any]:
+        """Play an episode with the environment's options."""
         return cast("Awaitable[Any]", found(episode, **options))
 
     return play, label
@@ -66,10 +70,10 @@ def _check_call(label: str, call: str, found: Any, given: tuple[str, ...], optio
 
 
 def check_reward_names(config: EnvironmentConfig, spec: Environment, others: Collection[str]) -> None:
-    """Refuse a weight of a reward that no episode sets, and a reward of a name that ``[[reward]]`` has.
+    """Refuse weights of rewards that the environment does not set, and reward names that ``[[reward]]`` also has.
 
     Raises:
-        ConfigError: with the nearest known name.
+        ConfigError: such a name exists; the message suggests the nearest known name.
     """
     problems = [
         f"environment.reward_weights: environment '{config.name}' sets no reward '{name}'."
@@ -87,7 +91,11 @@ def check_reward_names(config: EnvironmentConfig, spec: Environment, others: Col
 
 
 def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collection[str]) -> None:
-    """Refuse data that lacks what the environment reads."""
+    """Refuse data that lacks a column which the environment needs.
+
+    Raises:
+        DataError: a column is missing.
+    """
     for column in sorted(spec.needs - set(columns)):
         raise DataError(
             f"Environment '{config.name}' needs the column '{column}', which the data lacks."
@@ -96,16 +104,19 @@ def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collect
 
 
 def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
-    """What an episode returned, if it keeps the tokens as they were given and sampled.
+    """Check the return value of an environment and set ``extras["turns"]``.
 
     Args:
-        label: names the environment and its plugin.
-        made: what its function returned.
-        episode: whose policy knows what it sampled, and after which tokens.
+        label: the names of the environment and its plugin, for messages.
+        made: the environment's return value.
+        episode: the episode, whose policy has recorded the sampled turns.
+
+    Returns:
+        ``made``.
 
     Raises:
-        PluginError: it is no rollout, has another prompt, is too long, or learns from a token that the policy
-            did not sample there.
+        PluginError: it is no rollout, has another prompt, is too long, or marks a token in ``loss_mask`` that the
+            policy did not sample there.
     """
     if not isinstance(made, Rollout):
         shown = f"{made!r:.60} ({type(made).__name__})"
@@ -125,10 +136,13 @@ def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
 
 
 def _check_sampled(label: str, made: Rollout, episode: Episode) -> Tensor:
-    """Every token that is learned from was sampled after the very tokens before it, with that log-prob.
+    """Check that the policy sampled each token of ``loss_mask`` after exactly the tokens before it, with its log-prob.
 
     Returns:
         [T] int32: 0 in the prompt, then the number of the turn that a token belongs to or follows.
+
+    Raises:
+        PluginError: a token of ``loss_mask`` was not sampled there, or has other log-probs or policy versions.
     """
     token_ids = made.token_ids.tolist()
     left, turns = made.loss_mask.bool().clone(), made.policy_versions.new_zeros(len(token_ids))

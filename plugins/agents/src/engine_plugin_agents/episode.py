@@ -1,4 +1,4 @@
-"""One episode: what an environment's function receives, and the rollout that comes of it."""
+"""The episode: the argument of an environment's function, from which it builds the rollout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Episode", "LimitReached"]
 
 
 class Episode:
-    """A prompt, the policy, and the tokens that came of both so far.
+    """An episode: a prompt, the policy, and the sequence of tokens so far.
 
     Example::
 
@@ -37,9 +37,9 @@ class Episode:
             return episode.rollout({"correct": float(turn.text.endswith(episode.prompt.columns["answer"]))})
 
     Args:
-        policy: samples for this episode alone.
+        policy: the policy, which samples for this episode only.
         chat: the chat template of the policy's tokenizer.
-        names: rewards that the environment sets.
+        names: names of the rewards that the environment sets.
     """
 
     def __init__(self, policy: Policy, chat: ChatFormat, names: frozenset[str] = frozenset()) -> None:
@@ -47,15 +47,15 @@ class Episode:
         self.prompt: Prompt = policy.request.prompt  # with the row's columns
         self.tokenizer: Any = policy.tokenizer
         self.token_ids: list[int] = list(self.prompt.token_ids)  # the sequence so far
-        self.messages: list[dict[str, str]] = []  # the same after the prompt, readable
+        self.messages: list[dict[str, str]] = []  # the same after the prompt, as text
         self.counts: Counter[str] = Counter()  # tool_calls, tool_errors, tool_timeouts
-        self.threads: set[threading.Thread] = set()  # of tools that run, or never came back
+        self.threads: set[threading.Thread] = set()  # threads of tools that still run
         self._names = names
-        self._turns: list[tuple[int, Turn]] = []  # where it begins, and the turn
+        self._turns: list[tuple[int, Turn]] = []  # position of its first token, and the turn
 
     @property
     def seed(self) -> int:
-        """A seed of this episode, the same in a run that is repeated or resumed: ``random.Random(episode.seed)``."""
+        """A seed of this episode, equal in a repeated or resumed run: ``random.Random(episode.seed)``."""
         return self.policy.request.sampling.seed or 0
 
     @property
@@ -65,7 +65,7 @@ class Episode:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that fit into the sequence."""
+        """Number of tokens that still fit into the sequence."""
         return self.policy.limits.tokens - len(self.token_ids)
 
     async def sample(
@@ -75,13 +75,14 @@ class Episode:
         stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
     ) -> Turn:
-        """Have the policy speak, and append what it said.
+        """Sample a turn of the policy and append it to the sequence.
 
         Args:
-            max_tokens, stop, stop_token_ids: as of ``Policy.sample``.
+            max_tokens, stop, stop_token_ids: as in ``Policy.sample``.
 
         Raises:
             LimitReached: no turn or no token is left; see ``goes_on``.
+            RuntimeError: the sequence was changed while the turn was sampled.
         """
         start = len(self.token_ids)
         turn = await self.policy.sample(
@@ -98,16 +99,16 @@ class Episode:
         return turn
 
     def append(self, text: str, role: str = "tool", *, control_tokens: bool = False) -> None:
-        """Append a text that the policy did not say, without the chat template.
+        """Append a text that the policy did not sample, without the chat template.
 
         Args:
-            text: any marks that the model expects are part of it.
-            role: for people and rewards.
-            control_tokens: recognize control tokens such as ``<|im_end|>`` in the text, where none of it comes
-                from outside; else they are encoded as plain text, unless ``[data] control_tokens`` is ``allow``.
+            text: the text, including any delimiters that the model expects.
+            role: the message's role, for logs and rewards; the model does not see it.
+            control_tokens: encode control tokens such as ``<|im_end|>`` in the text as such; only for trusted text. By
+                default they are encoded as plain text, unless ``[data] control_tokens`` is ``allow``.
 
         Raises:
-            LimitReached: it does not fit; nothing was appended.
+            LimitReached: the text does not fit; nothing was appended.
         """
         if control_tokens:
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -116,17 +117,17 @@ class Episode:
         self._extend(ids, [{"role": role, "content": text}])
 
     def append_messages(self, *messages: dict[str, str]) -> None:
-        """Append messages as the chat template writes them, up to where the policy speaks again.
+        """Append messages in the chat template's format, up to the beginning of the policy's next turn.
 
-        The sampled tokens stay as they are; the end of the turn is added where the policy left it out.
+        Sampled tokens do not change. The end-of-turn token is added if the policy did not sample it.
 
         Args:
-            messages: ``{"role": "tool", "content": "84"}``; where the template does not know a role, the message
-                becomes the user's.
+            messages: e.g. ``{"role": "tool", "content": "84"}``. A message of a role that the template does not know
+                becomes a user message.
 
         Raises:
-            LimitReached: they do not fit; nothing was appended.
-            DataError: the tokenizer has no chat template that allows it.
+            LimitReached: the messages do not fit; nothing was appended.
+            DataError: the tokenizer has no chat template that supports this.
         """
         tools, stops = self.prompt.columns.get("tools"), self.policy.request.sampling.stop_token_ids
         usable = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
@@ -142,12 +143,12 @@ class Episode:
     async def call(
         self, tool: Callable[..., Any], /, *arguments: Any, seconds: float | None = None, **named: Any
     ) -> str:
-        """Run a tool and give its answer as text; an error or a missing answer is a text too.
+        """Run a tool and return its answer as text; an error or a timeout becomes a text too.
 
         Args:
-            tool: a coroutine function, or a blocking one, which gets a thread of its own.
-            arguments, named: its arguments.
-            seconds: after them the tool is left to itself; default: `environment.tool_timeout_seconds`.
+            tool: a coroutine function, or a blocking function, which runs in a dedicated thread.
+            arguments, named: the tool's arguments.
+            seconds: time limit, after which the tool is abandoned; default: `environment.tool_timeout_seconds`.
         """
         self.counts["tool_calls"] += 1
         limit = self.policy.limits.tool_seconds if seconds is None else seconds
@@ -164,11 +165,11 @@ class Episode:
         """Run the JSON tool calls of a turn one after another and append the answers as ``tool`` messages.
 
         Args:
-            turn: as ``sample`` gave it.
-            tools: by the name that the policy uses.
+            turn: the result of ``sample``.
+            tools: the tools, by the name that the policy uses.
 
         Returns:
-            How many calls the turn had; 0: nothing was appended.
+            The number of calls in the turn; 0: nothing was appended.
         """
         answers = [await self._answer(call, tools) for call in json_calls(turn.text)]
         if answers:
@@ -186,20 +187,19 @@ class Episode:
             self.counts["tool_errors"] += 1
             return f"error: {problem}"
         assert tool is not None
-        bound = partial(tool, **call.arguments)  # here: names such as "seconds" are the tool's
+        bound = partial(tool, **call.arguments)  # bound here: names such as "seconds" are the tool's
         return await self.call(bound)
 
     def rollout(self, rewards: Mapping[str, float | None] | None = None) -> Rollout:
-        """The episode as it is now.
+        """Return the episode so far as a rollout.
 
         Args:
-            rewards: by the names that the environment declares; None or absent: does not apply.
+            rewards: values by the names that the environment declares; None or absent: the reward does not apply.
 
         Returns:
-            A rollout whose ``loss_mask`` is True on what the policy said and nothing else.
-            ``extras["turns"]`` [T] int32 is 0 in the prompt, then the number of the turn that a token
-            belongs to or follows. It counts as truncated (``length``) where the policy's last turn was cut or it
-            had no last word.
+            A rollout whose ``loss_mask`` [T] is True exactly on sampled tokens. ``extras["turns"]`` [T] int32 is 0 in
+            the prompt, then the number of the turn that a token belongs to or follows. ``finish_reason`` is that of the
+            last turn, or ``length`` (truncated) where the sequence does not end with a turn.
         """
         import torch
 
@@ -235,7 +235,7 @@ class Episode:
 
 
 def _misfit(call: ToolCall, tool: Any) -> str:
-    """Why the arguments are not the tool's; empty where they are, or where a tool in C does not say what it takes."""
+    """Return why the arguments do not fit the tool; empty if they fit, or if a tool in C has no signature."""
     try:
         signature = inspect.signature(tool)
     except ValueError:
@@ -248,7 +248,7 @@ def _misfit(call: ToolCall, tool: Any) -> str:
 
 
 def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:
-    """Zeros for every extra that a turn has, with as many entries as the sequence; of the support, none."""
+    """Return blank extras of the sequence's length: zeros, and -1 (no token) for the support."""
     found = {name: values for _, turn in turns for name, values in turn.extras.items()}
     blank = {name: values.new_zeros((length, *values.shape[1:])) for name, values in found.items()}
     if widths := [turn.extras[SUPPORT].shape[1] for _, turn in turns if SUPPORT in turn.extras]:

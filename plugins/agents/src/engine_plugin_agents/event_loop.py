@@ -1,8 +1,8 @@
-"""Where episodes run: one asyncio loop in a thread of its own, and what the controller hears from it.
+"""The asyncio loop of episodes, in a dedicated thread, and its messages to the controller.
 
-The controller's main thread samples (``runner``); it takes signals, and a worker group is called from one
-thread only. The loop therefore lives elsewhere, and goes on while a batch is being sampled, so that
-time limits of tools are theirs.
+The controller's main thread samples (``runner``), because it handles signals and a worker group may be called from one
+thread only. The loop therefore has a separate thread and continues while a batch is sampled, so that sampling does not
+count against the tools' time limits.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ NOTHING_SAMPLED = (
 
 
 class LoopThread:
-    """An asyncio loop in a daemon thread: it ends with the process, whatever runs on it.
+    """An asyncio loop in a daemon thread, which ends with the process even if a task blocks it.
 
-    consumes: functions that are posted, episodes; waits for: sampled turns, tools, timers; unblocked by: ``post``, tools
-    that answer, the clock; produces: requests for turns, finished episodes, for the main thread.
+    consumes: posted functions, episodes; waits for: sampled turns, tools, timers; unblocked by: ``post``, tools that
+    answer, the clock; produces: requests for turns, finished episodes, for the main thread.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-episodes")
         self._thread.start()
-        self._asked: float | None = None  # when it was asked for a sign of life that did not come yet
+        self._asked: float | None = None  # when the pending probe of the loop was posted
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have the loop call a function."""
+        """Schedule a function call on the loop, from any thread."""
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def silent_seconds(self) -> float:
-        """How long it has not come round, since it was first asked; ask again and again."""
+        """Return how long the loop has not run a posted probe; the first call posts the probe, so call repeatedly."""
         asked = self._asked
         if asked is None:
             asked = self._asked = time.monotonic()
@@ -70,7 +70,7 @@ class LoopThread:
         self._asked = None
 
     def where(self) -> str:
-        """The line that its thread is at."""
+        """Return the line of code that the loop's thread executes."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
             return "its end"
@@ -78,7 +78,7 @@ class LoopThread:
         return f"{at.filename}:{at.lineno} in {at.name}: {at.line}"
 
     def close(self) -> None:
-        """Cancel what runs on it and stop it; what does not let itself be cancelled is left where it is."""
+        """Cancel the loop's tasks and stop it; tasks that resist cancellation are abandoned."""
         asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         self._thread.join(timeout=CLOSE_SECONDS)
         if not self._thread.is_alive():
@@ -95,34 +95,34 @@ class LoopThread:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How one episode ended."""
+    """The end of one episode."""
 
     number: int
-    rollout: Rollout  # what there is of it
+    rollout: Rollout  # of a failed episode, the part that exists
     failure: str = ""  # "", "error", "timeout"
     message: str = ""
     trace: str = ""
-    limited: bool = False  # no turn or token was left
+    limited: bool = False  # ended because no turn or token was left
 
 
 @dataclass(slots=True)
 class News:
-    """What the loop had to say since it was last asked."""
+    """The loop's messages since the previous call of ``Session.news``."""
 
     requests: list[Request] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)  # requests that nobody waits for any more
+    dropped: list[str] = field(default_factory=list)  # ids of requests whose episode no longer waits
     finished: list[Finished] = field(default_factory=list)
-    broken: list[Exception] = field(default_factory=list)  # what ends the run
+    broken: list[Exception] = field(default_factory=list)  # errors that end the run
 
 
 class Session:
-    """The episodes of one call, on the loop.
+    """The episodes of one call of ``EnvironmentRunner.run``, on the loop.
 
     Args:
-        play: the environment.
-        label: names it and its plugin.
-        rewards: names that it declares.
-        max_concurrent: episodes at once; 0: all.
+        play: the environment's function.
+        label: the names of the environment and its plugin, for messages.
+        rewards: names of the rewards that the environment declares.
+        max_concurrent: maximum number of concurrent episodes; 0: all.
     """
 
     def __init__(self, play: Play, label: str, rewards: frozenset[str], max_concurrent: int) -> None:
@@ -137,7 +137,7 @@ class Session:
     # in the main thread
 
     def news(self, seconds: float) -> News:
-        """What there is to hear; waits for the first so long."""
+        """Return all pending messages; wait up to ``seconds`` for the first."""
         news = News()
         with contextlib.suppress(Empty):
             self._news.get(timeout=seconds)(news) if seconds else self._news.get_nowait()(news)
@@ -148,7 +148,7 @@ class Session:
     # in the loop's thread
 
     def begin(self, episodes: Sequence[Episode]) -> None:
-        """Start them."""
+        """Start the episodes."""
         slots = asyncio.Semaphore(self.max_concurrent or len(episodes))
         self._tasks = [
             asyncio.ensure_future(self._run(number, episode, slots))
@@ -156,19 +156,19 @@ class Session:
         ]
 
     def answer(self, rollouts: Sequence[Rollout]) -> None:
-        """What was sampled, to those who wait for it."""
+        """Deliver sampled turns to the episodes that wait for them."""
         for rollout in rollouts:
             future = self._futures.get(rollout.request_id)
             if future is not None and not future.done():
                 future.set_result(rollout)
 
     def cancel(self) -> None:
-        """Leave all of them; nobody waits for their ends."""
+        """Cancel all episodes without waiting for their ends."""
         for task in self._tasks:
             task.cancel()
 
     async def ask(self, request: Request) -> Rollout:
-        """Have a request sampled; those of one turn of the loop go together."""
+        """Send a request and return its rollout; requests of one iteration of the loop are sent together."""
         future = self._futures[request.id] = asyncio.get_running_loop().create_future()
         if not self._fresh:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -194,11 +194,11 @@ class Session:
                 await asyncio.wait({task}, timeout=seconds)
             finally:
                 in_time = task.done()
-                task.cancel()  # one that does not let itself be cancelled is left behind
+                task.cancel()  # a task that resists cancellation is abandoned
                 episode.policy.close()
             try:
                 finished = self._ending(number, episode, task, in_time)
-            except Exception as error:  # of the engine: the environment's own are in its task
+            except Exception as error:  # an engine error; the environment's errors are in its task
                 broken = error
                 self._news.put(lambda news: news.broken.append(broken))
                 return
@@ -225,7 +225,7 @@ class Session:
             raise error
         frame = error.__traceback__
         while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == calls.__file__:
-            frame = frame.tb_next  # to the environment's own
+            frame = frame.tb_next  # skip to the environment's first frame
         trace = "".join(traceback.format_exception(type(error), error, frame))[-TRACE_CHARACTERS:]
         message = f"{type(error).__name__}: {error}"[:500].rstrip(".")
         return Finished(number, episode.rollout(), "error", message, trace)

@@ -1,4 +1,4 @@
-"""What this distribution offers: episodes of several turns, for ``[environment]``."""
+"""The plugin's registration: multi-turn episodes, for ``[environment]``."""
 
 from __future__ import annotations
 
@@ -10,4 +10,5 @@ from engine_core.specs import Part
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
+    """Return the part ``episodes``."""
     return {"episodes": Part(load="engine_plugin_agents.runner:EnvironmentRunner")}

@@ -1,4 +1,4 @@
-"""The policy as an episode sees it: tokens in, tokens out, within the limits of the run file."""
+"""The policy's interface for an episode: tokens in, tokens out, within the limits of the run file."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ Ask = Callable[[Request], Awaitable["Rollout"]]
 
 
 class LimitReached(Exception):
-    """The episode has no turn or no token left. Uncaught it ends the episode: what there is is its rollout, as truncated."""
+    """An error: the episode has no turn or no token left. Uncaught, it ends the episode with a truncated rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one episode may use."""
+    """The limits of one episode."""
 
     turns: int  # samples
-    tokens: int  # of the whole sequence, prompt included
+    tokens: int  # length of the whole sequence, prompt included
     episode_seconds: float
     tool_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy sampled to go on from ``before``."""
+    """A turn: the tokens that the policy sampled after ``before``."""
 
     number: int  # from 1
-    before: list[int]  # the tokens that it was given
-    token_ids: list[int]  # what it sampled
+    before: list[int]  # the context
+    token_ids: list[int]  # the sampled tokens
     log_probs: Tensor  # [n] float32, of the sampled tokens
     policy_versions: Tensor  # [n] int32
     finish_reason: str  # "stop" (end token or stop string), "length", "abort"
     text: str  # decoded for reading, special tokens kept except the end of sequence; never encoded again
-    extras: dict[str, Tensor] = field(default_factory=dict)  # [n], as of ``Rollout.extras``
+    extras: dict[str, Tensor] = field(default_factory=dict)  # [n], as in ``Rollout.extras``
 
 
 class Policy:
-    """Samples for one episode.
+    """The policy of one episode.
 
     Args:
-        request: the episode's own: its prompt, how to sample, its seed.
-        limits: what the episode may use.
-        ask: has one request sampled.
-        tokenizer: decodes what was sampled.
+        request: the episode's request: its prompt, sampling parameters and seed.
+        limits: the episode's limits.
+        ask: sends a request to the sampler and awaits its rollout.
+        tokenizer: decodes sampled tokens.
     """
 
     def __init__(self, request: Request, limits: Limits, ask: Ask, tokenizer: Any) -> None:
         self.request, self.limits, self.tokenizer = request, limits, tokenizer
-        self.turns: list[Turn] = []  # that came back
+        self.turns: list[Turn] = []  # sampled so far
         self.asked = 0
         self._ask = ask
 
     @property
     def turns_left(self) -> int:
-        """Times that it may still be asked."""
+        """Number of turns that may still be sampled."""
         return self.limits.turns - self.asked
 
     async def sample(
@@ -75,20 +75,21 @@ class Policy:
         stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
     ) -> Turn:
-        """Have the policy go on from ``token_ids``.
+        """Sample a turn that continues ``token_ids``.
 
-        Each turn has a seed of its own, of the step, the group, the place in it and the turn's number, so
-        that the same episode gives the same tokens whatever runs beside it.
+        Each turn has a separate seed, derived from the step, the group, the index in the group and the turn's number.
+        So an episode gives the same tokens independent of other episodes.
 
         Args:
-            token_ids: the sequence so far, the prompt's tokens first.
-            max_tokens: at most that many; default and upper bound: `rollout.max_response_tokens`.
-            stop: strings that end the turn and stay in it; default: `rollout.stop`.
-            stop_token_ids: default: `rollout.stop_token_ids`.
+            token_ids: the sequence so far, beginning with the prompt's tokens.
+            max_tokens: maximum length of the turn; default and upper bound: `rollout.max_response_tokens`.
+            stop: strings that end the turn and are kept in it; default: `rollout.stop`.
+            stop_token_ids: tokens that end the turn; default: `rollout.stop_token_ids`.
 
         Raises:
             LimitReached: the episode has no turn or no token left; nothing was sampled.
-            ValueError: ``max_tokens`` is under 1.
+            TypeError: ``stop`` is a text, not a list.
+            ValueError: ``max_tokens`` is less than 1.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -103,7 +104,7 @@ class Policy:
         return turn
 
     def close(self) -> None:
-        """The episode is over: whatever still runs of it samples nothing more."""
+        """End the policy: code of the episode that still runs cannot sample any more."""
         self._ask = _refuse
 
     def _request(
@@ -152,7 +153,7 @@ async def _refuse(request: Request) -> Rollout:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of one turn of an episode (63 bits); the first turn has the episode's own, as without an environment."""
+    """Return the 63-bit seed of a turn; the first turn has the episode's seed, as without an environment."""
     if turn == 1:
         return seed
     text = f"{seed}:{turn}".encode()

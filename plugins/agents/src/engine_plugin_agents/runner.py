@@ -1,4 +1,4 @@
-"""Episodes of a step, all at once: their samples through the rollout engine, their failures by policy."""
+"""The runner of a step's episodes: it samples their turns with the rollout engine and applies failure policies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 0.005
 """With an idle sampler: requests of fast tools that come so soon after others are sampled with them."""
-ALIVE_SECONDS = 1.0  # between looks at a loop that says nothing
+ALIVE_SECONDS = 1.0  # between checks of a silent loop
 TRACES_LOGGED = 20
 COUNTS = (
     "environment/errors",
@@ -47,15 +47,15 @@ class EnvironmentRunner:
 
     Args:
         config: the ``[environment]`` table.
-        plugins: offers it.
-        tokenizer: the run's.
-        max_tokens: what the model can hold.
-        columns: of the data.
+        plugins: the run's plugins, one of which offers the environment.
+        tokenizer: the run's tokenizer.
+        max_tokens: maximum sequence length of the model.
+        columns: names of the data's columns.
         rewards: names in ``[[reward]]``.
-        control_tokens: ``[data] control_tokens``, also for messages of episodes.
+        control_tokens: ``[data] control_tokens``, which also applies to messages of episodes.
 
     Raises:
-        EngineError: it cannot be used; told before anything is sampled.
+        EngineError: the environment cannot be used; nothing was sampled.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EnvironmentRunner:
         control_tokens: str = "text",
     ) -> None:
         self.config = config
-        self.tokenizer = copy.deepcopy(tokenizer)  # the sampler uses the other one at the same time
+        self.tokenizer = copy.deepcopy(tokenizer)  # a copy: the sampler uses the original concurrently
         self.chat = ChatFormat(self.tokenizer, control_tokens)
         self.spec: Environment = plugins.spec("environments", config.name)  # type: ignore[assignment]
         check_reward_names(config, self.spec, rewards)
@@ -87,11 +87,11 @@ class EnvironmentRunner:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Of the rewards that its episodes set."""
+        """The weights of the rewards that episodes set, by name."""
         return {name: self.config.reward_weights.get(name, 1.0) for name in sorted(self.spec.rewards)}
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data that lacks what the environment reads."""
+        """Refuse data that lacks a column which the environment needs, with ``DataError``."""
         check_columns(self.config, self.spec, columns)
 
     def run(
@@ -104,16 +104,16 @@ class EnvironmentRunner:
 
         Args:
             group: the rollout engine.
-            requests: an episode each; their seeds and sampling are those of its first turn.
-            seen: is given the rollouts of episodes as they end.
+            requests: one per episode, with the seed and sampling parameters of its first turn.
+            seen: called with the rollouts of episodes as they end.
 
         Returns:
-            One rollout a request, in order. One whose episode failed is what there was of it, with ``failure``
-            set, and not ``valid`` where its policy is to drop it.
+            One rollout per request, in order. A failed episode gives its partial rollout with ``failure`` set; it is
+            not ``valid`` if its failure policy is ``drop``.
 
         Raises:
-            TrainingFailed: a policy says so, or the environment blocks the loop.
-            PluginError: what the environment returned is no rollout of its episode.
+            TrainingFailed: a failure policy requires it, or the environment blocks the loop.
+            PluginError: the environment's return value is no rollout of its episode.
         """
         self._loop = self._loop or LoopThread()
         session = Session(self.play, self.label, self.spec.rewards, self.config.max_concurrent)
@@ -122,12 +122,12 @@ class EnvironmentRunner:
             for request in requests
         ]
         self._loop.post(session.begin, episodes)
-        # in rounds: a flow would hold a turn back until those of its group have finished
+        # sample in rounds: otherwise a finished turn would wait for the other turns of its group
         sampler = SamplerSession(group, rounds=True)
         try:
             finished = self._serve(sampler, session, requests, seen)
-            sampler.abandon()  # turns of episodes that ended before they were answered
-        except BaseException:  # a stop included: the sampler is left without requests of this step
+            sampler.abandon()  # drop turns of episodes that ended meanwhile
+        except BaseException:  # a stop included: leave no request of this step in the sampler
             self._loop.post(session.cancel)
             sampler.abandon()
             raise
@@ -137,20 +137,20 @@ class EnvironmentRunner:
         return [finished[number].rollout for number in range(len(requests))]
 
     def metrics(self) -> dict[str, float]:
-        """Of the episodes since it was last asked."""
+        """Return and reset the metrics of the episodes since the previous call."""
         counts, self._counts = self._counts, Counter()
         counted = {name: float(counts[name.partition("/")[2]]) for name in COUNTS}
         return {"environment/turns": counts["turns"] / max(counts["episodes"], 1), **counted}
 
     def close(self) -> None:
-        """Stop the loop; an environment that is an object with ``close`` is closed, on the loop where that is asynchronous."""
+        """Close the environment, if it has ``close`` (on the loop, if asynchronous), and stop the loop."""
         close = getattr(self.play, "close", None)
         self.play = None  # type: ignore[assignment]
         try:
             made = close() if close is not None else None
             if inspect.isawaitable(made):
                 self._finish(made)
-        except Exception as error:  # the run is over and keeps what it has
+        except Exception as error:  # the run has ended; its results are kept
             log.warning("%s failed to close: %s: %s", self.label, type(error).__name__, error)
         finally:
             if self._loop is not None:
@@ -159,6 +159,7 @@ class EnvironmentRunner:
 
     def _finish(self, awaitable: Any) -> None:
         async def wait() -> None:
+            """Await any awaitable as a coroutine."""
             await awaitable
 
         self._loop = self._loop or LoopThread()
@@ -171,7 +172,7 @@ class EnvironmentRunner:
         requests: Sequence[Request],
         seen: Callable[[Sequence[Rollout]], None],
     ) -> dict[int, Finished]:
-        """Sample what episodes ask for until all are over."""
+        """Sample the turns that episodes request until all episodes have ended."""
         assert self._loop is not None
         finished: dict[int, Finished] = {}
         while len(finished) < len(requests):
@@ -179,7 +180,7 @@ class EnvironmentRunner:
             self._settle(news, requests, finished, seen)
             while news.requests and sampler.idle:
                 if session.started - len(finished) <= len(news.requests):
-                    break  # nobody else is about to ask
+                    break  # all running episodes wait for a turn
                 more = session.news(LINGER_SECONDS)
                 self._settle(more, requests, finished, seen)
                 news.requests += more.requests
@@ -205,7 +206,7 @@ class EnvironmentRunner:
         finished: dict[int, Finished],
         seen: Callable[[Sequence[Rollout]], None],
     ) -> None:
-        """Enter episodes that are over; raise what ends the run."""
+        """Record ended episodes and apply failure policies; raise errors that end the run."""
         if news.broken:
             raise news.broken[0]
         for end in news.finished:
@@ -223,7 +224,7 @@ class EnvironmentRunner:
             seen([end.rollout for end in news.finished])
 
     def _failed(self, end: Finished, request: Request, failures: int, count: int) -> None:
-        """Count a failure and do with it as its policy says."""
+        """Count a failure and apply its policy."""
         policy = self.config.on_timeout if end.failure == "timeout" else self.config.on_error
         end.rollout.failure, end.rollout.valid = end.failure, policy != "drop"
         self._counts[f"{end.failure}s"] += 1

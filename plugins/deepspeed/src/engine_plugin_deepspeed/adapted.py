@@ -1,7 +1,7 @@
-"""A LoRA adapter whose tensors, and the model below it, ZeRO keeps in parts: whole again one layer at a time.
+"""A LoRA adapter under ZeRO: the adapter and its base model are partitioned and gathered one layer at a time.
 
-Everything here is collective. What is trained is the adapter alone, so ZeRO's optimizer holds nothing else; at stage 3 the
-frozen weights lie in parts all the same.
+Everything here is collective. Only the adapter is trained, so ZeRO's optimizer holds nothing else. At stage 3 the
+frozen weights are partitioned too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TRAINED_WHOLE, LENGTHS = f".modules_to_save.{NAME}.", ".lora_magnitude_vector."
 
 
 class AdapterInParts(Adapter):
-    """``Adapter`` over ``Partitions``.
+    """An ``Adapter`` over ``Partitions``.
 
     Args:
-        adapter: as ``lora.attach`` made it; its base's identity was taken while the model was whole.
-        partitions: of the same module.
+        adapter: the result of ``lora.attach``; its base's identity was computed while the model was whole.
+        partitions: those of the same module.
         limit: bytes of tensors gathered at one time.
     """
 
@@ -37,17 +37,18 @@ class AdapterInParts(Adapter):
         self.partitions, self.limit = partitions, limit
 
     def tensors(self) -> dict[str, Tensor]:
-        """Whole on every rank, as a step changes them: float32."""
+        """Return the adapter's whole tensors (factors: ``[R, IN]`` and ``[OUT, R]``) in float32, on every rank."""
         names = [name for name in self.partitions.own if OF_ADAPTER.search(name)]
         return {file_name(name): tensor for name, tensor in self.partitions.exact_weights(self.limit, names)}
 
     def places(self) -> dict[str, Place]:
+        """Return the places of the adapter's tensors, by the names of an adapter file."""
         own = self.partitions.places()
         return {file_name(name): place for name, place in own.items() if OF_ADAPTER.search(name)}
 
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Adapter``; from the weights that compute, in their type. One layer is whole at a time."""
+        """Yield the merged weights (``[OUT, IN]``) in their compute type; one layer is gathered at a time."""
         for name, tensor in self.partitions.own.items():
             if not OF_ADAPTER.search(name):
                 yield base_name(name), self._merged(name, tensor)
@@ -63,12 +64,13 @@ class AdapterInParts(Adapter):
         return self._whole(name)
 
     def _whole(self, name: str) -> Tensor:
-        """A copy of one weight that computes."""
+        """Return a whole copy of one weight, in its compute type."""
         tensor = self.partitions.own[name]
         with gathered([tensor]):
             return tensor.detach().clone()
 
     def base_identity(self) -> str:
+        """Return the hash of the base's weights, gathered one at a time; the hash is cached."""
         if self._base is None:
             self._base = identity(_Base(self))
         return self._base
@@ -95,7 +97,7 @@ class AdapterInParts(Adapter):
 
 
 class _Base(Mapping[str, Tensor]):
-    """The weights below an adapter by their own names, gathered when they are asked for."""
+    """A mapping of the base model's weights by their names without the adapter, each gathered when read."""
 
     def __init__(self, adapter: AdapterInParts) -> None:
         self.adapter = adapter

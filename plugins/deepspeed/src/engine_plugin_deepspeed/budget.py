@@ -1,4 +1,4 @@
-"""What one rank holds of a model under ZeRO, for estimates of memory."""
+"""Estimates of the memory of one rank under ZeRO."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from engine_plugin_torch.precision import Precision
 
 
-MASTER_BYTES = 12  # of one weight: float32 copy and two moments
-GATHERED_UNITS = 2  # the one that computes, and the next
+MASTER_BYTES = 12  # per weight: float32 copy and two moments
+GATHERED_UNITS = 2  # the current layer, and the prefetched next one
 
 
 class DeepSpeedBudget(SharedBudget):
@@ -28,13 +28,14 @@ class DeepSpeedBudget(SharedBudget):
     engine: DeepSpeedEngine
 
     def held(self) -> Held:
+        """Return the bytes of this rank's weights, gradients and optimizer state under ZeRO."""
         engine = self.engine
         return held_by_rank(
             engine.module, engine.options, engine.precision, engine.ranks.size, engine.trainable
         )
 
     def halve(self, batch: Batch, error: Exception) -> bool:
-        """There is no second try: what a failed one has summed lies in DeepSpeed's buffers, and would be counted twice."""
+        """Refuse to retry under ZeRO: a failed attempt's gradients stay in DeepSpeed's buffers and count twice."""
         if self.engine.zero is None:
             return super().halve(batch, error)
         return self.refuse_retry("What DeepSpeed has summed so far cannot be taken back.")
@@ -43,11 +44,12 @@ class DeepSpeedBudget(SharedBudget):
 def held_by_rank(
     module: nn.Module, options: DeepSpeedOptions, precision: Precision, size: int, trained: bool
 ) -> Held:
-    """Bytes on one rank.
+    """Return the estimated bytes on one rank.
 
     Args:
-        module: under ZeRO or not: sizes are those of whole weights.
+        module: the model, partitioned or not; sizes of whole weights are used.
         size: ranks of the role.
+        trained: the role is trained, so its gradients and optimizer state count.
     """
     count = sum(shape_of(p).numel() for p in module.parameters())
     learned = sum(shape_of(p).numel() for p in module.parameters() if p.requires_grad) if trained else 0
@@ -57,7 +59,7 @@ def held_by_rank(
     weights = count * item // (size if stage == 3 else 1)
     if options.offload_param.device != "none":
         weights = 0
-    # until they are summed over ranks, gradients of a micro-batch are whole
+    # below stage 3, a micro-batch's gradients are whole until they are reduced
     gradients = learned * 4 // size if stage == 3 else learned * item
     optimizer = 0 if options.offload_optimizer.device != "none" else learned * MASTER_BYTES // size
     gathered = 0

@@ -1,7 +1,7 @@
-"""A model that no machine ever holds whole: built in parts (``deepspeed.zero.Init``), each rank reads its own of the folder.
+"""Sharded loading: the model is built partitioned (``deepspeed.zero.Init``) and each rank reads its part of the folder.
 
-transformers builds a model in parts as long as an ``HfDeepSpeedConfig`` lives; here it lives for one model, since it
-would do the same to every model of the process.
+transformers builds models partitioned while an ``HfDeepSpeedConfig`` object exists. Here the object exists for one
+model only, since it affects every model of the process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ INSTEAD = "Set loading = 'every_rank', with which each rank reads the whole."
 
 
 class DeepSpeedBuilder(ModelBuilder):
-    """``ModelBuilder`` of a model that DeepSpeed takes from the CPU, or that is built in parts.
+    """A ``ModelBuilder`` that loads the model to the CPU for DeepSpeed, or builds it partitioned.
 
     Attributes:
-        blank: with whole shapes on ``meta``; None where the model is not built in parts.
+        blank: the model with whole shapes on ``meta``; None where the model is not built partitioned.
     """
 
     engine: DeepSpeedEngine
@@ -40,10 +40,11 @@ class DeepSpeedBuilder(ModelBuilder):
 
     @property
     def load_device(self) -> torch.device:
+        """The CPU: DeepSpeed moves the model from there."""
         return torch.device("cpu")
 
     def load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
-        """Read by every rank, or by each its part."""
+        """Load the model: each rank reads the whole folder, or with ``loading = 'sharded'`` its part."""
         if self.engine.options.loading != "sharded" or live is not None:
             return super().load(model, live)
         role = self.engine.context.role
@@ -59,7 +60,10 @@ class DeepSpeedBuilder(ModelBuilder):
         return module
 
     def place(self, module: nn.Module) -> nn.Module:
-        """On the CPU still where DeepSpeed moves it, in parts already where it is."""
+        """Place a role that DeepSpeed does not manage; else leave the module where it is and cast its parameters.
+
+        A partitioned module is left as it is.
+        """
         if self.blank is not None:
             return module
         if not self.engine._under_zero:
@@ -73,14 +77,14 @@ class DeepSpeedBuilder(ModelBuilder):
 def model_in_parts(
     model: ModelConfig, role: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> tuple[nn.Module, nn.Module]:
-    """The module that ``[model]`` gives for a role, in parts and without the folder's weights.
+    """Build the module of ``[model]`` for a role, partitioned and without the folder's weights.
 
     Args:
         settings: DeepSpeed's config, of stage 3.
-        dtype: of the parameters.
+        dtype: type of the parameters.
 
     Returns:
-        It, and the same with whole shapes on ``meta``. Buffers are real in both.
+        The module, and a second one with whole shapes on ``meta``. Buffers are real in both.
     """
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -89,21 +93,21 @@ def model_in_parts(
     module = fresh_model(model, role, dtype)
     del kept
     buffers = dict(blank.named_buffers())
-    for name, buffer in module.named_buffers():  # zero.Init makes them in the type of the parameters
+    for name, buffer in module.named_buffers():  # zero.Init casts buffers to the parameters' type
         buffer.data = buffers[name].to(device=buffer.device, copy=True)
     return module, blank
 
 
 @torch.no_grad()
 def read_parts(module: nn.Module, blank: nn.Module, model: ModelConfig, role: str, key: str) -> FolderParts:
-    """Fill a module that is in parts with this rank's parts of the folder's weights. No collective.
+    """Fill a partitioned module with this rank's parts of the folder's weights. Not collective.
 
     Args:
-        blank: the same with whole shapes.
-        key: of the option, for messages.
+        blank: the same module with whole shapes.
+        key: the option's key, for messages.
 
     Returns:
-        What they were read from.
+        The reader of the folder.
 
     Raises:
         ConfigError: the model's names are not those of its files.
@@ -119,7 +123,7 @@ def read_parts(module: nn.Module, blank: nn.Module, model: ModelConfig, role: st
 
 
 def read_flat(parts: FolderParts, name: str, begin: int, end: int) -> Tensor:
-    """The numbers from ``begin`` to ``end`` of a tensor laid out row by row; only rows that hold some are read."""
+    """Return elements ``begin`` to ``end`` of a flattened tensor, as ``[N]``; read only the rows that contain them."""
     shape = parts.shapes[name]
     if begin >= end:
         return torch.empty(0)
@@ -130,7 +134,7 @@ def read_flat(parts: FolderParts, name: str, begin: int, end: int) -> Tensor:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """Which numbers of a parameter in parts are this rank's; with more ranks than numbers none."""
+    """Return the range of a partitioned parameter's elements on this rank; empty past the last element."""
     size = tensor.ds_tensor.ds_numel
     begin = min(size * dist.get_rank(tensor.ds_process_group), tensor.ds_numel)
     return begin, min(begin + size, tensor.ds_numel)
@@ -138,7 +142,7 @@ def _span(tensor: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def shapes_shown(module: nn.Module) -> Iterator[None]:
-    """Within it parameters in parts have the shape of the whole, without its memory: for whoever sorts them by it."""
+    """Give partitioned parameters their whole shape, without its memory, for code that reads shapes in the context."""
     hidden = [(p, p.data) for p in module.parameters() if hasattr(p, "ds_id")]
     try:
         for parameter, data in hidden:

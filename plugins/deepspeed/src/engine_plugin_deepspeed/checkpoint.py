@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedStore(ShardedStore):
-    """``ShardedStore`` of whole tensors, each written by one rank."""
+    """A ``ShardedStore`` of whole tensors, each written by one rank."""
 
     engine: DeepSpeedEngine
 
@@ -31,11 +31,11 @@ class DeepSpeedStore(ShardedStore):
         self._shelves: dict[str, OffloadedBuffers] = {}
 
     def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
-        """Whole tensors by name, each of them of one rank. Weights are those that a step changes: float32."""
+        """Return copies of this rank's share of whole tensors, and the scalars. Weights are the float32 copies."""
         return {kind: self._own_share(stream) for kind, stream in self._tensors().items()}, self._scalars()
 
     def _tensors(self) -> dict[str, Iterable[tuple[str, Tensor]]]:
-        """What a checkpoint holds, by file; gathered as it is asked for. Of a model with an adapter only that."""
+        """Return the tensors of a checkpoint by file, gathered as they are read. With an adapter: its tensors only."""
         own = (
             self.engine.partitions.exact_weights(self.engine._limit) if self.engine.adapter is None else None
         )
@@ -56,7 +56,7 @@ class DeepSpeedStore(ShardedStore):
                 yield f"{name}/{key}", self.engine.partitions.state(self.engine.partitions.own[name], key)
 
     def _own_share(self, stream: Iterable[tuple[str, Tensor]]) -> Parts:
-        """Copies in host memory of the tensors that this rank writes: about as many bytes as any other."""
+        """Return copies in host memory of the tensors that this rank writes; bytes are balanced over ranks."""
         bytes_of, mine = [0] * self.engine.ranks.size, {}
         for name, tensor in stream:
             writer = min(range(self.engine.ranks.size), key=bytes_of.__getitem__)
@@ -66,7 +66,7 @@ class DeepSpeedStore(ShardedStore):
         return mine, {name: {"shape": list(t.shape), "at": [0] * t.ndim} for name, t in mine.items()}
 
     def _scalars(self) -> dict[str, Any]:
-        """Plain values of a checkpoint, as the reference engine writes them."""
+        """Return the plain values of a checkpoint, in the reference engine's format."""
         found = super()._scalars()
         if self.engine.optimizer is not None:
             groups = zip(self.engine.optimizer.param_groups, self.engine._members, strict=True)
@@ -83,7 +83,7 @@ class DeepSpeedStore(ShardedStore):
         return found
 
     def _plain_values(self) -> dict[str, Any]:
-        """What the optimizer keeps of a weight that is no tensor."""
+        """Return the optimizer's values that are not tensors."""
         if self.engine.partitions.zero is not None:
             return self.engine.partitions.plain_values()
         assert self.engine.optimizer is not None
@@ -92,12 +92,12 @@ class DeepSpeedStore(ShardedStore):
 
     @property
     def _loss_scaler(self) -> Any:
-        """DeepSpeed's, of fp16."""
+        """DeepSpeed's dynamic loss scaler of fp16, or None."""
         scaler = getattr(self.engine.partitions.zero, "loss_scaler", None)
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def load(self, folder: Path) -> None:
-        """See ``StateStore``; a rank beyond those that saved keeps its random state."""
+        """Load a checkpoint, with the loss scale; a rank beyond those that saved keeps its random state."""
         super().load(folder)
         saved, scaler = state_files.load_json(folder / state_files.STATE).get("loss_scale"), self._loss_scaler
         if scaler is not None and saved is not None:
@@ -132,9 +132,12 @@ class DeepSpeedStore(ShardedStore):
     # -- device memory ------------------------------------------------------
 
     def _move(self, parts: set[str], device: torch.device) -> None:
-        """DeepSpeed's own way to put its state away takes no optimizer of torch at stage 3, and all parts come back at once."""
+        """Offload parts to host memory, or bring offloaded parts back.
+
+        DeepSpeed's own offload refuses torch's optimizers at stage 3 and can only bring back all parts at once.
+        """
         if self.engine.options.offload_param.device != "none":
-            return  # weights wait in host memory already
+            return  # weights are in host memory already
         if self.engine.partitions.zero is None:
             super()._move(parts, device)
             if "weights" in parts:
@@ -149,7 +152,7 @@ class DeepSpeedStore(ShardedStore):
 
 
 class _OnDemand(Mapping[str, Tensor]):
-    """The optimizer's tensors of one weight in a checkpoint, read when they are asked for."""
+    """A mapping of one weight's optimizer tensors in a checkpoint, each read on access."""
 
     def __init__(self, shards: Shards, name: str) -> None:
         self.shards, self.name = shards, name

@@ -1,4 +1,4 @@
-"""What is refused before anything is allocated."""
+"""Checks of the options against ranks and machine, made before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_ranks(options: DeepSpeedOptions, size: int, table: str) -> None:
-    """Refuse groups of ranks that leave some over.
+    """Refuse a `hpz_partition_size` that does not divide the ranks.
 
     Raises:
-        ConfigError: `hpz_partition_size` does not divide them.
+        ConfigError: it does not divide them.
     """
     asked = options.hpz_partition_size
     if size % asked:
@@ -33,10 +33,10 @@ def check_ranks(options: DeepSpeedOptions, size: int, table: str) -> None:
 
 
 def check_machine(options: DeepSpeedOptions, device: torch.device, table: str) -> None:
-    """Refuse what DeepSpeed cannot do here.
+    """Refuse options that DeepSpeed cannot run on this machine.
 
     Raises:
-        ConfigError: a key needs what this machine has not, or the installed DeepSpeed does not know it.
+        ConfigError: a key needs something that this machine lacks, or the installed DeepSpeed does not know the key.
         EnvironmentProblem: DeepSpeed does not import.
     """
     for name in ("quantized_weights", "quantized_gradients"):

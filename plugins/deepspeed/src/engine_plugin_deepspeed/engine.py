@@ -1,8 +1,8 @@
 """The train engine ``deepspeed``: the reference engine with its model under DeepSpeed's ZeRO.
 
-DeepSpeed brings where weights, gradients and optimizer lie, the sums of gradients, their norm, clipping and the step.
-The engine brings everything else: micro-batches, losses, schedules, checkpoints. Left out: DeepSpeed's launcher, its
-pipelines, schedulers, own checkpoints (they are pickles), and AutoTP (see ``docs/deepspeed.md``).
+DeepSpeed places weights, gradients and optimizer state, reduces gradients, computes their norm, clips them and takes
+the optimizer step. The engine does everything else: micro-batches, losses, schedules, checkpoints. Not used:
+DeepSpeed's launcher, pipelines, schedulers, checkpoints (they are pickles), and AutoTP (see ``docs/deepspeed.md``).
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ PARTS = ("weights", "gradients", "optimizer")
 
 
 class Root(nn.Module):
-    """Holds the model and runs a function inside of its forward pass, where ZeRO gathers what each layer needs."""
+    """A wrapper of the model that runs a function as its forward pass, where ZeRO gathers what each layer needs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, called inside the forward pass."""
         return compute()
 
 
 class DeepSpeedEngine(DataParallelEngine):
-    """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
+    """A ``TrainEngine`` under DeepSpeed ZeRO. Every method but ``layout``, ``mark`` and ``set_...`` is collective.
 
     Attributes:
-        ranks: sums over ranks.
-        zero: DeepSpeed's engine; None where the role is whole on every rank and not trained.
-        partitions: weights and optimizer as DeepSpeed keeps them.
+        ranks: the group of ranks, for reductions.
+        zero: DeepSpeed's engine; None where the role is not trained and each rank holds the whole model.
+        partitions: weights and optimizer state as DeepSpeed stores them.
         skeleton: the model without weights.
     """
 
@@ -78,6 +79,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        """Also refuse rank counts and machines that DeepSpeed's options do not fit."""
         super().check(config, context, trainable=trainable)
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         check_ranks(options, context.world_size, table)
@@ -96,7 +98,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @property
     def _under_zero(self) -> bool:
-        """Whether DeepSpeed has anything to do: a frozen role is spread at stage 3 alone."""
+        """Whether DeepSpeed manages this role: a frozen role is partitioned only at stage 3."""
         return self.trainable or self.options.stage == 3
 
     def _adopt(self, built: Any) -> None:
@@ -109,7 +111,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @property
     def _kept_dtype(self) -> torch.dtype:
-        """Of the weights that compute."""
+        """The type of the weights in the forward pass."""
         return self.precision.compute if self.options.stage else self.precision.param
 
     @property
@@ -119,7 +121,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         if self.adapter is not None:
-            self.adapter.base_identity()  # while the model below it is whole
+            self.adapter.base_identity()  # hash the base model while it is whole
         self.skeleton = Skeleton(module if self.builder.blank is None else self.builder.blank, self.device)
         return super()._shard(module, units)
 
@@ -128,7 +130,7 @@ class DeepSpeedEngine(DataParallelEngine):
             super()._finish(module)
 
     def _make_forward(self) -> PackedForward:
-        """DeepSpeed takes the module when all is there that the engine builds of it."""
+        """Hand the module to DeepSpeed, after the engine has built everything else around it."""
         if self._under_zero:
             self._start()
         else:
@@ -156,7 +158,7 @@ class DeepSpeedEngine(DataParallelEngine):
             self.zero.set_gradient_accumulation_boundary(False)
 
     def _names_of_groups(self) -> list[list[str]]:
-        """Names of the weights of each group of the optimizer, before DeepSpeed replaces them by parts of its own."""
+        """Return the weights' names of each optimizer group, before DeepSpeed replaces weights by its flat parts."""
         if self.optimizer is None:
             return []
         names = {id(p): name for name, p in self.module.named_parameters()}
@@ -167,20 +169,21 @@ class DeepSpeedEngine(DataParallelEngine):
         ]
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:
+        """Return the world group as ``dp``, or nothing for one rank."""
         group = dist.group.WORLD
         return {} if group is None or self.ranks.size == 1 else {"dp": group}
 
     # -- forward and backward -----------------------------------------------
 
     def _backward(self, value: Tensor) -> None:
-        """The loss is a sum over ranks, and DeepSpeed takes the mean of their gradients."""
+        """Run the backward pass of the loss times the ranks: the loss is a sum, and DeepSpeed averages gradients."""
         self.zero.backward(value * self.ranks.size, scale_wrt_gas=False)
 
     # -- weights ------------------------------------------------------------
 
     @property
     def _limit(self) -> int:
-        """Bytes of whole weights that are gathered at one time."""
+        """Maximum bytes of whole weights gathered at one time."""
         return self.options.weights_bucket_mb * 2**20
 
     @property
@@ -188,7 +191,7 @@ class DeepSpeedEngine(DataParallelEngine):
         return super()._spread and self.partitions.spread
 
     def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
-        """In the type that computes; of an adapter alone float32, as a step changes it."""
+        """Yield the weights to publish, in their compute type; an adapter alone in the optimizer's float32."""
         if adapter:
             return iter(self._adapted().tensors().items())
         own = self._whole_weights() if self.adapter is None else self.adapter.merged()
@@ -198,18 +201,19 @@ class DeepSpeedEngine(DataParallelEngine):
         return self.partitions.weights(self._limit)
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        """Load whole weights (``[OUT, IN]`` of a linear layer); each rank reads the whole stream and keeps its part."""
         self.store.need("weights")
         stream = to_own_names(self._plain, stream)
         if self.adapter is None:
             take_weights(self.module, stream, mix, self.partitions.places())
         else:
             self.adapter.take(stream, mix)
-            self.adapter.base_identity()  # now, where all ranks are here
+            self.adapter.base_identity()  # collective, so computed here, where all ranks take part
 
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
+        """Take the step in DeepSpeed; at stage 0 reduce gradients and step as the reference engine does."""
         self.store.need(*PARTS)
         self._trained()
         if self.options.stage == 0:
@@ -226,7 +230,7 @@ class DeepSpeedEngine(DataParallelEngine):
         return StepOutput(grad_norm=float(self.zero.get_global_grad_norm()), lr=lr, skipped=skipped)
 
     def close(self) -> None:
-        """A process group of one process stays: what DeepSpeed has made over it lives as long as the process."""
+        """Close the engine; DeepSpeed's own process groups live until the process ends."""
         module = self.__dict__.get("module")
         super().close()
         zero, self.zero, self.root = self.zero, None, None

@@ -1,4 +1,4 @@
-"""What ``engine doctor`` says of this machine. DeepSpeed is not imported: that takes seconds and starts compilers."""
+"""The check of ``engine doctor`` for DeepSpeed. DeepSpeed is not imported: that takes seconds and runs compilers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_core.errors import EnvironmentProblem
 
 
 def health() -> str:
-    """The version of DeepSpeed, and what of it this machine cannot build.
+    """Return the version of DeepSpeed and the build tools that this machine lacks.
 
     Raises:
         EnvironmentProblem: DeepSpeed is not installed.
@@ -37,7 +37,7 @@ COSTS = {
 
 
 def found(tool: str) -> bool:
-    """Whether a tool is there: in PATH, or where its own variable says; a library by its header."""
+    """Return whether a tool is installed: in PATH or where ``CXX`` or ``CUDA_HOME`` points; libaio by its header."""
     if tool == "libaio":
         return any(os.path.isfile(os.path.join(folder, "libaio.h")) for folder in _header_folders())
     names = {"c++": (os.environ.get("CXX", ""), "c++", "g++", "clang++")}.get(tool, (tool,))
@@ -47,7 +47,7 @@ def found(tool: str) -> bool:
 
 
 def _header_folders() -> list[str]:
-    """Where a C++ compiler looks, as far as that is seen without asking it."""
+    """Return the header folders of a C++ compiler that are known without running it."""
     named = [word[2:] for word in shlex.split(os.environ.get("CFLAGS", "")) if word.startswith("-I")]
     listed = [
         folder for key in ("CPATH", "CPLUS_INCLUDE_PATH") for folder in os.environ.get(key, "").split(":")

@@ -1,7 +1,7 @@
-"""DeepSpeed itself: imported for this worker's device, joined to the ranks that the runtime has joined, and quiet.
+"""Import of DeepSpeed for this worker's device, with its logging reduced to errors, and its process group.
 
-Nothing is compiled here: DeepSpeed builds operators when they are first used, and this engine uses none of them but
-for offload to NVMe.
+Nothing is compiled here. DeepSpeed builds operators at their first use, and this engine uses one only for offload to
+NVMe.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from engine_core.errors import ConfigError, EnvironmentProblem
 
 
 def load(device: torch.device, table: str) -> Any:
-    """The module ``deepspeed``, for a device.
+    """Import ``deepspeed`` for a device and return the module.
 
     Args:
-        device: that this worker computes on.
-        table: ``actor.deepspeed``, for messages.
+        device: this worker's device.
+        table: the option table, e.g. ``actor.deepspeed``, for messages.
 
     Raises:
-        EnvironmentProblem: it is not installed, or does not import.
-        ConfigError: it was imported for another kind of device.
+        EnvironmentProblem: DeepSpeed is not installed, or does not import.
+        ConfigError: DeepSpeed was set up for another kind of device.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.index is not None or "LOCAL_RANK" not in os.environ:
-        os.environ["LOCAL_RANK"] = str(device.index or 0)  # by which it finds its device, in each pass
+        os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads its device from it, in each pass
     try:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
-    except Exception as error:  # it runs compilers and drivers when it is imported
+    except Exception as error:  # its import runs compilers and drivers, which raise anything
         raise EnvironmentProblem(
             f"deepspeed does not import: {type(error).__name__}: {error}. Try: pip install engine-plugin-deepspeed"
         ) from error
@@ -49,12 +49,12 @@ def load(device: torch.device, table: str) -> Any:
 
 
 def join(deepspeed: Any) -> None:
-    """DeepSpeed talks in the process group that is there.
+    """Make DeepSpeed use the existing process group.
 
-    On a CPU it would first compile an operator for sums in shared memory, for half a minute and with a compiler; gloo
-    carries them as well.
+    On a CPU DeepSpeed would first compile an operator for reductions in shared memory, which takes half a minute and a
+    compiler. That is skipped, and gloo does the reductions.
     """
-    backend: Any = sys.modules["deepspeed.comm.torch"]  # the attribute of that name is torch
+    backend: Any = sys.modules["deepspeed.comm.torch"]  # the attribute `deepspeed.comm.torch` is torch itself
     build = backend.build_shm_op
     backend.build_shm_op = lambda: None
     try:

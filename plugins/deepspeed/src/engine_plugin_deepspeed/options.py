@@ -126,7 +126,7 @@ class DeepSpeedOptions(ForwardOptions):
 
     @property
     def param_dtype(self) -> Literal["auto", "fp32"]:
-        """Of the weights that a step changes: float32, whatever computes."""
+        """Type of the weights that the optimizer updates, as ``precision.choose`` reads it: float32 if trained."""
         return "fp32" if self.compute_dtype in ("fp16", "fp32") else "auto"
 
     @model_validator(mode="after")
@@ -166,7 +166,7 @@ class DeepSpeedOptions(ForwardOptions):
                 "overlap_comm needs stage 2 or 3 without offload_optimizer: gradients of all micro-batches are "
                 "summed over ranks at once otherwise. Leave it out."
             )
-        # Not whether it is set: a resolved config, as a run folder and the workers have it, sets every key.
+        # Compare with the default, since a resolved config (in a run folder, in a worker) sets every key.
         if self.loss_scale != LOSS_SCALE and self.compute_dtype != "fp16":
             raise ValueError("loss_scale has no effect without compute_dtype = 'fp16'.")
         if math.frexp(self.loss_scale)[0] != 0.5:
@@ -186,5 +186,5 @@ class DeepSpeedOptions(ForwardOptions):
 
 
 def unknown_key(name: str, known: list[str]) -> str:
-    """What to say of a key that the installed DeepSpeed does not know."""
+    """Return a suggestion for a key that the installed DeepSpeed does not know."""
     return did_you_mean(name, sorted(set(known) - set(OURS) - set(BARRED)))

@@ -1,8 +1,8 @@
-"""The weights and the optimizer's state that ZeRO keeps in parts, whole again one tensor at a time.
+"""Access to the weights and the optimizer's state that ZeRO partitions: one whole tensor at a time.
 
-DeepSpeed lays all parameters of a group end to end and cuts the whole in as many parts as there are ranks, so that no
-rank's part has the shape of a tensor. Everything goes by the functions that it offers to read and write a parameter's
-share of that (``deepspeed.utils.safe_get_full_...``). All methods are collective.
+DeepSpeed concatenates all parameters of a group and cuts the result into one part per rank, so a rank's part does not
+have the shape of a tensor. This module reads and writes parameters through DeepSpeed's own functions
+(``deepspeed.utils.safe_get_full_...``). All methods are collective.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WEIGHTS = (
 
 
 class Partitions:
-    """What one role's model is kept in.
+    """The partitioned weights and optimizer state of one role's model.
 
     Args:
         module: the model, under DeepSpeed or plain.
-        optimizer: that of DeepSpeed around ours; None where nothing is kept in parts by it.
-        plain: ours.
+        optimizer: DeepSpeed's ZeRO optimizer, which wraps ``plain``; None where DeepSpeed partitions no optimizer.
+        plain: the optimizer of torch that the engine built.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, plain: torch.optim.Optimizer | None) -> None:
@@ -43,17 +43,20 @@ class Partitions:
 
     @property
     def spread(self) -> bool:
-        """Whether the weights themselves lie in parts (stage 3)."""
+        """Whether the weights themselves are partitioned (stage 3)."""
         return any(hasattr(p, "ds_id") for p in self.own.values())
 
     # -- weights ------------------------------------------------------------
 
     def weights(self, limit: int, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Those that compute, in their type, on every rank.
+        """Yield the whole weights of the forward pass, in their compute type, on every rank.
 
         Args:
             limit: bytes of whole tensors gathered at one time; a larger tensor is gathered alone.
-            only: names; all of them by default.
+            only: names of the weights; all by default.
+
+        Yields:
+            Each weight's name and tensor, in the shape of the unpartitioned weight (``[OUT, IN]`` of a linear layer).
         """
         for bucket in buckets(self._chosen(only), limit, bytes_of):
             with gathered(tensor for _, tensor in bucket):
@@ -65,7 +68,10 @@ class Partitions:
                 yield copies.pop(0)
 
     def exact_weights(self, limit: int, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Those that a step changes: float32 where DeepSpeed keeps such a copy. See ``weights``."""
+        """Yield the whole weights that the optimizer updates: float32 where DeepSpeed keeps such a copy.
+
+        Arguments and shapes (``[OUT, IN]`` of a linear layer) are those of ``weights``.
+        """
         return self.weights(limit, only) if self.zero is None else self._mixed(only)
 
     def _mixed(self, only: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
@@ -83,12 +89,18 @@ class Partitions:
         return ((name, tensor) for name, tensor in self.own.items() if only is None or name in only)
 
     def places(self) -> dict[str, Place]:
-        """Where ``take_weights`` puts whole weights."""
+        """Return by name the places into which ``take_weights`` stores whole weights."""
         return {name: Place(self, tensor) for name, tensor in self.own.items()}
 
     @torch.no_grad()
     def store(self, tensor: Tensor, new: Tensor, mix: float) -> None:
-        """``w <- (1 - mix) * w + mix * new`` of one weight, in the copy that a step changes."""
+        """Set ``w <- (1 - mix) * w + mix * new``, in the compute weight and in its float32 copy.
+
+        Args:
+            tensor: the parameter, whole or partitioned.
+            new: the whole new value, in the unpartitioned shape (``[OUT, IN]`` of a linear layer), on any device.
+            mix: share of ``new``; 1 replaces the weight.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
         if self._is_kept(tensor):
@@ -110,7 +122,7 @@ class Partitions:
     # -- optimizer ----------------------------------------------------------
 
     def state_names(self) -> dict[str, list[str]]:
-        """Of each trained weight what the optimizer keeps: tensors of its shape, and single numbers."""
+        """Return for each trained weight the keys of its optimizer tensors: some have its shape, some are scalars."""
         found: dict[str, list[str]] = {}
         if self.plain is not None and any(self.plain.state.values()):
             self._link()
@@ -121,7 +133,7 @@ class Partitions:
         return found
 
     def state(self, tensor: Tensor, key: str) -> Tensor:
-        """One of them, whole."""
+        """Return the whole optimizer tensor ``key`` of a weight: in the weight's shape (``[OUT, IN]``) or a scalar."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         held = self._state(tensor)[key]
@@ -132,10 +144,14 @@ class Partitions:
 
     @torch.no_grad()
     def set_state(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the optimizer's tensors, by weight and key; a mapping may read each when it is asked for.
+        """Replace the optimizer's tensors.
+
+        Args:
+            values: by weight and key, whole tensors (``[OUT, IN]`` of a linear layer) or scalars. A mapping may read
+                each tensor lazily.
 
         Raises:
-            DataError: weights that lie in one part of the optimizer have taken different numbers of steps.
+            DataError: a scalar, such as the step count, differs between weights of one optimizer group.
         """
         from deepspeed.utils import safe_set_full_optimizer_state
 
@@ -157,7 +173,7 @@ class Partitions:
                 state[key].fill_(float(value))
 
     def plain_values(self) -> dict[str, Any]:
-        """What the optimizer keeps of each weight that is no tensor, as ``name/key``."""
+        """Return the optimizer's values that are not tensors, keyed ``name/key``."""
         kept = {name: self._state(tensor) for name, tensor in self.own.items() if self._is_kept(tensor)}
         return {
             f"{name}/{key}": value
@@ -167,19 +183,27 @@ class Partitions:
         }
 
     def set_plain_values(self, values: Mapping[str, Any]) -> None:
-        """The inverse of ``plain_values``."""
+        """Set the values that ``plain_values`` returned."""
         for path, value in values.items():
             name, _, key = path.rpartition("/")
             self._state(self.own[name])[key] = value
 
     def move(self, device: torch.device) -> None:
-        """Take this rank's parts of weights that no optimizer steps (stage 3) to another device."""
+        """Move this rank's parts of the weights (stage 3) to another device; for a role without ZeRO optimizer."""
         for tensor in self.own.values():
             if (part := getattr(tensor, "ds_tensor", None)) is not None:
                 part.data = part.data.to(device)
 
     def memory(self, part: str, device: torch.device) -> list[Tensor]:
-        """What lies on a device of the weights and their float32 copies, of gradients, or of the optimizer's state."""
+        """Return this rank's tensors of one kind on a device.
+
+        Args:
+            part: ``weights`` (with their float32 copies), ``gradients`` or ``optimizer``.
+            device: only tensors on devices of this type are returned.
+
+        Returns:
+            The tensors as DeepSpeed stores them: parameters, and flat ``[N]`` buffers. Scalars are left out.
+        """
         if part == "weights":
             own = [*self.module.parameters()]
             parts = [getattr(p, name, None) for p in own for name in ("ds_tensor", "ds_secondary_tensor")]
@@ -197,11 +221,11 @@ class Partitions:
         return [tensor for tensor in tensors if tensor.device.type == device.type]
 
     def _zeros(self, *names: str) -> list[Any]:
-        """DeepSpeed's own buffers: some are of one stage."""
+        """Return DeepSpeed's buffers of these attribute names; a stage may lack some of them."""
         return _flat(getattr(self.zero, name, None) for name in names)
 
     def _allocate(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """An optimizer that has not stepped has no state yet."""
+        """Create the optimizer's missing state: before its first step it has none."""
         assert self.plain is not None
         for name, keys in values.items():
             flat = self._flat(self.own[name])
@@ -216,18 +240,21 @@ class Partitions:
             self._link()
 
     def _link(self) -> None:
-        """DeepSpeed (stages 1 and 2) finds state by links that it makes when the first group has stepped, and none of the others."""
+        """Rebuild DeepSpeed's links from parameters to optimizer state (stages 1 and 2).
+
+        DeepSpeed makes the links once, after the first group's step, when other groups have no state yet.
+        """
         if hasattr(self.zero, "_hp_optimizer_states_linked"):
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def _state(self, tensor: Tensor) -> dict[str, Any]:
         assert self.plain is not None
-        found: dict[str, Any] = self.plain.state[self._flat(tensor)]  # made where there is none yet
+        found: dict[str, Any] = self.plain.state[self._flat(tensor)]  # created if missing
         return found
 
     def _flat(self, tensor: Tensor) -> Any:
-        """The tensor that lies in the optimizer, of which this rank's share of the weight is a part."""
+        """Return the optimizer's flat tensor that contains this rank's part of the weight."""
         if hasattr(tensor, "ds_id"):
             group = self.zero.grad_position[self.zero.get_param_id(tensor)][0]
             return self.zero.fp32_partitioned_groups_flat[group]
@@ -237,32 +264,35 @@ class Partitions:
 
 
 class Place:
-    """One weight, for ``take_weights``."""
+    """The place of one weight, into which ``take_weights`` stores new values."""
 
     def __init__(self, partitions: Partitions, tensor: Tensor) -> None:
         self.partitions, self.tensor = partitions, tensor
         self.shape = shape_of(tensor)
 
     def store(self, new: Tensor, mix: float = 1.0) -> None:
+        """Set ``w <- (1 - mix) * w + mix * new``; ``new`` has the whole weight's shape (``[OUT, IN]``)."""
         self.partitions.store(self.tensor, new, mix)
 
 
 def _flat(found: Iterable[Any]) -> list[Any]:
-    """Tensors, and those of lists of tensors."""
+    """Return tensors and lists of tensors as one flat list."""
     return [one for some in found for one in (some if isinstance(some, list | tuple) else [some])]
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
-    """Of the whole weight."""
+    """Return the shape of the whole weight, e.g. ``[OUT, IN]``, of a parameter that may be partitioned."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 @contextlib.contextmanager
 def gathered(tensors: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
-    """Within it these weights are whole; what the first rank changes of them stays.
+    """Gather weights for the duration of the context.
 
     Args:
-        changed: they are written to, with the same values on every rank.
+        tensors: parameters; those that are not partitioned are left as they are. Inside, each has its whole shape
+            (``[OUT, IN]`` of a linear layer).
+        changed: the caller writes to the weights, with the same values on every rank. DeepSpeed keeps rank 0's.
     """
     spread = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not spread:
@@ -275,13 +305,15 @@ def gathered(tensors: Iterable[Tensor], changed: bool = False) -> Iterator[None]
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of the whole weight."""
+    """Return the bytes of the whole weight (e.g. ``[OUT, IN]``), of a parameter that may be partitioned."""
     return shape_of(tensor).numel() * tensor.element_size()
 
 
 def release(zero: Any, module: nn.Module) -> None:
-    """Give back the memory of stage 3, of an engine that DeepSpeed has destroyed: its own hooks and the parameters it
-    changed go on holding each other."""
+    """Free the memory that a destroyed stage 3 engine still holds.
+
+    DeepSpeed's hooks and the parameters that it changed keep references to each other.
+    """
     for parameter in module.parameters():
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)

@@ -1,4 +1,4 @@
-"""What this plugin offers (no torch and no DeepSpeed here: read by ``engine validate``)."""
+"""The plugin's registration. It imports neither torch nor DeepSpeed, since ``engine validate`` reads it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine_plugin_deepspeed.options import DeepSpeedOptions
 
 @hookimpl
 def engine_train_engines() -> Mapping[str, TrainBackend]:
+    """Return the train engine ``deepspeed``."""
     return {
         "deepspeed": TrainBackend(
             load="engine_plugin_deepspeed.engine:DeepSpeedEngine",

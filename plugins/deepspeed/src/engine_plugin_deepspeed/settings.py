@@ -1,4 +1,4 @@
-"""DeepSpeed's own config, from the option table."""
+"""Conversion of the option table to DeepSpeed's config."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ GROWTH_STEPS = 2000
 def settings(
     options: DeepSpeedOptions, compute: torch.dtype, device: torch.device, max_grad_norm: float
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` takes.
+    """Return the config for ``deepspeed.initialize``.
 
-    Micro-batches are the engine's: DeepSpeed is told of one, and neither divides a loss nor counts steps.
+    The engine splits batches into micro-batches. DeepSpeed is configured for one micro-batch per step, so it neither
+    divides the loss nor counts steps.
 
     Args:
-        compute: type of the weights that compute.
-        device: that they lie on.
-        max_grad_norm: 0: gradients are not clipped.
+        compute: type of the weights in the forward pass.
+        device: the device of the weights.
+        max_grad_norm: 0 disables clipping.
     """
     half = compute != torch.float32 and options.stage > 0
     made: dict[str, Any] = {
@@ -48,22 +49,23 @@ def settings(
             "min_loss_scale": 1,
         },
     }
-    if half and options.stage > 1:  # at stage 1 another optimizer of DeepSpeed's would take its place
+    if half and options.stage > 1:  # at stage 1 DeepSpeed would choose another optimizer
         made["data_types"] = {"grad_accum_dtype": "fp32"}
     return made
 
 
 def managed(options: DeepSpeedOptions) -> bool:
-    """Whether DeepSpeed is told which micro-batch is the last, instead of going on until a step.
+    """Return whether the engine marks the last micro-batch for DeepSpeed (managed gradient accumulation).
 
-    At stage 0, where the engine sums gradients itself before the step, and at stage 3, where gradients are summed over
-    ranks after each micro-batch anyway, and beside the backward pass only so.
+    True at stage 0, where the engine reduces gradients itself before the step. Also true at stage 3 without offload of
+    the optimizer: there gradients are reduced after each micro-batch anyway, and only this setting overlaps the
+    reduction with the backward pass.
     """
     return options.stage == 0 or (options.stage == 3 and options.offload_optimizer.device == "none")
 
 
 def zero(options: DeepSpeedOptions, device: torch.device) -> dict[str, Any]:
-    """The table `zero_optimization`."""
+    """Return the table `zero_optimization`."""
     on_accelerator = device.type != "cpu"
     overlap: bool = options.overlap_comm is True
     if options.overlap_comm == "auto":
@@ -105,7 +107,7 @@ def check_passed_on(options: DeepSpeedOptions, table: str) -> None:
     """Refuse keys and values of `zero` that the installed DeepSpeed does not take.
 
     Raises:
-        ConfigError: it has no such key, or not of this type.
+        ConfigError: DeepSpeed has no such key, or refuses its value.
     """
     if not options.zero:
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MegatronStore(ShardedStore):
-    """``ShardedStore`` in the names and shapes of a Hugging Face folder, whatever the layout of ranks."""
+    """A ``ShardedStore`` with the names and shapes of a Hugging Face folder, independent of the layout of ranks."""
 
     engine: MegatronEngine
 
@@ -34,6 +34,7 @@ class MegatronStore(ShardedStore):
         self._shelves: dict[str, OffloadedBuffers] = {}
 
     def save(self, folder: Path) -> Future[None]:
+        """Save a checkpoint; needs weights and optimizer state on the device."""
         self.need("weights", "optimizer")
         return super().save(folder)
 
@@ -57,9 +58,9 @@ class MegatronStore(ShardedStore):
         return scalars
 
     def _parts(self) -> dict[str, Parts]:
-        """Copies of the parts that this rank writes, and where they lie, by kind. Collective.
+        """Return copies of the parts that this rank writes, and their positions, by kind. Collective.
 
-        Of weights in 16 bits the float32 copies are written, of which they are the rounded values.
+        For 16-bit weights the float32 copies are written.
         """
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.optimizer import MAIN, MOMENTS
@@ -67,6 +68,7 @@ class MegatronStore(ShardedStore):
         files: dict[str, Parts] = {"weights": ({}, {})}
 
         def keep(kind: str, place: Any, tensor: Tensor, suffix: str) -> None:
+            """Copy a tensor in its parameter's shape (e.g. [OUT, IN]) to host memory, if this rank writes it."""
             if not place.writes:
                 return
             held, places = files[kind]
@@ -96,10 +98,12 @@ class MegatronStore(ShardedStore):
         return files
 
     def load(self, folder: Path) -> None:
-        """What any engine of this format saved, on any layout of ranks; a rank beyond those that saved keeps its random state.
+        """Load a checkpoint of any engine of this format, saved on any layout of ranks.
+
+        A rank beyond those that saved keeps its random state.
 
         Raises:
-            DataError: it is of another model, or of a role that was not trained. Nothing was changed.
+            DataError: the checkpoint is of another model, or of a role that was not trained. Nothing was changed.
         """
         from engine_plugin_megatron.reading import FromShards, check_names
 
@@ -123,10 +127,10 @@ class MegatronStore(ShardedStore):
         self._take_scalars(folder, {**scalars, "random": random})
 
     def _steps_of(self, shards: Shards) -> int:
-        """How many steps a checkpoint's optimizer had taken.
+        """Return the number of steps that a checkpoint's optimizer had taken.
 
         Raises:
-            DataError: it lacks the state of a weight.
+            DataError: the checkpoint lacks the state of a weight.
         """
         from engine_plugin_megatron.optimizer import MOMENTS
 
@@ -142,7 +146,7 @@ class MegatronStore(ShardedStore):
 
     @torch.no_grad()
     def fill(self, read: Any) -> None:
-        """Weights of this rank, and the float32 copies of those in 16 bits."""
+        """Fill this rank's weights, and the float32 copies of 16-bit weights."""
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.optimizer import MAIN
 
@@ -169,7 +173,7 @@ class MegatronStore(ShardedStore):
                 self.engine.steps.write(place.tensor, key, values)
 
     def _ordered_names(self) -> list[str]:
-        """The model's weights in the order of the transformers model's own, as other engines of this format write them."""
+        """Return the weights' names in the order of the transformers model, as other engines of this format do."""
         from engine_plugin_megatron.reading import own_order
 
         own = own_order(self.engine.hf_config, self.engine.context.role)
@@ -184,7 +188,7 @@ class MegatronStore(ShardedStore):
     # -- device memory ------------------------------------------------------
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Weights and optimizer state go to host memory; gradients are dropped (step before)."""
+        """Offload weights and optimizer state to host memory and drop gradients, so take the step before."""
         check_parts(keep)
         self.engine._settle()
         for part in PARTS:
@@ -199,6 +203,7 @@ class MegatronStore(ShardedStore):
             torch.accelerator.empty_cache()
 
     def wake(self, only: Sequence[str] | None = None) -> None:
+        """Bring offloaded parts back to the device: those in ``only``, or all."""
         check_parts(only or ())
         for part in PARTS:
             if part in self.asleep and (only is None or part in only):
@@ -206,7 +211,7 @@ class MegatronStore(ShardedStore):
                 self.asleep.discard(part)
 
     def _memory_of(self, part: str) -> list[Tensor]:
-        """What lies on the device of a part; a float32 weight that is stepped itself is the weights'."""
+        """Return a part's tensors on the device; a float32 weight that is its own optimizer copy counts as weights."""
         own: list[Tensor] = [t.detach() for t in self.engine.module.parameters()]
         if part == "weights":
             return own + [buffer for buffer in self.engine.module.buffers() if buffer.numel()]

@@ -1,12 +1,11 @@
-"""The train engine ``megatron``: models of megatron-core, spread over ranks by tensor, pipeline, context, expert and data
-parallelism.
+"""The train engine ``megatron``: models of megatron-core with tensor, pipeline, context, expert and data parallelism.
 
-What differs from ``TorchEngine``: the model is built, run and stepped by megatron-core. Every rank of a copy of the model is
-given the same sequences and makes the same plan of micro-batches, as many on all ranks; they run through the pipeline's
-schedule, the last stage computes outputs and the loss, and outputs come back to all stages. What is kept and given away is
-in ``checkpoint``.
+Unlike in ``TorchEngine``, megatron-core builds the model, runs it and takes the optimizer steps. All ranks of one model
+copy receive the same sequences and plan the same micro-batches; the number of micro-batches is equal on all ranks. The
+micro-batches run through the pipeline's schedule. The last stage computes outputs and the loss, and broadcasts outputs
+to the other stages. Checkpoints, exports and offload are in ``checkpoint``.
 
-megatron-core is imported where it is used: a run on another backend, and ``engine plugins``, need not wait for it.
+megatron-core is imported where it is used, so that runs on another backend and ``engine plugins`` do not wait for it.
 """
 
 from __future__ import annotations
@@ -55,27 +54,28 @@ UNREAD = ("engine_build_model", "engine_build_optimizer", "engine_shard_model", 
 
 
 class MegatronBudget(SharedBudget):
-    """The memory budget of layers that there is no estimate of: ``auto`` is 8192 tokens."""
+    """The memory budget of megatron-core's layers, which have no memory estimate: ``auto`` is 8192 tokens."""
 
     engine: MegatronEngine
 
     def estimate(self) -> None:
-        return None
+        return None  # megatron-core's layers have no memory estimate
 
     @property
     def recomputed_share(self) -> float:
+        """The share of layers that are recomputed: 1 with ``recompute = 'full'``, else 0."""
         return float(self.engine.options.recompute == "full")
 
 
 class MegatronEngine(DataParallelEngine):
-    """See ``TrainEngine``; every method but ``layout``, ``mark`` and ``set_...`` is collective.
+    """A ``TrainEngine`` on megatron-core. Every method but ``layout``, ``mark`` and ``set_...`` is collective.
 
     Attributes:
         chunks: this rank's parts of the model (``GPTModel``).
-        steps: the optimizer; None of a role that is not trained.
-        shapes: of all the model's weights, by the names of a Hugging Face folder.
-        models: the chunks as they are called: wrapped where they are trained.
-        pipeline: runs micro-batches through them.
+        steps: the optimizer; None for a role that is not trained.
+        shapes: the shapes of all the model's weights, by the names of a Hugging Face folder.
+        models: the chunks, in megatron-core's ``DistributedDataParallel`` where the role is trained.
+        pipeline: the runner of micro-batches through ``models``.
         forward: the head of the last stage.
     """
 
@@ -95,6 +95,12 @@ class MegatronEngine(DataParallelEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
+        """Refuse a role that cannot run: its layout, adapters, type or device.
+
+        Raises:
+            ConfigError: the ranks do not fit the layout, the role has an adapter, the machine has no CUDA device, or
+                the device lacks bfloat16.
+        """
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         layout_of(options, context.world_size, context.role)
         if config.lora is not None:
@@ -109,7 +115,7 @@ class MegatronEngine(DataParallelEngine):
             )
         try:
             torch.empty(0, device="cuda")
-        except (RuntimeError, AssertionError) as error:  # the kinds differ by how torch was built
+        except (RuntimeError, AssertionError) as error:  # the class depends on torch's build
             raise ConfigError(
                 f"{context.role}.backend is '{config.backend}', and megatron-core needs a CUDA device; this machine has none. "
                 "Use 'torch' or 'fsdp' here."
@@ -117,6 +123,7 @@ class MegatronEngine(DataParallelEngine):
 
     @functools.cached_property
     def precision(self) -> Precision:
+        """The types of the optimizer's weights and of the forward pass."""
         named = self.options.compute_dtype
         if named == "auto":
             named = "bf16" if self.device.type != "cpu" and has_bf16(self.device) else "fp32"
@@ -124,7 +131,7 @@ class MegatronEngine(DataParallelEngine):
         return Precision(torch.float32 if self.trainable else compute, compute)
 
     def _prepare(self) -> None:
-        """Refuse what does not fit by the model's config, then make groups of ranks."""
+        """Refuse hooks and layouts that do not fit the model's config, then create the process groups."""
         from engine_plugin_megatron.models import build
         from engine_plugin_megatron.ranks import Ranks
 
@@ -152,7 +159,7 @@ class MegatronEngine(DataParallelEngine):
             dtype=self.precision.compute,
             plugins=self.context.plugins,
             table=f"{role}.megatron",
-            calculate_per_token_loss=True,  # known when buffers of gradients are made: they are summed, not averaged
+            calculate_per_token_loss=True,  # read when gradient buffers are created: sum, not average
             **_recomputation(self.options.recompute),
         )
         self.chunks, self.steps = [], None
@@ -160,7 +167,7 @@ class MegatronEngine(DataParallelEngine):
         self.ranks = Ranks(mesh, self.context, self.device)
 
     def _live(self) -> nn.Module | None:
-        """A model given from Python."""
+        """Return the model given from Python, or None."""
         live: nn.Module | None = (self.context.live or {}).get("model") if self.config.path is None else None
         if live is not None and not hasattr(live, "config"):
             raise ConfigError(
@@ -178,18 +185,19 @@ class MegatronEngine(DataParallelEngine):
         override_model_config: dict,
         role: str = "actor",
     ) -> Any:
-        """Chunks of the model with their first weights, wrapped and with an optimizer where the role is trained.
+        """Build this rank's chunks with their first weights; for a trained role also wrap them and build the optimizer.
 
         Returns:
-            ``(module, optimizer, lr_scheduler)``: a list of chunks, and an optimizer over no weights whose rate the schedule
-            sets and ``optimizer_step`` takes. megatron-core's own is ``self.steps``.
+            ``(module, optimizer, lr_scheduler)``: the chunks, and an optimizer over placeholder weights that only
+            carries the schedule's learning rate, which ``optimizer_step`` reads. megatron-core's optimizer is
+            ``self.steps``.
         """
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.reading import first_weights
 
         before = state.random_state(self.device)
         self.chunks = self._build_chunks(role in VALUE_ROLES)
-        state.set_random_state(before, self.device)  # first values are drawn, and then replaced
+        state.set_random_state(before, self.device)  # random initial values are drawn, then replaced
         plan = weights.plan(self.hf_config, self.megatron_config, role in VALUE_ROLES)
         self.shapes = {
             source.name: source.shape
@@ -211,7 +219,7 @@ class MegatronEngine(DataParallelEngine):
         return module, optimizer, scheduler
 
     def _build_chunks(self, value_head: bool) -> list[Any]:
-        """This rank's parts of the model: one, or `virtual_pp`."""
+        """Build this rank's chunks of the model: one, or `virtual_pp` of them."""
         from engine_plugin_megatron.models import build
 
         stage, mesh = self.ranks.pp.rank(), self.ranks.mesh
@@ -226,11 +234,11 @@ class MegatronEngine(DataParallelEngine):
             )
             for turn in range(mesh.vp)
         ]
-        # without dropout that changes nothing but that activations may be recomputed
+        # there is no dropout, so train mode only allows recomputation of activations
         return [chunk.train(self.trainable) for chunk in chunks]
 
     def _train(self, optim: Any) -> tuple[torch.optim.Optimizer, Any]:
-        """Wrap the chunks and make their optimizer and schedule."""
+        """Wrap the chunks and build their optimizer and schedule."""
         from engine_plugin_megatron.optimizer import Steps, with_gradients
         from engine_plugin_megatron.pipeline import synchronised
 
@@ -238,7 +246,7 @@ class MegatronEngine(DataParallelEngine):
         self.models = list(wrapped)
         synchronised(wrapped, self.options.overlap_grad_reduce)
         self.steps = Steps(wrapped, self.options, optim, self.precision.compute)
-        # as the core's AdamW has them: matrices, then vectors
+        # the groups of the core's AdamW: matrices, then vectors
         groups = [{"params": [torch.zeros(())], "weight_decay": decay} for decay in (optim.weight_decay, 0.0)]
         rate = torch.optim.SGD(groups, lr=optim.lr)
         return rate, build_schedule(rate, optim, self.context.total_steps, self.context.role)
@@ -279,6 +287,7 @@ class MegatronEngine(DataParallelEngine):
         return False
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of more than one rank, by axis."""
         return self.ranks.communicators()
 
     # -- forward and backward -----------------------------------------------
@@ -288,6 +297,7 @@ class MegatronEngine(DataParallelEngine):
         plan = self._plan(batch)
 
         def compute(indices: list[int], micro: Batch, hidden: Tensor) -> dict[str, Tensor]:
+            """Return outputs [T] on the CPU from hidden states [T', 1, H] of the last stage."""
             return {name: value.cpu() for name, value in self.forward(micro, hidden, outputs).items()}
 
         parts = self.pipeline.compute(plan, compute)
@@ -300,6 +310,7 @@ class MegatronEngine(DataParallelEngine):
         return {name: self.ranks.from_last_stage(value) for name, value in found.items()}
 
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        """Accumulate the gradients of a batch through the pipeline; needs weights and gradients on the device."""
         self.store.need("weights", "gradients")
         self._check_outputs((*loss.outputs, *loss.watched))
         return self._accumulate(batch, loss)
@@ -313,6 +324,7 @@ class MegatronEngine(DataParallelEngine):
         metrics: dict[str, Tensor] = {}
 
         def learn(indices: list[int], micro: Batch, hidden: Tensor) -> Tensor:
+            """Return the loss, a scalar, from hidden states [T', 1, H]; of a filler, a sum of zeros."""
             outputs = self.forward(micro, hidden, loss.outputs, loss.watched)
             if not indices:
                 return torch.stack(
@@ -332,7 +344,7 @@ class MegatronEngine(DataParallelEngine):
         return self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), len(plan)))
 
     def _plan(self, batch: Batch) -> list[Micro]:
-        """As many micro-batches as the rank that needs most, in an interleaved pipeline a multiple of its stages."""
+        """Plan as many micro-batches as the rank that needs most; with `virtual_pp`, fill up to a multiple of `pp`."""
         plan = list(self._micro_batches(batch))
         missing = -len(plan) % self.ranks.mesh.pp if self.ranks.mesh.vp > 1 else 0
         return plan + [([], send_batch(filler(batch), self.device)) for _ in range(missing)]
@@ -352,7 +364,7 @@ class MegatronEngine(DataParallelEngine):
         return weights.stream(self.chunks, self.hf_config)
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
-        """See ``TrainEngine``; every rank is given the whole stream and keeps its part."""
+        """Load whole weights (``[OUT, IN]`` of a linear layer); each rank reads the whole stream and keeps its part."""
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.reading import FromStream
 
@@ -365,13 +377,14 @@ class MegatronEngine(DataParallelEngine):
             self.steps.follow_weights()
 
     def _settle(self) -> None:
-        """Weights that are gathered while the next forward pass begins are there."""
+        """Wait for weights whose gather overlaps the next forward pass (`overlap_param_gather`)."""
         if self.steps is not None:
             self.steps.settle()
 
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
+        """Clip, step and clear gradients; skip the step on all ranks where the gradient norm is not finite."""
         self.store.need(*PARTS)
         optimizer, lr = self._trained(), self.lr
         assert self.steps is not None
@@ -381,7 +394,7 @@ class MegatronEngine(DataParallelEngine):
             if self.config.optim.max_grad_norm > 0:
                 self.steps.clip(self.config.optim.max_grad_norm, norm)
             self.steps.step(lr)
-            optimizer.step()  # over no weights: so that the schedule knows of it
+            optimizer.step()  # has no gradients; the schedule expects a step before its own
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.steps.clear()
@@ -391,6 +404,7 @@ class MegatronEngine(DataParallelEngine):
         return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
 
     def close(self) -> None:
+        """Release the model, the optimizer and the process groups."""
         super().close()
         if self.steps is not None:
             self.steps.release()
@@ -400,7 +414,7 @@ class MegatronEngine(DataParallelEngine):
 
 
 def _recomputation(how: str) -> dict[str, Any]:
-    """Arguments of megatron-core's config."""
+    """Return megatron-core's config arguments for a value of `recompute`."""
     if how == "full":
         return {
             "recompute_granularity": "full",

@@ -1,8 +1,8 @@
-"""From the last stage's hidden states to the outputs of the contract.
+"""The heads: from the last stage's hidden states to the outputs of the contract.
 
-The head runs on the rows that predict loss tokens only, a chunk at a time; a micro-batch without any sends one row through
-it and takes it times 0, so that every weight has a gradient in every micro-batch, as gradients that are summed while the
-backward pass goes on need.
+The head runs only on rows that predict loss tokens, a chunk at a time. A micro-batch without such rows runs one row and
+multiplies its result by 0. So every weight has a gradient in every micro-batch, which the overlapped reduction of
+gradients needs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Head:
-    """What both heads need of a model: its hidden states whole, its output layer on rows.
+    """The base class of both heads: it gathers hidden states and runs the output layer on rows.
 
     Args:
-        chunk: the ``GPTModel`` of the last stage; None elsewhere. Its output layer no longer gathers tokens.
-        device: of this rank.
-        group: tensor-parallel ranks.
-        sharers: ranks that share the tokens of a micro-batch; each runs the head on rows of its own stretch.
+        chunk: the ``GPTModel`` of the last stage, None elsewhere. The gather of tokens in its output layer is disabled.
+        device: this rank's device.
+        group: the tensor-parallel ranks.
+        sharers: the ranks that share the tokens of a micro-batch (`cp`); each runs the head on rows of its part.
     """
 
     outputs: tuple[str, ...] = ()
@@ -48,38 +48,41 @@ class Head:
         if chunk is not None:
             layer = chunk.output_layer
             self.scattered = bool(chunk.config.sequence_parallel)
-            layer.sequence_parallel = False  # it is given rows of all ranks' tokens
+            layer.sequence_parallel = False  # its input rows are gathered already
             if hasattr(layer, "allreduce_dgrad"):
                 layer.allreduce_dgrad = group.size() > 1
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """[T, 1, H], or this rank's share of the tokens, to [T, H]."""
+        """Return hidden states [T, H] from [T, 1, H]; with sequence parallelism, gather them from [T / ranks, 1, H]."""
         if self.scattered:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:, 0]
 
     def own(self, read: Tensor, count: int) -> tuple[Tensor, int]:
-        """Which of some tokens are in this rank's stretch.
+        """Return which of some tokens are in this rank's part of the pack.
 
         Args:
-            read: tokens of the pack whose hidden states are wanted, in host memory.
-            count: tokens of a stretch.
+            read: [N] positions in the pack whose hidden states are needed, in host memory.
+            count: tokens in each rank's part.
 
         Returns:
-            Places in ``read``, and the number of the stretch's first token.
+            Indices into ``read``, and the position of the part's first token.
         """
         first = 0 if self.sharers is None else count * self.sharers.rank()
         return ((read >= first) & (read < first + count)).nonzero().squeeze(1), first
 
     def together(self, outputs: Tensor) -> Tensor:
-        """Outputs of the whole pack on every rank, from those that are 0 but for its own stretch: losses see whole sequences."""
+        """Return outputs of the whole pack ([T] or [T, K]) on every rank, for losses over whole sequences.
+
+        Each rank's ``outputs`` are 0 outside its part, and are summed over the ranks of `cp`.
+        """
         if self.sharers is None:
             return outputs
         total: Tensor = Together.apply(outputs, self.sharers)
         return total
 
     def project(self, rows: Tensor) -> Tensor:
-        """[n, H] -> [n, V / ranks], or [n, 1] of a value head; float32."""
+        """Project rows [n, H] to float32 logits [n, V / ranks], or to [n, 1] with a value head."""
         tied = self.chunk.shared_embedding_or_output_weight() if self._tied else None
         return self.chunk.output_layer(rows[:, None], weight=tied)[0][:, 0].float()
 
@@ -90,23 +93,24 @@ class Head:
     def __call__(
         self, micro: Batch, hidden: Tensor, grad: Collection[str], watched: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Outputs of a micro-batch, [T] float32 each ([T, K] where there are several a position); see ``PackedForward``.
+        """Return a micro-batch's outputs, float32: [T], or [T, K] with several values per position.
 
         Args:
+            micro: the sequences, on the device.
             hidden: [T', 1, H]: at least the micro-batch's tokens.
-            grad: outputs with gradient.
-            watched: outputs without.
+            grad: names of the outputs with gradient.
+            watched: names of the outputs without gradient.
         """
         raise NotImplementedError
 
 
 class TokenHead(Head):
-    """Log-probs and their like.
+    """The head of language models: log-probs and other outputs of the distribution.
 
     Args:
         vocabulary: tokens of the model, without padding.
-        rows_at_once: rows whose logits exist at one time.
-        recompute: logits are computed again in the backward pass.
+        rows_at_once: maximum rows whose logits exist at one time.
+        recompute: logits are recomputed in the backward pass.
     """
 
     outputs = OUTPUTS
@@ -147,7 +151,7 @@ class TokenHead(Head):
 
 
 class ValueHead(Head):
-    """``values`` and ``scores``, as ``engine_plugin_torch.value_forward`` tells them."""
+    """The head of value models: ``values`` and ``scores``, as defined in ``engine_plugin_torch.value_forward``."""
 
     outputs = ("values", "scores")
 

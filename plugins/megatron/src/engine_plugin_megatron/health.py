@@ -1,4 +1,4 @@
-"""What ``engine doctor`` says of this machine: megatron-core and what it uses where it is there. None of it is imported."""
+"""The check of ``engine doctor`` for megatron-core and the optional packages that it uses. None of them is imported."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FASTER = {"transformer_engine": "Transformer Engine", "apex": "apex"}
 
 
 def health() -> str:
-    """One line: the version, what is missing beside it and what that costs.
+    """Return one line: the version, the missing optional packages and what is lost without them.
 
     Raises:
-        EnvironmentProblem: there is no megatron-core, or no GPU for it.
+        EnvironmentProblem: megatron-core is not installed, or there is no CUDA device.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""How many ranks share what: the numbers of a layout, and which of them fit a run and a model (no torch here)."""
+"""Layouts: the number of ranks along each axis, and the check that they fit the ranks of a run (no torch here)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Ranks along each axis.
+    """The number of ranks along each axis.
 
-    Ranks are numbered as megatron-core does: those of ``tp`` lie next to each other, then ``cp``, ``ep`` within ``dp``, then
-    ``dp``, and stages of ``pp`` lie farthest apart.
+    Ranks are numbered as in megatron-core, from the fastest axis to the slowest: ``tp``, ``cp``, ``dp`` (with ``ep``
+    inside it), ``pp``.
     """
 
-    tp: int = 1  # share each layer's heads and wide dimension
-    pp: int = 1  # hold consecutive layers each
-    vp: int = 1  # chunks of layers that each of them holds
-    ep: int = 1  # of those with other data, share a layer's experts
-    cp: int = 1  # share the tokens of a sequence
-    dp: int = 1  # have other sequences
+    tp: int = 1  # ranks that share each layer's heads and wide dimension
+    pp: int = 1  # stages of consecutive layers
+    vp: int = 1  # chunks of layers per stage
+    ep: int = 1  # ranks with different data that share a layer's experts
+    cp: int = 1  # ranks that share the tokens of a sequence
+    dp: int = 1  # copies of the model, with different sequences
 
     @property
     def size(self) -> int:
-        """All ranks; ``ep`` is a part of ``dp``."""
+        """The number of all ranks; ``ep`` is a part of ``dp`` times ``cp``."""
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
@@ -39,10 +39,10 @@ class MeshLayout:
 
 
 def layout_of(options: MegatronOptions, size: int, role: str) -> MeshLayout:
-    """The layout of a table on ``size`` ranks.
+    """Return the layout of an option table on ``size`` ranks.
 
     Raises:
-        ConfigError: they cannot be divided so.
+        ConfigError: the ranks cannot be divided so.
     """
     table = f"{role}.megatron"
     together = options.tp * options.pp * options.cp
@@ -63,10 +63,11 @@ def layout_of(options: MegatronOptions, size: int, role: str) -> MeshLayout:
 
 
 def _nearest_layout(options: MegatronOptions, size: int) -> str:
-    """The tp and pp that divide the ranks and differ least from those asked for."""
+    """Return a sentence that names the nearest tp and pp that divide the ranks."""
     fits = [(tp, pp) for tp in divisors(size) for pp in divisors(size // tp)]
 
     def distance(pair: tuple[int, int]) -> tuple[int, int, int]:
+        """Return how far a (tp, pp) is from the requested one, as a sort key."""
         tp, pp = pair
         return abs(tp - options.tp) + abs(pp - options.pp), abs(tp - options.tp), tp
 

@@ -1,8 +1,8 @@
-"""megatron-core's optimizer with the promises of the contract, and its state as whole tensors.
+"""megatron-core's optimizer behind the engine's contract, and its state as whole tensors.
 
-Its own checkpoints are not used. Loading one of its ``DistributedOptimizer`` with torch's AdamW gives all parameters one
-tensor for their step count, which then grows once for each of them: later steps are wrong, and nothing tells. Here the
-state is read and written parameter by parameter, and each gets a count of its own.
+megatron-core's own checkpoints are not used. Loading one into its ``DistributedOptimizer`` with torch's AdamW gives all
+parameters one shared step tensor. Each parameter then increments it, so later steps are silently wrong. Here the state
+is read and written parameter by parameter, and each parameter gets a separate step tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAIN, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 
 
 def with_gradients(chunks: Sequence[Any], options: MegatronOptions) -> list[DistributedDataParallel]:
-    """The chunks with buffers for their gradients, which are summed over data-parallel ranks."""
+    """Wrap the chunks with gradient buffers that are summed over data-parallel ranks."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.grad_reduce_dtype == "fp32",
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -37,7 +37,7 @@ def with_gradients(chunks: Sequence[Any], options: MegatronOptions) -> list[Dist
         use_distributed_optimizer=options.distributed_optimizer,
         bucket_size=options.bucket_size,
     )
-    # in a pipeline the buckets of all chunks but the first are summed in one message, as megatron's own training does
+    # as in megatron's own training, chunks after the first reduce their gradients in one message, without buckets
     return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -45,13 +45,13 @@ def with_gradients(chunks: Sequence[Any], options: MegatronOptions) -> list[Dist
 
 
 class Steps:
-    """Takes optimizer steps.
+    """The optimizer of a trained role.
 
     Args:
         models: wrapped chunks, with their first weights.
-        options: the role's table.
+        options: the role's option table.
         optim: the role's ``optim`` table.
-        dtype: of the weights.
+        dtype: type of the weights.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Steps:
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
             adam_eps=optim.eps,
-            clip_grad=0.0,  # clipped here, with the norm that is told
+            clip_grad=0.0,  # clipped in ``clip``, with the reported norm
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
-            loss_scale=options.loss_scale if dtype == torch.float16 else None,  # constant: it is changed here
+            loss_scale=options.loss_scale if dtype == torch.float16 else None,  # constant: changed here
             params_dtype=dtype,
             use_distributed_optimizer=options.distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
@@ -87,15 +87,16 @@ class Steps:
     # -- a step ---------------------------------------------------------------
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What goes backward in fp16."""
+        """Return the scalar loss times the loss scale of fp16."""
         assert self.loss_scale is not None
         return loss * self.loss_scale.factor
 
     def norm(self) -> float:
-        """The norm of the whole gradient over all ranks; it is made ready for a step. Collective.
+        """Return the norm of the whole gradient over all ranks, after preparing gradients for the step. Collective.
 
-        In fp16 gradients are divided by the scale of the loss before. Dense weights and experts share one: megatron-core's own
-        scale is one for each, and what overflows in the one would not change the other, by which the loss is multiplied.
+        In fp16 gradients are first divided by the loss scale. Dense weights and experts share one scale here.
+        megatron-core keeps one each, and an overflow in one would leave the other, which multiplies the loss,
+        unchanged.
         """
         for inner in self._inner() if self.loss_scale is not None else ():
             inner.grad_scaler._scale.fill_(self.loss_scale.factor)
@@ -110,7 +111,7 @@ class Steps:
                 clip_grad_by_total_norm_fp32(parameters, most, norm)
 
     def step(self, lr: float) -> None:
-        """Take one, with this rate. Vectors do not decay, as in the core's own AdamW."""
+        """Take a step with the learning rate ``lr``. Vectors have no weight decay, as in the core's own AdamW."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.decay * group["wd_mult"]
@@ -118,14 +119,14 @@ class Steps:
         self.count += 1
 
     def clear(self) -> None:
-        """Gradients are 0 again."""
+        """Set all gradients to 0."""
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.holds_gradients = False
 
     def settle(self) -> None:
-        """Weights that are gathered in the background (`overlap_param_gather`) are there."""
+        """Wait for weights that are gathered in the background (`overlap_param_gather`)."""
         for model in self.models:
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
@@ -133,7 +134,11 @@ class Steps:
     # -- gradients of several calls -------------------------------------------
 
     def take_gradients(self) -> list[Tensor]:
-        """What earlier calls have summed over ranks already, put aside: summed once more it would count twice."""
+        """Return and clear the gradients that earlier calls have already reduced, so that they are not reduced twice.
+
+        Returns:
+            Flat buffers ``[N]``, one per gradient buffer; none where nothing is accumulated.
+        """
         if not self.holds_gradients:
             return []
         kept = [buffer.grad_data.clone() for buffer in self._buffers()]
@@ -141,16 +146,17 @@ class Steps:
         return kept
 
     def give_gradients(self, kept: Sequence[Tensor]) -> None:
-        """Add what was put aside to what a call has brought."""
+        """Add the flat buffers ``[N]`` of ``take_gradients`` to the gradients of this call."""
         for buffer, values in zip(self._buffers(), kept, strict=True) if kept else ():
             buffer.grad_data.add_(values)
         self.holds_gradients = True
 
     def release(self) -> None:
-        """Let go of weights and gradients; nothing is called after it.
+        """Free weights and gradients. Must be the last call.
 
-        A wrapped model is held by hooks of its weights' autograd nodes, and the nodes by what its layers remember of their last
-        call (the probabilities of experts). Such a circle leads through C++, where Python's collector does not go.
+        Hooks on the weights' autograd nodes reference the wrapped model, and its layers reference the nodes through
+        saved tensors (the probabilities of experts). This reference cycle passes through C++, which Python's garbage
+        collector does not see.
         """
         for model in self.models:
             for handle in model.remove_forward_pre_hook_handles.values():
@@ -169,10 +175,14 @@ class Steps:
     # -- state ----------------------------------------------------------------
 
     def read(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """The whole of one tensor of a parameter's state, on every rank that holds the parameter. Collective.
+        """Return one whole state tensor of a parameter, on every rank that holds the parameter. Collective.
 
         Args:
-            key: of ``MAIN`` and ``MOMENTS``; an average is 0 before the first step.
+            parameter: a parameter of this rank's chunks.
+            key: ``MAIN`` or one of ``MOMENTS``; an average is 0 before the first step.
+
+        Returns:
+            Float32, in the shape of this rank's parameter (``[OUT, IN]`` of a linear layer, cut by tensor parallelism).
         """
         inner = self._owner(parameter)
         if not isinstance(inner, DistributedOptimizer):
@@ -185,7 +195,13 @@ class Steps:
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, key: str, values: Tensor) -> None:
-        """The inverse of ``read``: this rank's part of a whole tensor. Of ``MAIN`` the weights themselves follow."""
+        """Store this rank's part of a state tensor; ``MAIN`` also sets the parameter itself.
+
+        Args:
+            parameter: a parameter of this rank's chunks.
+            key: ``MAIN`` or one of ``MOMENTS``.
+            values: the tensor in the parameter's shape (``[OUT, IN]``), as ``read`` returns it.
+        """
         inner = self._owner(parameter)
         if isinstance(inner, DistributedOptimizer):
             span = _span(inner, parameter)
@@ -197,14 +213,14 @@ class Steps:
             parameter.copy_(values)
 
     def restart(self, count: int) -> None:
-        """State as after ``count`` steps, its tensors to be written; as new where that is 0."""
+        """Reset the state to ``count`` steps, with averages of 0 to be overwritten; 0 steps: no state, as when new."""
         self.count = count
         for inner in self._inner():
             inner.optimizer.state.clear()
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)
                 if count:
-                    # where fused optimizers have it; torch's has one for each parameter
+                    # fused optimizers keep the count in the group, torch's per parameter
                     group["step"] = count
                 for parameter in group["params"] if count else ():
                     inner.optimizer.state[parameter] = {
@@ -213,11 +229,11 @@ class Steps:
                     }
 
     def follow_weights(self) -> None:
-        """The float32 copies follow weights that came from elsewhere."""
+        """Copy newly loaded weights into their float32 copies."""
         self.optimizer.reload_model_params()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Of the state on this rank, the float32 copies too."""
+        """Yield this rank's state tensors and float32 copies: flat parts [N], or unsharded e.g. [OUT, IN]."""
         for inner in self._inner():
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
@@ -225,11 +241,11 @@ class Steps:
                 yield from (value for value in values.values() if isinstance(value, Tensor) and value.ndim)
 
     def gradient_buffers(self) -> list[Tensor]:
-        """What holds gradients on this rank."""
+        """Return this rank's gradient buffers, flat ``[N]`` each."""
         return [buffer.grad_data for buffer in self._buffers()]
 
     def _held(self, inner: Any, parameter: nn.Parameter, key: str) -> Tensor:
-        """This rank's part, a view."""
+        """Return this rank's part as a view; zeros for an average that does not exist yet."""
         if isinstance(inner, DistributedOptimizer):
             group, place = inner.model_param_group_index_map[parameter]
             main = inner.optimizer.param_groups[group]["params"][place]
@@ -240,7 +256,7 @@ class Steps:
         return inner.optimizer.state.get(main, {}).get(key, torch.zeros_like(main))
 
     def _inner(self) -> list[Any]:
-        """One of the weights that data-parallel ranks share, one of experts; those without a weight here left out."""
+        """Return the optimizers of dense weights and of experts, without those that have no weight on this rank."""
         return [part for part in self.optimizer.chained_optimizers if part.optimizer is not None]
 
     def _owner(self, parameter: nn.Parameter) -> Any:
@@ -249,7 +265,7 @@ class Steps:
 
 
 def _span(inner: DistributedOptimizer, parameter: nn.Parameter) -> slice | None:
-    """Which values of a parameter this rank steps."""
+    """Return the range of a parameter's flattened values that this rank updates, or None."""
     if parameter not in inner.model_param_group_index_map:
         return None
     span = inner._get_model_param_range_map(parameter)["param"]

@@ -1,8 +1,9 @@
 """Micro-batches of packed sequences through megatron-core's schedules.
 
-The core's loss is a sum whose weights are those of the global mini-batch, so nothing is averaged here: megatron-core's
-config says that losses are per token (``calculate_per_token_loss``), and there is nothing to divide them by. Its other way
-divides the loss tensor in place by the number of micro-batches, and a metric that shares its memory with it.
+The core's loss is a sum that is already weighted for the global mini-batch, so nothing is averaged here.
+megatron-core's config therefore has ``calculate_per_token_loss``, with no token count to divide by. Without it
+megatron-core divides the loss tensor in place by the number of micro-batches, which also changes a metric that shares
+its memory.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ Micro = tuple[list[int], "Batch"]
 
 
 class Pipeline:
-    """Runs a plan through the stages.
+    """A runner of planned micro-batches through the pipeline's stages.
 
     Args:
-        models: this rank's chunks as they are called: wrapped where gradients are summed.
-        chunks: the ``GPTModel`` in each.
-        device: of this rank.
+        models: this rank's chunks, wrapped where gradients are reduced.
+        chunks: the ``GPTModel`` in each of ``models``.
+        device: this rank's device.
     """
 
     def __init__(self, models: Sequence[Any], chunks: Sequence[Any], device: torch.device) -> None:
@@ -46,29 +47,35 @@ class Pipeline:
         )
         for chunk in chunks:
             if chunk.post_process:
-                # hidden states instead of the logits of all tokens: the head takes the rows that are wanted
+                # return hidden states, not logits of all tokens: the head projects only the rows it needs
                 chunk._postprocess = _hidden_states
             chunk.config.finalize_model_grads_func = _finalize
 
     def learn(self, plan: Sequence[Micro], loss: Callable[[list[int], Batch, Tensor], Tensor]) -> None:
-        """Forward and backward of every micro-batch; then gradients are summed over ranks.
+        """Run forward and backward of every micro-batch, then reduce gradients over ranks.
 
         Args:
-            plan: as many on every rank.
-            loss: of positions, sequences and hidden states; called on the last stage.
+            plan: the micro-batches; their number is equal on every rank.
+            loss: returns the scalar loss from positions, sequences and hidden states [T, 1, H]; called on the last
+                stage.
         """
 
         def after(indices: list[int], micro: Batch, hidden: Tensor) -> Any:
+            """Return loss, token count 0 and no metrics from hidden states [T, 1, H], as megatron-core expects."""
             return loss(indices, micro, hidden), torch.zeros((), dtype=torch.int, device=self.device), {}
 
         self._run(plan, after)
 
     @torch.no_grad()
     def compute(self, plan: Sequence[Micro], function: Callable[[list[int], Batch, Tensor], Any]) -> list:
-        """Forward of every micro-batch.
+        """Run the forward pass of every micro-batch.
+
+        Args:
+            plan: the micro-batches; their number is equal on every rank.
+            function: called on the last stage with positions, sequences and hidden states [T, 1, H].
 
         Returns:
-            On the last stage what ``function`` gives of each, in their order; elsewhere nothing.
+            On the last stage the results of ``function``, in the plan's order; on other stages an empty list.
         """
         return self._run(plan, function, forward_only=True, collect_non_loss_data=True)
 
@@ -77,10 +84,12 @@ class Pipeline:
             return []
 
         def forward_step(iterator: Iterator[Micro], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            """Return the next micro-batch's hidden states [T, 1, H] and the function that finishes it."""
             indices, micro = next(iterator)
             hidden = model(**self.inputs(micro))
 
             def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+                """Call ``after`` with the hidden states [T, 1, H]."""
                 return after(indices, micro, output)
 
             return hidden, finish
@@ -99,7 +108,10 @@ class Pipeline:
         return found
 
     def inputs(self, micro: Batch) -> dict[str, Any]:
-        """Arguments of a model: one row of packed tokens, filled up to what ranks can share; with `cp` this rank's stretch."""
+        """Return a model's arguments: one row of packed tokens, padded so that ranks can split it.
+
+        With `cp` the row is this rank's part of the pack.
+        """
         lengths = on_host(micro.lengths)
         lengths = lengths[lengths > 0]
         ids, missing = micro.token_ids, -micro.num_tokens % self.multiple
@@ -138,12 +150,12 @@ def _hidden_states(*, hidden_states: Tensor, **_: Any) -> Tensor:
 
 
 def _finalize(model: list, num_tokens: Tensor | None = None, **settings: Any) -> None:
-    """Sum gradients over ranks; there is no number of tokens to divide them by."""
+    """Reduce gradients over ranks without dividing them by a number of tokens."""
     finalize_model_grads(model, None, **settings)
 
 
 def synchronised(models: Sequence[Any], overlap: bool) -> None:
-    """Tell the schedule how gradients wait for the last micro-batch, where they are summed while it goes backward."""
+    """Set ``no_sync_func``, with which the schedule delays the overlapped reduction to the last micro-batch."""
     if not overlap:
         return
     waits = [model.no_sync for model in models]

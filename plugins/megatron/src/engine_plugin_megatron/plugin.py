@@ -1,4 +1,4 @@
-"""What this plugin offers (neither torch nor megatron here: read by ``engine validate``)."""
+"""The plugin's registration. It imports neither torch nor megatron, since ``engine validate`` reads it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine_plugin_megatron.tables import ModelArchitecture
 
 @hookimpl
 def engine_train_engines() -> Mapping[str, TrainBackend]:
+    """Return the train engine ``megatron``."""
     return {
         "megatron": TrainBackend(
             load="engine_plugin_megatron.engine:MegatronEngine",
@@ -25,6 +26,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
 
 @hookimpl
 def engine_architectures() -> Mapping[str, ModelArchitecture]:
+    """Return the architectures of this plugin, by Hugging Face's ``model_type``."""
     here = "engine_plugin_megatron.models.architecture"
     return {
         "llama": ModelArchitecture(load=f"{here}:Architecture"),

@@ -1,7 +1,7 @@
-"""The ranks of one engine: megatron-core's groups over them, and small sums over all.
+"""The ranks of one engine: megatron-core's groups over them, and small reductions over all.
 
-megatron-core keeps its groups in one place for the whole process. So roles that share processes share a layout; the
-groups stay from one engine to the next of the same layout, since making them takes longer than using them.
+megatron-core keeps its groups in global variables, so roles that share processes share a layout. The groups are reused
+by the next engine of the same layout, since creating groups is slow.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import WorkerContext
     from engine_plugin_megatron.layout import MeshLayout
 
-_GROUPS: dict[str, Any] = {"layout": None, "users": []}  # of this process: the roles that use them
+_GROUPS: dict[str, Any] = {"layout": None, "users": []}  # of this process, with the roles that use them
 
 
 class Ranks(RankGroup):
-    """The place of this rank in a layout, and what all ranks agree on.
+    """The group of all ranks, with this rank's place in the layout and its megatron-core groups.
 
     Args:
-        mesh: how many ranks share what; `dp` as the run has them.
+        mesh: the number of ranks along each axis.
         context: rank, number of ranks, role.
-        device: of this rank, with its index.
+        device: this rank's device, with its index.
 
     Raises:
         ConfigError: another role in this process has another layout.
         EnvironmentProblem: there should be several ranks and no runtime has joined them.
 
     Attributes:
-        layout: place of this rank among those that get data. The leader is the first rank of the first stage.
+        layout: this rank's place among the ranks that receive data. The leader is the first rank of the first stage.
         tp: group of the ranks that share layers.
         pp: group of the stages.
-        tokens: group of the ranks that share the tokens of each sequence; None where there is no `cp`.
+        tokens: group of the ranks that share the tokens of each sequence; None without `cp`.
         last_stage: whether this rank has the head.
-        counts: whether sums over all ranks take this rank's value: one rank of each copy of the model does.
+        counts: whether sums over all ranks include this rank's value: true for one rank of each copy of the model.
     """
 
     def __init__(self, mesh: MeshLayout, context: WorkerContext, device: torch.device) -> None:
@@ -66,7 +66,11 @@ class Ranks(RankGroup):
         set_random_state(before, device)
 
     def from_last_stage(self, values: Tensor) -> Tensor:
-        """What the last stage has, on every stage; the others give a tensor of its shape and type. On the CPU."""
+        """Broadcast the last stage's tensor to all stages and return it on the CPU.
+
+        Args:
+            values: outputs [T] or [T, K]; the other stages give a tensor of the same shape and type.
+        """
         if self.mesh.pp == 1:
             return values
         sent = values.to(self.device).contiguous()
@@ -74,7 +78,7 @@ class Ranks(RankGroup):
         return sent.cpu()
 
     def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Groups of several ranks, by axis."""
+        """Return the groups of more than one rank, by axis."""
         axes = {
             "tp": self.tp,
             "pp": self.pp,
@@ -85,7 +89,7 @@ class Ranks(RankGroup):
         return {name: group for name, group in axes.items() if group.size() > 1}
 
     def close(self) -> None:
-        """Give the groups up; with a process group that was made for one process they go, too."""
+        """Release the groups. Destroy them with a process group that was made for a single process."""
         if self._role in _GROUPS["users"]:
             _GROUPS["users"].remove(self._role)
             if self._own and not _GROUPS["users"]:
@@ -94,7 +98,7 @@ class Ranks(RankGroup):
 
 
 def _divide(mesh: MeshLayout, role: str) -> None:
-    """Make megatron-core's groups, where those of this layout are not there yet."""
+    """Create megatron-core's groups, unless those of this layout exist already."""
     world = dist.group.WORLD
     if parallel_state.model_parallel_is_initialized():
         if _GROUPS["layout"] == (mesh, world):
@@ -112,7 +116,7 @@ def _divide(mesh: MeshLayout, role: str) -> None:
         pipeline_model_parallel_size=mesh.pp,
         virtual_pipeline_model_parallel_size=mesh.vp if mesh.vp > 1 else None,
         expert_model_parallel_size=mesh.ep,
-        create_gloo_process_groups=False,  # for megatron's own checkpoints
+        create_gloo_process_groups=False,  # only megatron's own checkpoints use them
     )
     make_token_group(mesh)
     _GROUPS["layout"] = (mesh, world)
@@ -125,10 +129,10 @@ def _undo() -> None:
 
 
 def end_groups() -> None:
-    """End megatron-core's groups. It only forgets them: their threads would go on, hundreds after some layouts."""
+    """Destroy megatron-core's groups. megatron-core only drops its references, which leaves their threads running."""
     groups = getattr(parallel_state, "_global_process_group_list", None) or ()
     parallel_state.destroy_model_parallel()
     for group in groups:
-        with contextlib.suppress(ValueError):  # it went with its world
+        with contextlib.suppress(ValueError):  # destroyed with the world group
             if group is not None:
                 dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Where a model's first weights come from: slices of a folder's files, of which each rank reads its own; or a whole model."""
+"""Sources of a model's weights: a folder, of which each rank reads its slices, a checkpoint, or a whole model."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ Read = Callable[[str], Any]
 """Gives one tensor by its name: whole, or something with ``get_shape`` and slices."""
 
 CPU = torch.device("cpu")
-FREE = ("rotary_emb.inv_freq",)  # what old folders hold besides weights
+FREE = ("rotary_emb.inv_freq",)  # entries of old folders that are no weights
 
 
 def first_weights(
     model: ModelConfig, role: str, live: nn.Module | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> Read:
-    """What ``weights.load`` reads.
+    """Return the function with which ``weights.load`` reads a model's first weights.
 
-    A folder with a config alone, and a model given from Python, are whole on every rank's CPU for a while.
+    A folder with only a config, and a model given from Python, are temporarily whole in every rank's host memory.
 
     Args:
         model: ``[model]``, with the role's path.
+        role: the role, which decides between a language model and a value model.
         live: a model given from Python.
-        shapes: by name, of the weights that the role's model has.
+        shapes: by name, the shapes of the weights of the role's model.
 
     Raises:
         ConfigError: the folder cannot be read.
@@ -68,13 +69,13 @@ def first_weights(
 
 
 class Folder:
-    """The weights of a folder, each opened when it is asked for.
+    """A reader of a folder's weights, as safetensors slices that are loaded on use.
 
     Args:
-        folder: as ``save_pretrained`` writes it.
-        shapes: by name, of the weights that must be there; a value head need not.
-        role: decides whether a language-model head may be left over.
-        seed: of a fresh value head.
+        folder: a folder as ``save_pretrained`` writes it.
+        shapes: by name, the shapes of the required weights; a missing value head is initialized.
+        role: the role, which decides whether a language-model head may be left over.
+        seed: seed of a fresh value head.
 
     Raises:
         DataError: weights are missing, left over or of another shape.
@@ -133,11 +134,11 @@ def check_names(has: Mapping[str, Iterable[int]], shapes: Mapping[str, tuple[int
 
 
 class FromShards:
-    """Reads tensors of a checkpoint.
+    """A reader of a checkpoint's tensors.
 
     Args:
-        shards: of it.
-        suffix: behind a weight's name, of state of the optimizer: ``/exp_avg``.
+        shards: the checkpoint's shards.
+        suffix: appended to a weight's name, for optimizer state: ``/exp_avg``.
     """
 
     def __init__(self, shards: Shards, suffix: str = "") -> None:
@@ -152,6 +153,7 @@ class _Part:
         self.shards, self.name = shards, name
 
     def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
         return self.shards.shapes[self.name]
 
     def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor:
@@ -159,12 +161,12 @@ class _Part:
 
 
 class FromStream:
-    """Reads tensors of a stream in any order; one that came before it was asked for is kept until it is.
+    """A reader of a stream's tensors in any order. A tensor that arrives early is kept until its last read.
 
     Args:
         stream: names and whole tensors.
-        shapes: by name, of the weights that must come.
-        wanted: how often each name will be asked for; others are not kept. Nobody then holds the whole model.
+        shapes: by name, the shapes of the weights that must arrive.
+        wanted: how often each name will be read; other tensors are not kept, so no rank holds the whole model.
 
     Raises:
         DataError: a name or a shape does not fit.
@@ -188,10 +190,10 @@ class FromStream:
         return self._kept[name] if self._left[name] else self._kept.pop(name)
 
     def finish(self) -> None:
-        """To the end of the stream: other ranks may take part in it.
+        """Read the stream to its end, since it may be collective.
 
         Raises:
-            DataError: a weight did not come.
+            DataError: a weight did not arrive.
         """
         self._left.clear()
         self._kept.clear()
@@ -219,10 +221,12 @@ class FromStream:
 
 
 def blank_module(config: PretrainedConfig, role: str, source: str = "") -> PreTrainedModel:
-    """The model of transformers that a folder of this role is loaded as, its weights on ``meta``.
+    """Build the transformers model of this role's folder, with weights on ``meta``.
 
     Args:
-        source: folder whose settings of sampling it takes, where there are any.
+        config: the model's config.
+        role: the role, which decides between a language model and a value model.
+        source: folder whose ``generation_config.json``, if any, the model gets.
     """
     kind: Any = value_class(config) if role in VALUE_ROLES else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
@@ -233,5 +237,5 @@ def blank_module(config: PretrainedConfig, role: str, source: str = "") -> PreTr
 
 
 def own_order(config: PretrainedConfig, role: str) -> list[str]:
-    """Names of a transformers model's own weights, in its order."""
+    """Return the names of a transformers model's own weights, in its order."""
     return list(own_weights(blank_module(config, role)))

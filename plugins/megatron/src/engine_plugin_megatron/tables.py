@@ -11,7 +11,7 @@ from engine_core.specs import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArchitecture(Spec):
-    """A model architecture: ``load`` is a function without arguments that returns an ``Architecture``, or such a class."""
+    """A model architecture: ``load`` names a function without arguments, or a class, that gives an ``Architecture``."""
 
     kind = "architectures"
     noun = "architecture"

@@ -1,8 +1,8 @@
-"""The ranks that share the tokens of each sequence (`cp`), a group of our own beside megatron-core's.
+"""The group of ranks that share the tokens of each sequence (`cp`), separate from megatron-core's groups.
 
-megatron-core is told nothing of them: to it they are copies of the model, whose gradients it sums and over which it spreads
-the optimizer's state, as is right for ranks with different tokens. Its own way (each sequence cut in twice as many parts
-as ranks, and attention of Transformer Engine) is not taken.
+megatron-core treats these ranks as copies of the model: it sums their gradients and shards the optimizer state over
+them, which is right for ranks with different tokens. megatron-core's own context parallelism is not used. It cuts each
+sequence into twice as many parts as ranks and needs Transformer Engine's attention.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron.core import parallel_state
 if TYPE_CHECKING:
     from engine_plugin_megatron.layout import MeshLayout
 
-_GROUP: dict[str, Any] = {"tokens": None}  # of this process, as megatron-core's groups are
+_GROUP: dict[str, Any] = {"tokens": None}  # one per process, like megatron-core's groups
 
 
 def make_token_group(mesh: MeshLayout) -> None:
-    """Make the groups of a layout, neighbours among those that megatron-core takes for copies. Its own are there. Collective."""
+    """Create a layout's groups: neighbors in megatron-core's data-parallel groups, which must exist. Collective."""
     if mesh.cp == 1:
         return
     copies = mesh.dp * mesh.cp
@@ -37,12 +37,12 @@ def make_token_group(mesh: MeshLayout) -> None:
 
 
 def token_group() -> Any:
-    """This rank's group; None where each rank has whole sequences."""
+    """Return this rank's group, or None where each rank has whole sequences."""
     return _GROUP["tokens"]
 
 
 def end_token_group() -> None:
-    """End it; with its world it may have gone already."""
+    """Destroy this rank's group, unless it was destroyed with the world group."""
     if _GROUP["tokens"] is not None:
         with contextlib.suppress(ValueError):
             dist.destroy_process_group(_GROUP["tokens"])

@@ -53,9 +53,9 @@ class Seat:
         """Start to run commands.
 
         Args:
-            listener: of the controller, which sends over a socket; None: it sends by ``deliver``.
-            token: that both sides of the socket know.
-            rank: of the run.
+            listener: address of the controller's listening socket; None: the controller sends by ``deliver``.
+            token: the token that both sides of the socket know.
+            rank: the actor's rank in the run.
         """
         mailbox: Channel | WorkerEnd = self._mail
         if listener is not None:
@@ -68,9 +68,9 @@ class Seat:
         """End this process with the controller's node, even if that is lost without notice (``lifeline``).
 
         Args:
-            listener: of the controller.
-            token: that both sides know.
-            rank: of the run.
+            listener: address of the controller's listening socket.
+            token: the token that both sides know.
+            rank: the actor's rank in the run.
         """
         from engine_plugin_processes.channel import connect
         from engine_plugin_ray.lifeline import end_with

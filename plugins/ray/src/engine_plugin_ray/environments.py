@@ -46,10 +46,10 @@ def check_there(
     """Raise for a Python on which no worker of a joined cluster would start; each is checked on its workers' nodes.
 
     Args:
-        pools: of the run.
+        pools: the run's pools.
         pythons: `runtime.ray.python`.
         groups: the placement group of each pool.
-        seconds: for all answers.
+        seconds: time limit for all answers.
 
     Raises:
         ConfigError: with the pool, the node and the reason.
@@ -75,7 +75,7 @@ def sent_whole(function: FunctionType) -> FunctionType:
     Ray sends a module's function by name, but the cluster's own Python, which runs it, may lack this plugin.
 
     Args:
-        function: of a module; it uses only values of this plugin.
+        function: a module's function, which uses only values of this plugin.
     """
     return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
 
@@ -85,7 +85,7 @@ def look(python: str, nodes: bool = False) -> dict[str, Any]:
     run.
 
     Args:
-        python: its path.
+        python: the path of the Python.
         nodes: also return which ``node`` of the cluster this is.
     """
     where: dict[str, Any] = {}

@@ -25,9 +25,9 @@ class ActorHandle(WorkerHandle):
     """A ``WorkerHandle`` of an actor.
 
     Args:
-        rank: of the run.
+        rank: the actor's rank in the run.
         actor: ``actor.Seat``.
-        channel: to the actor.
+        channel: the mailbox of the actor.
         about: where it runs, as returned by ``Seat.about``.
         logs: folder with the output of its node's processes, if that is this node.
     """

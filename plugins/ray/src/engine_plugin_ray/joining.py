@@ -50,7 +50,7 @@ def meet(address: str, found: str) -> str:
     """Check that the cluster may be joined.
 
     Args:
-        address: as in the run file.
+        address: the address in the run file.
         found: the result of ``find``.
 
     Returns:
@@ -94,7 +94,7 @@ def check(at: str, answer: Mapping[str, Any]) -> str:
 
     Args:
         at: the key and its value, for messages.
-        answer: of the cluster.
+        answer: the cluster's answer.
 
     Raises:
         ConfigError: no Ray, one of another version, or one that requires another token or none.

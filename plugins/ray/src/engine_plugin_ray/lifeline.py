@@ -31,11 +31,11 @@ def hold(actors: Mapping[int, Any], host: str, token: str) -> dict[int, Channel]
     Args:
         actors: ``actor.Seat`` by rank, on other nodes.
         host: address of this node, as the actors reach it.
-        token: of the run.
+        token: the run's token.
 
     Returns:
-        By rank. Actors that do not reach this process are left out, with a warning: only Ray's own checks detect their
-            loss.
+        The connections by rank. Actors that do not reach this process are left out, with a warning: only Ray's own
+        checks detect their loss.
     """
     lines: dict[int, Channel] = {}
     if not actors:
@@ -82,6 +82,7 @@ def end_with(line: Channel, end: Callable[[], object]) -> None:
     """
 
     def wait() -> None:
+        """Wait for the end of the connection, then call ``end``."""
         with contextlib.suppress(Closed):
             line.receive()
         end()

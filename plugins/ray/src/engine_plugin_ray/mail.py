@@ -52,7 +52,7 @@ class ControllerEnd:
 
     Args:
         actor: ``actor.Seat``.
-        store: of all workers of the run.
+        store: the store that all workers of the run share.
         line: an idle connection to the actor; None: the actor does not reach this process.
     """
 

@@ -31,7 +31,7 @@ class NearEnd(Channel):
     produces: ``loss`` and ``over``, and the end of the socket.
 
     Args:
-        connection: to the actor.
+        connection: the socket to the actor.
         actor: ``actor.Seat``.
     """
 
@@ -59,8 +59,8 @@ def connect_all(actors: Mapping[int, Any], token: str, seconds: float) -> dict[i
 
     Args:
         actors: ``actor.Seat`` by rank.
-        token: that they prove to know.
-        seconds: for all of them to connect.
+        token: the token that actors prove to know.
+        seconds: time limit for all actors to connect.
 
     Raises:
         EnvironmentProblem: an actor does not reach this process, or not in time.

@@ -41,7 +41,7 @@ def problems(config: EngineConfig) -> Iterator[str]:
     provide.
 
     Args:
-        config: of the run. Processes whose number the machine decides (``"auto"``) are not counted.
+        config: the run's config. Processes whose number the machine decides (``"auto"``) are not counted.
     """
     options: RayOptions = config.runtime.options
     sizes = dict(config.placement.pools)
@@ -68,7 +68,7 @@ def unknown_pools(names: Sequence[str], options: RayOptions) -> Iterator[str]:
     """Yield the pools of ``[runtime.ray]`` that the run does not have.
 
     Args:
-        names: of the run's pools.
+        names: names of the run's pools.
         options: ``[runtime.ray]``.
     """
     for key, table in (("strategy", options.strategy), ("python", options.python)):
@@ -82,10 +82,10 @@ def check(
     """Raise for pools that this cluster can never hold.
 
     Args:
-        pools: of the run.
+        pools: the run's pools.
         options: ``[runtime.ray]``.
         gpu: each rank has an accelerator.
-        nodes: of ``nodes_of_cluster``.
+        nodes: the result of ``nodes_of_cluster``.
         shown: the cluster, for messages.
 
     Raises:
@@ -137,6 +137,7 @@ def _fit_together(pools: Sequence[Pool], options: RayOptions, room: Iterable[int
     seen: set[tuple[int, tuple[int, ...]]] = set()
 
     def fit(done: int, left: tuple[int, ...]) -> bool:
+        """Return whether the pools from number ``done`` on fit into the rooms that are left."""
         if done == len(packed):
             return _spread_out(spread, left)
         if (done, left) in seen:

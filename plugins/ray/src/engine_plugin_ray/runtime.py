@@ -67,6 +67,7 @@ class RayRuntime(MultiProcessRuntime):
         self._store: Any = None  # TCPStore for the rendezvous of ranks on several nodes
 
     def close(self) -> None:
+        """Close the runtime and release what it holds in the cluster; a private cluster ends."""
         with contextlib.ExitStack() as stack:  # each runs even if the one before fails
             stack.callback(self.cluster.close)
             stack.callback(self._leave)
@@ -170,7 +171,7 @@ class RayRuntime(MultiProcessRuntime):
         """Return the mailbox of each actor, which starts to serve it.
 
         Args:
-            actors: by rank.
+            actors: the actors, by rank.
             about: where each runs, in the order of ``actors``.
             here: id of the controller's node.
 

@@ -118,9 +118,9 @@ class Judge:
     """A judge of programs, with a sandbox in which it runs them.
 
     Args:
-        options: of the reward.
-        language: of the programs.
-        total_timeout_seconds: for all tests of one response.
+        options: the reward's options.
+        language: the programs' language.
+        total_timeout_seconds: time limit for all tests of one response.
 
     Raises:
         EnvironmentProblem: the sandbox does not start, or is weaker than `min_isolation`.
@@ -154,7 +154,7 @@ class Judge:
 
         Args:
             completion: the response.
-            tests: in a form of ``code_cases``.
+            tests: the tests, in a form of ``code_cases``.
             answer: the tests, if there is no column ``tests``.
             entry_point: the function that assertions are about.
             test_setup: Python code before assertions.

@@ -260,7 +260,7 @@ def _check_that_it_tests(tree: ast.Module, test: str, called: bool, needs_entry_
     assertions.
 
     Args:
-        tree: of the code.
+        tree: the code's syntax tree.
         test: the code, for the message.
         called: the code has functions that will be called.
         needs_entry_point: the code has a ``check(candidate)`` that only an entry point could call.

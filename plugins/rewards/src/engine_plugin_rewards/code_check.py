@@ -30,6 +30,7 @@ def make_check(
     tiers.demand(least_tier(chosen, language))
 
     def check(columns: Mapping[str, Any]) -> None:
+        """Raise LookupError for a row without tests, ValueError for tests that cannot be used."""
         column = next((name for name in ("tests", "answer") if columns.get(name) is not None), None)
         if column is None:
             raise LookupError(

@@ -106,7 +106,7 @@ class Chat:
         """Read the verdict from a response.
 
         Args:
-            body: of the response.
+            body: the response's body.
             shown: redacts and cuts a text for a message; with ``last=True`` it keeps the end.
 
         Raises:

@@ -73,6 +73,7 @@ def make_http(
     whole = "group_ids" in columns  # samples that the reward compares stay together
 
     def http(**given: Sequence[Any]) -> list[Score]:
+        """Score the samples of one call; its signature names the columns that the server receives."""
         deadline, count = time.monotonic() + SHARE_OF_TIMEOUT * timeout, len(given["completions"])
         size = max(count, 1) if whole else batch_size
         starts = range(0, count, size)
@@ -98,7 +99,7 @@ class Scorer:
     """A client that posts batches to one server. Thread-safe.
 
     Args:
-        asker: of the server.
+        asker: sends requests to the server.
     """
 
     def __init__(self, asker: Asker) -> None:
@@ -111,7 +112,7 @@ class Scorer:
 
         Args:
             batch: the columns; of one sample if ``judge`` is given.
-            deadline: of ``time.monotonic``, for all attempts.
+            deadline: moment of ``time.monotonic`` at which all attempts end.
             judge: builds the request and reads the response, if the server is a language model.
         """
         count = len(batch["completions"])
@@ -147,8 +148,8 @@ def read_scores(body: bytes, count: int, shown: Callable[[bytes | str], str]) ->
     """Read the scores in a response.
 
     Args:
-        body: of the response.
-        count: samples.
+        body: the response's body.
+        count: number of samples.
         shown: redacts and cuts a text for a message.
 
     Raises:

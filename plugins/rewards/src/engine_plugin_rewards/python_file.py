@@ -53,6 +53,7 @@ def as_conversations(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(**given: Any) -> Any:
+        """Call the function with one-message conversations in place of texts."""
         for name, role in roles.items():
             if isinstance(given.get(name), str):
                 given[name] = [{"role": role, "content": given[name]}]

@@ -41,6 +41,7 @@ def make_format(pattern: str, match: str) -> Callable[[str], float]:
     matches = compiled.fullmatch if match == "full" else compiled.search
 
     def has_format(completion: str) -> float:
+        """Return 1 if the pattern matches the response, else 0."""
         return float(matches(completion) is not None)
 
     return has_format

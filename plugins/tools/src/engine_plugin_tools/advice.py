@@ -3,7 +3,7 @@
 For a run whose steps sample, then train, with medians over steps (without the first):
 
 - ``g`` seconds of sampling, ``w`` of a whole step, ``w - g`` of everything else.
-- A sampler on further, dedicated devices, while the trainer keeps all of its own: at best ``max(g, w - g)`` a step.
+- A sampler on further, dedicated devices, while the trainer keeps all its devices: at best ``max(g, w - g)`` a step.
 - The same devices divided between the two: the work stays the same, so at least ``w``. The possible gain is the time
   in which most responses are done and the last ones still run: a sampler that always has requests needs at best
   ``g * mean / max`` of the responses' lengths, so ``w - g + g * mean / max`` is a lower bound.

@@ -11,8 +11,8 @@ def require_package(package: str, extra: str, user: str, otherwise: str = "") ->
     """Check that a package is installed, without importing it.
 
     Args:
-        package: its name; it is imported by that name, with ``_`` for ``-``.
-        extra: of engine-plugin-tools, which installs the package.
+        package: the package's name; its module has the same name, with ``_`` for ``-``.
+        extra: the extra of engine-plugin-tools that installs the package.
         user: the feature that needs the package; the message begins with it.
         otherwise: an alternative, for the end of the message.
 

@@ -37,8 +37,8 @@ class Start:
     """The state from which a step is replayed.
 
     Args:
-        step: of the checkpoint; 0: the model itself.
-        checkpoint: its folder.
+        step: the checkpoint's step; 0: the model itself.
+        checkpoint: the checkpoint's folder.
         again: steps between the checkpoint and the replayed step that are replayed first.
         left_out: such steps that are skipped, because their rollouts were not kept, or by ``only``.
     """
@@ -63,7 +63,7 @@ class Replayed:
 
     Args:
         start: the state before.
-        metrics: of the step, now.
+        metrics: the metrics of the replayed step.
         recorded: the line of the step in the run's ``metrics.jsonl``; empty if the run did not finish the step.
     """
 
@@ -81,9 +81,9 @@ def find_start(run: TrainingRun, folder: RunFolder, step: int, only: bool = Fals
     """Find the state from which ``step`` can be replayed.
 
     Args:
-        run: of the run's config.
-        folder: of the run.
-        step: from 1.
+        run: a trainer of the run's config.
+        folder: the run's folder.
+        step: the step to replay, from 1.
         only: skip the steps in between, even if their rollouts were kept.
 
     Raises:
@@ -113,8 +113,8 @@ def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Repl
 
     Args:
         run: a trainer of the run's config, perhaps with changed settings; not set up.
-        folder: of the run; only read.
-        step: from 1.
+        folder: the run's folder, which is only read.
+        step: the step to replay, from 1.
         start: the result of ``find_start`` for these.
 
     Raises:

@@ -1,11 +1,11 @@
-"""What an architecture is to this plugin, and those that come with it.
+"""Model architectures: the base class, and those that come with this plugin.
 
-An ``Architecture`` says three things of a Hugging Face config: which of it is not computed here, the arguments of
-megatron-core's ``TransformerConfig``, and of which tensors each parameter is made. Another decoder of the same family
-is a subclass of a few lines.
+An ``Architecture`` gives three things for a Hugging Face config: the unsupported settings, the arguments of
+megatron-core's ``TransformerConfig``, and the tensors that each parameter is made of. Another decoder of the same
+family is a subclass of a few lines.
 
-Left out: decoders that are no sequence of attention and feed-forward with RMS norms before them (Gemma's norms behind,
-multi-head latent attention, state spaces).
+Not supported: decoders whose layers are not attention and feed-forward with an RMS norm before each (norms after them
+as in Gemma, multi-head latent attention, state-space models).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ HEAD = "score.weight"
 
 
 class Architecture:
-    """Llama: RMS norms, rotary positions, grouped queries, a gated feed-forward, no biases."""
+    """The architecture of Llama: RMS norms, rotary positions, grouped queries, a gated feed-forward, no biases."""
 
     qkv_bias = False  # queries, keys and values have a bias
-    head_norms = False  # queries and keys are normed, head by head
+    head_norms = False  # queries and keys of each head have an RMS norm
     embedding, final_norm, output = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        """What of this config would be computed otherwise than transformers does; a line each."""
+        """Return the settings that would be computed differently from transformers, a line each."""
         found = []
         if hf.hidden_act != "silu":
             found.append(f"hidden_act is '{hf.hidden_act}'; 'silu' alone is known")
@@ -62,7 +62,7 @@ class Architecture:
         return found
 
     def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Those of ``TransformerConfig`` that the model decides."""
+        """Return the arguments of ``TransformerConfig`` that depend on the model."""
         return {
             "num_layers": hf.num_hidden_layers,
             "hidden_size": hf.hidden_size,
@@ -82,7 +82,7 @@ class Architecture:
         }
 
     def inverse_frequencies(self, hf: PretrainedConfig) -> torch.Tensor:
-        """[dim / 2] float32 of the rotary positions, as transformers computes them."""
+        """Return the inverse frequencies [dim / 2] float32 of rotary positions, as transformers computes them."""
         rope = hf.rope_parameters
         if rope["rope_type"] == "default":
             width = head_width(hf)
@@ -94,7 +94,7 @@ class Architecture:
         return frequencies
 
     def layer(self, hf: PretrainedConfig, index: int) -> Iterator[Joined]:
-        """The parameters of one decoder layer."""
+        """Yield the parameters of one decoder layer."""
         here, hidden = f"model.layers.{index}", hf.hidden_size
         yield norm("input_layernorm", f"{here}.input_layernorm", hidden)
         yield from self.attention(hf, f"{here}.self_attn")
@@ -102,7 +102,7 @@ class Architecture:
         yield from self.feed_forward(hf, index, f"{here}.mlp")
 
     def attention(self, hf: PretrainedConfig, here: str) -> Iterator[Joined]:
-        """The parameters of its attention."""
+        """Yield the parameters of a layer's attention."""
         heads, groups, width = hf.num_attention_heads, hf.num_key_value_heads, head_width(hf)
         for leaf, columns in {"weight": (hf.hidden_size,), **({"bias": ()} if self.qkv_bias else {})}.items():
             names = f"{here}.q_proj.{leaf}", f"{here}.k_proj.{leaf}", f"{here}.v_proj.{leaf}"
@@ -115,70 +115,73 @@ class Architecture:
         yield Joined("self_attention.linear_proj.weight", whole, split=1)
 
     def feed_forward(self, hf: PretrainedConfig, index: int, here: str) -> Iterator[Joined]:
-        """The parameters of its feed-forward."""
+        """Yield the parameters of a layer's feed-forward."""
         yield from gated("mlp", here, hf.hidden_size, hf.intermediate_size)
 
     def embeds(self, hf: PretrainedConfig, padding: int) -> Joined:
-        """The embedding, with rows of padding."""
+        """Return the embedding, with padding rows."""
         shape = (hf.vocab_size, hf.hidden_size)
         return Joined(
             "embedding.word_embeddings.weight", whole_source(self.embedding, shape), padding=padding
         )
 
     def ends(self, hf: PretrainedConfig) -> Joined:
-        """The norm behind the last layer."""
+        """Return the norm after the last layer."""
         return norm("decoder.final_layernorm", self.final_norm.removesuffix(".weight"), hf.hidden_size)
 
     def speaks(self, hf: PretrainedConfig, padding: int) -> Joined:
-        """The output layer; tied: the embedding again."""
+        """Return the output layer; of a tied model, the embedding."""
         shape = (hf.vocab_size, hf.hidden_size)
         name = self.embedding if hf.tie_word_embeddings else self.output
         return Joined("output_layer.weight", whole_source(name, shape), padding=padding)
 
     def scores(self, hf: PretrainedConfig) -> Joined:
-        """The value head."""
+        """Return the value head."""
         return Joined("output_layer.weight", whole_source(HEAD, (1, hf.hidden_size)), split=None)
 
 
 class Qwen2(Architecture):
-    """Llama with biases of queries, keys and values."""
+    """The architecture of Qwen2: Llama with biases of queries, keys and values."""
 
     qkv_bias = True
 
 
 class Qwen3(Architecture):
-    """Llama with norms of each head's queries and keys."""
+    """The architecture of Qwen3: Llama with norms of each head's queries and keys."""
 
     head_norms = True
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3 whose feed-forwards are mixtures of experts.
+    """The architecture of Qwen3-MoE: Qwen3 whose feed-forwards are mixtures of experts.
 
-    Each token goes to `num_experts_per_tok` experts, none is dropped. Their shares are those of the softmax over all
-    experts, divided by their sum where `norm_topk_prob`. No loss for balance is added to that of the run.
+    Each token goes to `num_experts_per_tok` experts; no token is dropped. The experts' weights are the softmax over all
+    experts, divided by their sum with `norm_topk_prob`. No load-balancing loss is added to the run's loss.
     """
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
+        """Return the unsupported settings, including a router that would have no gradient."""
         found = super().problems(hf)
         if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
             found.append("norm_topk_prob with num_experts_per_tok 1: the router would have no gradient")
         return found
 
     def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return the arguments of ``TransformerConfig``, with those of experts and router."""
         return {
             **super().arguments(hf),
             "num_moe_experts": hf.num_experts,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_layer_freq": [int(sparse(hf, index)) for index in range(hf.num_hidden_layers)],
             "moe_router_topk": hf.num_experts_per_tok,
-            "moe_router_pre_softmax": not hf.norm_topk_prob,  # else softmax over the chosen: the same as dividing
+            "moe_router_pre_softmax": not hf.norm_topk_prob,  # else softmax over the chosen: equal to dividing
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": False,  # one expert after another: grouped ones are Transformer Engine's
+            "moe_grouped_gemm": False,  # grouped experts need Transformer Engine
         }
 
     def feed_forward(self, hf: PretrainedConfig, index: int, here: str) -> Iterator[Joined]:
+        """Yield the parameters of a layer's router and experts, or of its dense feed-forward."""
         if not sparse(hf, index):
             yield from super().feed_forward(hf, index, here)
             return
@@ -192,15 +195,15 @@ class Qwen3Moe(Qwen3):
 
 
 def architecture_of(hf: PretrainedConfig, plugins: PluginSet | None = None) -> Architecture:
-    """What computes this model, from the table ``engine_architectures``.
+    """Return the model's architecture, from the table ``engine_architectures``.
 
     Args:
-        hf: the model's config; its ``model_type`` is the name.
-        plugins: of the run: those of its `plugins = [...]` are asked too.
+        hf: the model's config; its ``model_type`` is the architecture's name.
+        plugins: the run's plugins, which may offer architectures too.
 
     Raises:
-        ConfigError: there is none of that name, or not all of the config is computed.
-        PluginError: the one that is there does not load.
+        ConfigError: no architecture has that name, or it does not support a setting of the config.
+        PluginError: the architecture does not load.
     """
     name = hf.model_type
     run = PluginSet() if plugins is None else plugins
@@ -220,24 +223,24 @@ def architecture_of(hf: PretrainedConfig, plugins: PluginSet | None = None) -> A
 
 
 def sparse(hf: PretrainedConfig, index: int) -> bool:
-    """Whether a layer has experts."""
+    """Return whether a layer has experts."""
     return (
         index not in hf.mlp_only_layers and hf.num_experts > 0 and (index + 1) % hf.decoder_sparse_step == 0
     )
 
 
 def head_width(hf: PretrainedConfig) -> int:
-    """Numbers of one head."""
+    """Return the width of one head."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def norm(name: str, source: str, width: int) -> Joined:
-    """A weight that each rank has whole."""
+    """Return a norm's weight, which every rank has whole."""
     return Joined(f"{name}.weight", whole_source(f"{source}.weight", (width,)), split=None)
 
 
 def gated(name: str, here: str, hidden: int, wide: int, expert: int | None = None) -> Iterator[Joined]:
-    """A gated feed-forward: gate and up in one matrix, down in another."""
+    """Yield a gated feed-forward's parameters: gate and up in one matrix, down in another."""
     gate, up = ((Source(f"{here}.{part}_proj.weight", (wide, hidden), 0, wide),) for part in ("gate", "up"))
     yield Joined(f"{name}.linear_fc1.weight", (gate, up), expert=expert)
     down = whole_source(f"{here}.down_proj.weight", (hidden, wide))

@@ -1,9 +1,9 @@
 """Core attention for megatron-core without Transformer Engine: packed sequences (``thd``) and rectangles (``sbhd``).
 
-Megatron's local ``DotProductAttention`` refuses packed sequences. This one is the core's ``varlen``
-(``engine_plugin_torch.attention``): ``torch.nn.attention.varlen`` on CUDA in half precision, scaled dot-product
-attention elsewhere. Ranks that share tokens (`cp`) exchange them for heads: each sees whole sequences with its share of
-the heads (DeepSpeed-Ulysses), so that attention is the same.
+Megatron's local ``DotProductAttention`` refuses packed sequences. This module uses ``varlen`` of
+``engine_plugin_torch.attention``: ``torch.nn.attention.varlen`` on CUDA in half precision, scaled dot-product attention
+elsewhere. Ranks that share tokens (`cp`) exchange tokens for heads, as DeepSpeed-Ulysses does: each computes attention
+of whole sequences for its share of the heads, so results do not change.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _ON_DEVICE = WeakTensorKeyDictionary()
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention with shared keys. ``cu_seqlens_q`` may lie on the CPU, where Megatron's rotary embedding reads it
-    without waiting for the device.
+    """Causal grouped-query attention.
+
+    ``cu_seqlens_q`` may be on the CPU, where Megatron's rotary embedding reads it without waiting for the device.
 
     Args:
-        config: of the model.
-        softmax_scale: of the scores; None: one over the root of a head's width.
+        config: the model's config.
+        softmax_scale: factor of the scores; by default ``1 / sqrt(head width)``.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -52,15 +53,20 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attention of this rank's heads.
+        """Return attention of this rank's heads.
 
         Args:
-            query: [T, heads, dim] of a pack (of this rank's stretch of it, with `cp`), else [length, batch, heads, dim]; ``key`` and ``value`` alike.
-            attention_mask: must be None: all attention here is causal; padding stands behind what is valid.
-            packed_seq_params: where each sequence of a pack begins and ends.
+            query: [T, heads, dim] of a pack (with `cp`, of this rank's part of it), else [length, batch, heads, dim].
+            key: [T, groups, dim] or [length, batch, groups, dim].
+            value: like ``key``.
+            attention_mask: must be None: all attention here is causal, and padding comes after valid tokens.
+            packed_seq_params: the boundaries of a pack's sequences; None for rectangles.
 
         Returns:
             [T, heads * dim] or [length, batch, heads * dim].
+
+        Raises:
+            ValueError: an ``attention_mask`` is given.
         """
         if attention_mask is not None:
             raise ValueError("attention here is causal and takes no attention_mask: give None")
@@ -88,7 +94,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _for_sharers(keys: Tensor, heads: int, size: int) -> Tensor:
-    """[T, groups, dim] keys or values that ``size`` ranks can share: as many as heads, where there are too few."""
+    """Return keys or values [T, groups, dim], repeated to [T, heads, dim] where ``size`` ranks cannot divide groups."""
     groups = keys.shape[1]
     return keys if groups % size == 0 else keys.repeat_interleave(heads // groups, dim=1)
 

@@ -1,4 +1,4 @@
-"""Models of megatron-core from Hugging Face configs, without Transformer Engine and apex."""
+"""Construction of megatron-core models from Hugging Face configs, without Transformer Engine and apex."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def transformer_config(
     table: str = "megatron",
     **further: Any,
 ) -> TransformerConfig:
-    """megatron-core's config of a model on a layout.
+    """Return megatron-core's config of a model on a layout.
 
     Args:
-        hf_config: of the model.
-        layout: of the ranks.
-        options: ``sequence_parallel`` alone is read.
-        dtype: of parameters, activations and what pipeline stages send.
-        table: of the options, for messages: ``actor.megatron``.
-        plugins: of the run, where its `plugins = [...]` may offer architectures.
-        further: other arguments of ``TransformerConfig``, such as those of recomputation; they win.
+        hf_config: the model's config.
+        layout: the layout of the ranks.
+        options: the option table, of which only ``sequence_parallel`` is read.
+        dtype: type of parameters, activations and messages between pipeline stages.
+        table: the option table's name, for messages: ``actor.megatron``.
+        plugins: the run's plugins, which may offer architectures.
+        further: other arguments of ``TransformerConfig``, such as those of recomputation; they take precedence.
 
     Raises:
-        ConfigError: an architecture that is not known, or a layout that does not fit; nothing was built.
+        ConfigError: the architecture is unknown, or the layout does not fit; nothing was built.
     """
     architecture = architecture_of(hf_config, plugins)
     if found := misfits(hf_config, layout, sequence_parallel=options.sequence_parallel):
@@ -76,7 +76,7 @@ def transformer_config(
         "sequence_parallel": options.sequence_parallel and layout.tp > 1,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
-        "overlap_p2p_comm": layout.vp > 1,  # else two stages take each other's activations for gradients
+        "overlap_p2p_comm": layout.vp > 1,  # else two stages mistake activations for gradients
         "batch_p2p_comm": layout.vp == 1,
         "pipeline_dtype": dtype,
         "variable_seq_lengths": layout.pp > 1,  # each pack has its own length
@@ -102,17 +102,17 @@ def gpt_model(
     vp_stage: int | None = None,
     value_head: bool = False,
 ) -> GPTModel:
-    """This rank's part of the model (one chunk of it with `virtual_pp`), on its device, its weights not yet loaded.
+    """Build this rank's part of the model (with `virtual_pp` one chunk of it) on its device, without loading weights.
 
-    Megatron's parallel state must be initialised, with ``expert_tensor_parallel_size`` as in ``config``.
+    Megatron's parallel state must be initialized, with ``expert_tensor_parallel_size`` as in ``config``.
 
     Args:
-        hf_config: of the model.
-        config: by ``transformer_config``.
-        pre_process: the chunk embeds the tokens.
+        hf_config: the model's config.
+        config: the result of ``transformer_config``.
+        pre_process: the chunk has the embedding.
         post_process: the chunk has the last norm and the output layer.
         vp_stage: number of the chunk with `virtual_pp`.
-        value_head: one number a token ([batch, length, 1]) in the place of logits.
+        value_head: the output is one number per token ([batch, length, 1]) instead of logits.
     """
     model = GPTModel(
         config,
@@ -141,7 +141,7 @@ def gpt_model(
 
 
 def _block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """This chunk's layers, with experts or without."""
+    """Return the specs of this chunk's layers, with or without experts."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
@@ -150,7 +150,7 @@ def _block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockS
 
 
 def _layer(config: TransformerConfig, sparse: bool) -> ModuleSpec:
-    """Megatron's local layer with our norms and attention."""
+    """Return Megatron's local layer spec with this plugin's norms, attention and router."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=False,

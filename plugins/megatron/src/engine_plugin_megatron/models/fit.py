@@ -1,4 +1,4 @@
-"""Whether a model fits a layout, told before anything is allocated."""
+"""The check that a model fits a layout, made before anything is allocated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def misfits(hf: PretrainedConfig, layout: MeshLayout, *, sequence_parallel: bool = False) -> list[str]:
-    """What of the layout does not divide the model, a line each; empty where it fits.
+    """Return the reasons why the layout does not fit the model, a line each; empty where it fits.
 
     Args:
         hf: the model's config.
-        layout: of the ranks.
+        layout: the layout of the ranks.
         sequence_parallel: whether ranks share tokens between the layers' matrices.
     """
     found = []

@@ -1,8 +1,8 @@
-"""RMS norm of a decoder layer, which megatron-core without Transformer Engine has not for sequence parallelism.
+"""RMS norm of a decoder layer with sequence parallelism, which megatron-core lacks without Transformer Engine.
 
-With `sequence_parallel` each tensor-parallel rank norms its own tokens, so the gradient of the norm's weight is
-a part of the sum. Megatron sums those of parameters that are marked ``sequence_parallel``; one that is not marked
-trains with a wrong gradient, and nothing tells. Its own ``WrappedTorchNorm`` refuses sequence parallelism.
+With `sequence_parallel` each tensor-parallel rank normalizes its own tokens, so its gradient of the norm's weight is
+only a part of the sum. Megatron sums the gradients of parameters that are marked ``sequence_parallel``. An unmarked
+parameter would silently train with a wrong gradient. Megatron's ``WrappedTorchNorm`` refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """``x / sqrt(mean(x^2) + eps) * weight``; its weight says whether it sees a part of the tokens.
+    """The norm ``x / sqrt(mean(x^2) + eps) * weight``, whose weight is marked ``sequence_parallel`` as in the config.
 
     Args:
-        config: of the model.
-        hidden_size: width.
-        eps: below the root.
+        config: the model's config.
+        hidden_size: the width.
+        eps: added below the root.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """The norm of each head's queries or keys. Ranks have other heads of all tokens: Megatron sums these by their names."""
+    """The norm of each head's queries or keys. Ranks have different heads; Megatron sums these gradients by name."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -1,7 +1,7 @@
-"""The token of padding as transformers has it: its embedding learns nothing where it is read.
+"""The padding token as in transformers: its embedding gets no gradient from input tokens.
 
-transformers gives its embeddings ``padding_idx``, so that the row of `pad_token_id` has no gradient from tokens of a
-sequence (a sampled one counts, too), only from the output layer where that is tied to it.
+transformers' embeddings have ``padding_idx``: the row of `pad_token_id` gets no gradient from the tokens of a sequence,
+not even where the token was sampled. Only a tied output layer gives it a gradient.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def hold_padding_token(layer: VocabParallelEmbedding, token: int) -> None:
-    """From now on the layer gives this token's embedding without a gradient.
+    """Add a hook to the embedding that detaches this token's embeddings.
 
     Args:
-        layer: [batch, length] ids to [batch, length, hidden]; with sequence parallelism to this rank's
-            [length / ranks, batch, hidden].
+        layer: the embedding, from ids [batch, length] to [batch, length, hidden], or with sequence parallelism to this
+            rank's [length / ranks, batch, hidden].
         token: `pad_token_id`.
     """
 
     def held(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Return the embeddings [batch, length, H] (or as sharded), detached where the id is the padding token."""
         padding = inputs[0] == token
         if module.reduce_scatter_embeddings:
             padding = padding.T.chunk(module.tp_group.size())[module.tp_group.rank()]

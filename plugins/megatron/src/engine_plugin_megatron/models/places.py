@@ -1,14 +1,14 @@
-"""Where the weights of a Hugging Face folder lie in the parameters of megatron-core, as slices.
+"""The map from Hugging Face weights to slices of megatron-core's parameters.
 
-Megatron joins what transformers keeps apart, and cuts the result over the ranks of tensor parallelism::
+Megatron concatenates weights that are separate in transformers, and cuts the result over tensor-parallel ranks::
 
     linear_qkv   [q of group 0 | k | v | q of group 1 | k | v ...]   each rank has some groups
     linear_fc1   [gate | up]                                          each rank has a part of both
     linear_proj, linear_fc2                                           cut along their columns
     embedding, output_layer                                           rows of padding behind the vocabulary
 
-Every one of these is a list of slices, so that one description serves to load, to gather and to write
-parts of whole tensors (``engine_plugin_torch.shards``), and values are copied, never computed with.
+Each parameter is described by a list of slices. The same description is used to load weights, to gather them and to
+write parts of whole tensors (``engine_plugin_torch.shards``). Values are only copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of one tensor of a Hugging Face state dict."""
+    """A range of rows of one tensor of a Hugging Face state dict."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -31,17 +31,18 @@ class Source:
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a Hugging Face tensor, and where it lies in a rank's parameter."""
+    """A part of a Hugging Face tensor, and its position in a rank's parameter."""
 
     name: str
     shape: tuple[int, ...]  # of the whole Hugging Face tensor
-    at: Slices  # in it
-    here: Slices  # in the parameter
+    at: Slices  # position in the Hugging Face tensor
+    here: Slices  # position in the parameter
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Joined:
     """A whole parameter of megatron-core and the tensors that it is made of.
 
     Args:
-        name: below its layer, or below the model for what is of no layer.
-        sections: rows one after another; each section is cut over the ranks by itself.
-        split: the dimension that tensor parallelism cuts; None: every rank has all of it.
+        name: its name within its layer, or within the model for a parameter outside the layers.
+        sections: consecutive ranges of rows; each section is cut over the ranks separately.
+        split: the dimension that tensor parallelism cuts; None where every rank has the whole parameter.
         padding: rows of zeros at the end of the (only) section.
-        expert: its number, for a weight of one expert.
+        expert: the expert's number, for a weight of one expert.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Joined:
     expert: int | None = None
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of a rank's part."""
+        """Return the shape of a rank's part."""
         rows = sum(source.rows for section in self.sections for source in section) + self.padding
         rest = list(self.sections[0][0].shape[1:])
         if self.split == 1:
@@ -71,7 +72,7 @@ class Joined:
         return (rows // size if self.split == 0 else rows, *rest)
 
     def pieces(self, size: int, rank: int) -> tuple[Piece, ...]:
-        """What one of ``size`` tensor-parallel ranks holds, in the order of its rows."""
+        """Return the pieces that one of ``size`` tensor-parallel ranks holds, in the order of its rows."""
         return tuple(self._pieces(size, rank))
 
     def _pieces(self, size: int, rank: int) -> Iterator[Piece]:
@@ -94,7 +95,7 @@ class Joined:
             base += width
 
     def _columns(self, shape: tuple[int, ...], size: int, rank: int) -> tuple[Slices, Slices]:
-        """All dimensions behind the rows: in the Hugging Face tensor, in the parameter."""
+        """Return the slices of all dimensions after the rows: in the Hugging Face tensor, and in the parameter."""
         whole = tuple(slice(0, n) for n in shape[1:])
         if self.split != 1:
             return whole, whole
@@ -103,21 +104,21 @@ class Joined:
 
 
 def whole_source(name: str, shape: tuple[int, ...]) -> tuple[tuple[Source, ...], ...]:
-    """The only section of a parameter that is one tensor as it is."""
+    """Return the sections of a parameter that is exactly one Hugging Face tensor."""
     return ((Source(name, shape, 0, shape[0]),),)
 
 
 def attention_rows(
     names: tuple[str, str, str], heads: int, groups: int, width: int, columns: tuple[int, ...]
 ) -> tuple[tuple[Source, ...], ...]:
-    """Queries of a group, its key, its value; then the next group.
+    """Return the rows of ``linear_qkv``: a group's queries, its key, its value; then the next group's.
 
     Args:
-        names: of the query, key and value tensors.
-        heads: of queries.
-        groups: heads of keys.
+        names: names of the query, key and value tensors.
+        heads: number of query heads.
+        groups: number of key heads.
         width: rows of one head.
-        columns: what is behind the rows of each; none for a bias.
+        columns: the tensors' dimensions after the rows; empty for a bias.
     """
     query, key, value = names
     of_group = heads // groups * width
@@ -132,7 +133,7 @@ def attention_rows(
 
 
 def boxes(pieces: tuple[Piece, ...]) -> Mapping[str, tuple[Slices, list[Piece]]]:
-    """By Hugging Face name: the one box that the pieces of a rank's parameter fill, and these pieces."""
+    """Return by Hugging Face name a parameter's pieces and the box (one range per dimension) that they fill."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)
@@ -148,10 +149,10 @@ def boxes(pieces: tuple[Piece, ...]) -> Mapping[str, tuple[Slices, list[Piece]]]
 
 
 def within(at: Slices, box: Slices) -> Slices:
-    """A slice of a tensor, seen from a box that holds it."""
+    """Return slices of a tensor relative to the start of a box that contains them."""
     return tuple(slice(s.start - b.start, s.stop - b.start) for s, b in zip(at, box, strict=True))
 
 
 def volume(slices: Slices) -> int:
-    """Values in a box."""
+    """Return the number of values in a box."""
     return math.prod(s.stop - s.start for s in slices)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """Megatron's, whose matrix product (0.16.1) asks for a function of Transformer Engine that is not there without it.
+    """Megatron's ``TopKRouter`` with another matrix product: that of 0.16.1 needs a function of Transformer Engine.
 
     Scores are computed in the type of the hidden states, as transformers and samplers do.
     """
 
     def gating(self, input: Tensor) -> Tensor:
-        """[..., hidden] to [..., experts]."""
+        """Return the experts' scores [..., E] of hidden states [..., H]."""
         return F.linear(input, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""The head of critics and reward models: one number a token, in the place of the output layer."""
+"""The value head of critics and reward models: one number per token, instead of the output layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class ValueHead(torch.nn.Module):
-    """``h @ weight``: [tokens, batch, hidden] to [tokens, batch, 1], the same on every tensor-parallel rank.
+    """A linear layer ``h @ weight``: [tokens, batch, hidden] to [tokens, batch, 1], equal on all tensor-parallel ranks.
 
-    With sequence parallelism each rank comes with its own tokens; they are gathered first, so the loss is computed by
-    every rank on all tokens, and the gradient of the weight is whole on each.
+    With sequence parallelism each rank has a part of the tokens. They are gathered first, so every rank computes the
+    loss on all tokens and has the weight's whole gradient.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -26,6 +26,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Return values [tokens, batch, 1] of hidden states [tokens, batch, H], and None for the bias."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return F.linear(hidden, self.weight), None

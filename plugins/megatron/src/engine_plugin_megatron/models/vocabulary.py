@@ -1,7 +1,7 @@
-"""Vocabularies that tensor parallelism does not divide: rows of padding that never take part.
+"""Padding of vocabularies that tensor parallelism does not divide.
 
-Padding logits are made so small that their probability is 0 whatever the temperature: neither a log-prob nor an entropy
-nor a gradient knows of them. Their rows are zero and stay zero.
+Padding logits are so small that their probability is 0 at any temperature, so they do not affect log-probs, entropies
+or gradients. The padding rows are zero and stay zero.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ PADDING_LOGIT = -3e4  # fits float16; finite, as 0 * log 0 of an entropy would b
 
 
 def padded_vocabulary(size: int, tp: int) -> int:
-    """The least multiple of ``tp`` that holds the vocabulary."""
+    """Return the vocabulary's size, rounded up to a multiple of ``tp``."""
     return -(-size // tp) * tp
 
 
 def hide_padding(layer: ColumnParallelLinear, vocabulary: int) -> None:
-    """From now on the layer gives ``PADDING_LOGIT`` for rows behind the vocabulary.
+    """Add a hook to the output layer that sets the logits of padding tokens to ``PADDING_LOGIT``.
 
     Args:
-        layer: of the last stage; its output is this rank's part of the logits, or (gathered) all of them.
-        vocabulary: rows of the model's own.
+        layer: the output layer; it returns this rank's part of the logits, or (gathered) all of them.
+        vocabulary: the vocabulary's size without padding.
     """
     if layer.output_size == vocabulary:
         return
     begins = layer.output_size_per_partition * torch.distributed.get_rank(layer.tp_group)
 
     def hide(module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        """Set padding logits in place; logits are [..., V / ranks], or [..., V] where gathered."""
         logits, bias = output
         first = vocabulary - (begins if logits.shape[-1] < layer.output_size else 0)
         if first < logits.shape[-1]:

@@ -1,9 +1,9 @@
-"""Weights of megatron-core's models by their names in a Hugging Face folder: loaded, gathered, told in slices.
+"""Weights of megatron-core's models by their names in a Hugging Face folder: loading, gathering, and slices.
 
-Values are copied as they are, so what is loaded and gathered again is the same to the bit, under any layout.
+Values are only copied, so weights that are loaded and gathered again are bitwise equal under any layout.
 
-Our own map, not mbridge's: that one reads files of whole models and knows parameters of Transformer Engine, is changed
-for all models of a process by the first tied one, and does not tell slices, of which checkpoints are made here.
+mbridge's map is not used. It reads files of whole models, expects Transformer Engine's parameters, and does not give
+the slices of which checkpoints are made here. The first tied model also changes it for all models of the process.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole parameter, and who holds it.
+    """A whole parameter, and the ranks that hold it.
 
     Args:
-        joined: of what it is made.
+        joined: the tensors that the parameter is made of.
         stage: rank along the pipeline.
-        chunk: of the stage's chunks.
-        parameter: its name there.
-        holder: rank along ``ep``; None: not a weight of an expert.
-        copy: a tied output layer on a stage of its own: the same tensor as the embedding.
+        chunk: number of the chunk within the stage.
+        parameter: its name in the chunk.
+        holder: rank along ``ep``; None where it is not a weight of an expert.
+        copy: the output layer of a tied model, on another stage than the embedding: a copy of that tensor.
     """
 
     joined: Joined
@@ -55,10 +55,10 @@ class Place:
 
     Args:
         chunk: number of the chunk that has it.
-        parameter: its name there.
+        parameter: its name in the chunk.
         tensor: the parameter itself.
         pieces: the parts of Hugging Face tensors that it holds.
-        writes: this rank is the first of those that hold the same values.
+        writes: this rank writes it to checkpoints: it is the first of the ranks that hold the same values.
     """
 
     chunk: int
@@ -69,7 +69,7 @@ class Place:
 
 
 def plan(hf_config: PretrainedConfig, config: TransformerConfig, value_head: bool = False) -> Iterator[Whole]:
-    """All parameters of the model in the order of its layers, the same on every rank."""
+    """Yield all parameters of the model in the order of its layers, the same on every rank."""
     architecture = config.architecture
     padding = (
         padded_vocabulary(hf_config.vocab_size, config.tensor_model_parallel_size) - hf_config.vocab_size
@@ -99,10 +99,10 @@ def _heads(architecture: Any, hf: PretrainedConfig, pp: int, padding: int, value
 
 
 def names(chunks: Sequence[GPTModel], hf_config: PretrainedConfig) -> list[Place]:
-    """For each parameter of this rank, which parts of which Hugging Face tensors it holds.
+    """Return for each parameter of this rank the parts of Hugging Face tensors that it holds.
 
     Raises:
-        PluginError: an architecture does not tell all parameters, or tells others.
+        PluginError: the architecture does not describe all parameters, or describes others.
     """
     models = [_unwrapped(chunk) for chunk in chunks]
     owned = [dict(model.named_parameters()) for model in models]
@@ -133,36 +133,39 @@ def names(chunks: Sequence[GPTModel], hf_config: PretrainedConfig) -> list[Place
 def load(
     chunks: Sequence[GPTModel], hf_config: PretrainedConfig, read: Callable[[str], Any], mix: float = 1.0
 ) -> None:
-    """Fill this rank's parameters; not collective. Rows of padding become zero.
+    """Fill this rank's parameters. Padding rows become zero. Not collective.
 
     Args:
-        chunks: of this rank.
-        hf_config: of the model.
-        read: gives one tensor of a Hugging Face state dict: whole, or a slice of a safetensors file, of which only this rank's
-            part is then read. Asked for a name once for each parameter that holds some of it.
-        mix: share of the new; the rest stays as it was.
+        chunks: this rank's chunks.
+        hf_config: the model's config.
+        read: returns one tensor of a Hugging Face state dict: whole, or as a slice of a safetensors file, of which only
+            this rank's part is read. It is called with a name once for each parameter that holds a part of the tensor.
+        mix: share of the new values; the rest is kept of the old ones.
 
     Raises:
-        DataError: a tensor has another shape; those before it were taken.
+        DataError: a tensor has another shape; tensors before it were stored.
     """
     for place in names(chunks, hf_config):
         fill(place.tensor, place, read, mix)
 
 
 def wanted(chunks: Sequence[GPTModel], hf_config: PretrainedConfig) -> Counter[str]:
-    """How often ``load`` asks for each Hugging Face tensor."""
+    """Return how often ``load`` reads each Hugging Face tensor."""
     return Counter(name for place in names(chunks, hf_config) for name in boxes(place.pieces))
 
 
 @torch.no_grad()
 def fill(target: Tensor, place: Place, read: Callable[[str], Any], mix: float = 1.0) -> None:
-    """Fill a tensor that is spread as a parameter is: the parameter, or state of the optimizer.
+    """Fill a tensor that is sharded like a parameter: the parameter itself, or optimizer state.
 
     Args:
-        target: of the parameter's shape.
-        place: of the parameter.
+        target: a tensor in this rank's shape of the parameter (e.g. [OUT / ranks, IN]).
+        place: the parameter's place.
         read: as in ``load``.
         mix: as in ``load``.
+
+    Raises:
+        DataError: a tensor that was read has another shape.
     """
     if mix == 1.0:
         target.zero_()  # rows of padding
@@ -180,11 +183,12 @@ def fill(target: Tensor, place: Place, read: Callable[[str], Any], mix: float = 
 def parts(
     place: Place, tensor: Tensor | None = None
 ) -> Iterator[tuple[str, tuple[int, ...], list[int], Tensor]]:
-    """What a parameter holds, for a file of slices (``engine_plugin_torch.shards``).
+    """Yield the parts of Hugging Face tensors in a parameter, for a file of slices (``engine_plugin_torch.shards``).
 
     Args:
-        place: of the parameter.
-        tensor: of its shape, such as state of the optimizer; None: the parameter.
+        place: the parameter's place.
+        tensor: a tensor in this rank's shape of the parameter (e.g. [OUT / ranks, IN]), such as optimizer state; by
+            default the parameter.
 
     Yields:
         Hugging Face name, shape of the whole tensor, where the part begins in it, the part (a copy).
@@ -204,15 +208,18 @@ def stream(
     of: Callable[[torch.nn.Parameter], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by their Hugging Face names, tied ones once, on every rank. One parameter's are in memory at a time.
+    """Yield whole tensors by their Hugging Face names, on every rank; tied tensors once.
 
-    Collective: every rank of the model runs it to its end.
+    Only one parameter's tensors are in memory at a time. Collective: every rank of the model must read it to its end.
 
     Args:
-        chunks: of this rank.
-        hf_config: of the model.
-        of: what of a parameter is gathered, such as its gradient; None: its values.
-        dtype: of that; None: of the parameters.
+        chunks: this rank's chunks.
+        hf_config: the model's config.
+        of: returns the tensor to gather for a parameter, such as its gradient; by default its values.
+        dtype: type of the gathered tensors; by default that of the parameters.
+
+    Yields:
+        Name, and the tensor in its whole shape (e.g. [OUT, IN]).
     """
     models = [_unwrapped(chunk) for chunk in chunks]
     config = models[0].config
@@ -251,7 +258,7 @@ def _gather(gathered: Tensor, local: Tensor, whole: Whole) -> None:
 
 
 def _spread(gathered: Tensor, whole: Whole) -> None:
-    """To the ranks that hold none of it: of other experts first, then of other stages."""
+    """Broadcast a parameter to ranks that hold no part of it: to those of other experts, then to other stages."""
     stage = parallel_state.get_pipeline_model_parallel_group()
     experts = parallel_state.get_expert_model_parallel_group()
     if whole.holder is not None and experts.size() > 1 and stage.rank() == whole.stage:
@@ -266,21 +273,21 @@ def _holds(whole: Whole) -> bool:
 
 
 def _sharing(whole: Whole) -> Any:
-    """The group over which the parameter is cut."""
+    """Return the group over which the parameter is cut."""
     if whole.holder is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
 
 
 def _copies(whole: Whole) -> Any:
-    """The group of ranks that hold the same part."""
+    """Return the group of ranks that hold the same part."""
     if whole.holder is None:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()
 
 
 def _unwrapped(chunk: Any) -> Any:
-    """Below wrappers of data parallelism and 16-bit types."""
+    """Return the model inside wrappers of data parallelism and 16-bit types."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

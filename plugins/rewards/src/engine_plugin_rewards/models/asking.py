@@ -20,7 +20,7 @@ class AskingReward(abc.ABC):
     """A reward by a language model's answers, which a subclass obtains.
 
     Args:
-        questions: to the model.
+        questions: builds the questions to the model.
         limit: longest question in tokens.
     """
 

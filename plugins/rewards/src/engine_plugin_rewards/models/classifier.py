@@ -25,7 +25,7 @@ class ClassifierReward:
 
     Args:
         sequences: converts a sample to tokens.
-        infer: of the reward model's engine.
+        infer: ``infer`` of the reward model's engine.
         limit: longest sequence in tokens.
         reuse_token_ids: take the sampled tokens, because the tokenizer is the actor's.
     """

@@ -41,8 +41,8 @@ def check_classifier(config: PretrainedConfig, path: str, table: str, remote: bo
     """Raise for a folder without a trained score of one label.
 
     Args:
-        config: of the folder.
-        path: of the folder.
+        config: the folder's config.
+        path: the folder's path.
         table: ``reward.helpful.model``, for messages.
         remote: another process holds the weights; those of the folder are not checked.
 

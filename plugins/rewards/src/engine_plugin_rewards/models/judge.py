@@ -30,11 +30,11 @@ class JudgeReward(AskingReward):
     """A reward that reads verdicts from sampled answers of a language model.
 
     Args:
-        questions: to the model.
-        generate: of its engine.
+        questions: builds the questions to the model.
+        generate: ``generate`` of the model's engine.
         limit: longest question and answer together, in tokens.
         config: votes, sampling, how a verdict is read.
-        seed: of the run.
+        seed: the run's seed.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class JudgeReward(AskingReward):
         self.reader = VerdictReader(config)
 
     def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
+        """Sample the votes on each question and return the mean of the readable verdicts."""
         votes = self.config.votes
         requests = [
             Request(f"{i}:{vote}", Prompt(str(i), ids, ""), self._sampling(ids, vote), i, vote)

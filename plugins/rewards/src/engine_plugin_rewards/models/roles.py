@@ -47,11 +47,11 @@ def model_rewards(
     """Build the rewards by models, by name, and check all that can be checked before a model is built.
 
     Args:
-        config: of the run.
-        plugins: of the run; if one builds custom models, their folders are not checked.
+        config: the run's config.
+        plugins: the run's plugins; if one builds custom models, their folders are not checked.
         group_of: returns the workers of a role; called only when a value is needed.
         tokenizer: the actor's; None: there are no sampled tokens, only texts.
-        columns: of the data.
+        columns: names of the data's columns.
 
     Raises:
         EngineError: a model's folder, template or limit does not suit its reward.

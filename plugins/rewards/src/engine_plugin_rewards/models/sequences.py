@@ -30,7 +30,7 @@ class Sequences:
         tokenizer: the reward model's.
         chat_template: render with it; None: only for rows that are conversations.
         end: extend a sequence to the end that the template writes.
-        table: of the run file, for messages.
+        table: the table's name in the run file, for messages.
 
     Raises:
         DataError: the tokenizer lacks the required template or end of sequence.
@@ -67,8 +67,8 @@ class Sequences:
         response are text.
 
         Args:
-            prompt: as the actor saw it; read if there are no messages.
-            messages: of the prompt, if the row is a conversation.
+            prompt: the prompt as the actor saw it; used if there are no messages.
+            messages: the prompt's messages, if the row is a conversation.
             completion: the response.
 
         Raises:

@@ -27,8 +27,8 @@ class VerdictReward(AskingReward):
     """A reward that is the expectation of a language model's verdict.
 
     Args:
-        questions: to the model.
-        infer: of its engine.
+        questions: builds the questions to the model.
+        infer: ``infer`` of the model's engine.
         limit: longest question in tokens, including the answer's first token.
         verdicts: texts and their values; each text is a different single token.
 
@@ -43,6 +43,7 @@ class VerdictReward(AskingReward):
         self.values = torch.tensor(list(verdicts.values()), dtype=torch.float64)  # [K]
 
     def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
+        """Return the expected verdict of each question, from one forward pass over all questions."""
         batch = batch_of([[*ids, int(self.candidates[0])] for ids in asked])
         last = batch.offsets[1:] - 1
         mask = torch.zeros(batch.num_tokens, dtype=torch.bool)

@@ -84,7 +84,7 @@ class Box:
 
     Args:
         tier: how it is closed: a name of ``tiers.TIERS``.
-        limits: of each program.
+        limits: the limits of each program.
         show: further files and folders to read.
         executing: programs are started with ``exec`` (languages other than Python).
 
@@ -148,7 +148,7 @@ class Box:
         """Run a program and wait for its end; all processes that it started have ended when this returns.
 
         Args:
-            what: for ``inside``: ``kind``, ``source`` and the fields of the kind.
+            what: the job for ``inside``: ``kind``, ``source`` and the fields of the kind.
             stdin: bytes that the program can read.
             seconds: wall-clock time limit.
 

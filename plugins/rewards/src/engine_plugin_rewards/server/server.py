@@ -49,13 +49,13 @@ class RewardServer(ThreadingHTTPServer):
 
     Args:
         service: scores samples.
-        host: to bind; another than loopback needs a token.
-        port: 0 takes a free one, which ``url`` shows.
-        token: that every request must carry.
-        max_body_bytes: longest request.
-        max_samples: in one request.
-        read_seconds: to send a request, and again to read the answer.
-        max_connections: at a time.
+        host: the address to bind; another than loopback needs a token.
+        port: the port; 0 takes a free one, which ``url`` shows.
+        token: the token that every request must carry.
+        max_body_bytes: maximum size of a request.
+        max_samples: maximum number of samples in one request.
+        read_seconds: time limit to send a request, and again to read the answer.
+        max_connections: maximum number of concurrent connections.
 
     Raises:
         ConfigError: the address cannot be bound, or is open to others without a token.
@@ -99,7 +99,7 @@ class RewardServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for each connection, up to the limit."""
+        """Start a thread for the connection, or answer 503 above the limit; re-raise what prevents the start."""
         if not self.slots.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 request.sendall(BUSY)

@@ -25,8 +25,8 @@ class RewardService:
     Weight, clipping and normalization are the client's, and so is the handling of failures.
 
     Args:
-        config: of a run file; only its reward is used.
-        name: of the reward; None: the only one.
+        config: a run file's config, of which only the reward is used.
+        name: the reward's name; None: the only one.
 
     Raises:
         EngineError: the reward does not exist, or does not load. Nothing is left running.

@@ -49,6 +49,11 @@ class ReplyChannel(JsonChannel):
     max_bytes = 16 * 2**20
 
     def receive(self) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises:
+            ValueError: the message is no JSON object.
+        """
         message = super().receive()
         if not isinstance(message, dict):
             raise ValueError("JSON that is no object")
@@ -59,7 +64,7 @@ class Worker(ChildProcess):
     """A process and its current request.
 
     Args:
-        order: its first message.
+        order: the first message to the worker.
         attempt: number of this start, counted from the last success.
     """
 

@@ -71,6 +71,7 @@ class _Notes(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message of a log record."""
         self.lines.append(record.getMessage())
 
 
@@ -112,7 +113,8 @@ def serve(reward: RewardFunction, timeout: float, channel: JsonChannel) -> None:
 
     @contextlib.contextmanager
     def watchdog(seconds: float) -> Iterator[None]:
-        # A C thread: works while the function holds the interpreter. Exits with status 1.
+        """End this process after ``seconds``, with its stacks printed, unless the block ends before."""
+        # faulthandler uses a C thread, which works while the function holds the interpreter. Exit status: 1.
         faulthandler.dump_traceback_later(seconds, exit=True)
         try:
             yield

@@ -61,7 +61,7 @@ def train_floor(
     """Return the least seconds of a forward and backward pass over these sequences and an update of all weights.
 
     Args:
-        cost: of the model.
+        cost: the model's cost per token.
         device: rates of each device.
         lengths: tokens of each sequence.
         head_tokens: tokens for which the head is computed.
@@ -88,7 +88,7 @@ def decode_floor(
     ``sum over t < R of (W + B k (prompt + t)) / bandwidth``: W bytes of the weights, k of a token's keys and values.
 
     Args:
-        cost: of the model.
+        cost: the model's cost per token.
         device: rates of each device.
         sequences: B, over all devices, each of which has the whole model.
         prompt: tokens before the first sampled one.

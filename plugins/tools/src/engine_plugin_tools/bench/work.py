@@ -22,7 +22,7 @@ def train_batch(lengths: Sequence[int], prompt: int, vocabulary: int, seed: int)
         lengths: [B] tokens of each sequence.
         prompt: tokens of each sequence without loss.
         vocabulary: tokens are below it.
-        seed: of the tokens.
+        seed: the seed of the random tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(list(lengths))

@@ -72,6 +72,7 @@ def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
     end, ids = tokenizer.eos_token_id, tokenizer.encode("A1", add_special_tokens=False)
 
     def tried(name: str, show: Callable[[ChatFormat], str]) -> Line:
+        """Run one check and return its line."""
         form = ChatFormat(tokenizer)
         try:
             found = show(form)

@@ -17,7 +17,7 @@ def describe(schema: Node, path: str) -> str:
     """Describe the table or the key at ``path``.
 
     Args:
-        schema: of a whole run file.
+        schema: the JSON schema of a whole run file.
         path: such as ``actor.torch`` or ``actor.optim.lr``.
 
     Raises:

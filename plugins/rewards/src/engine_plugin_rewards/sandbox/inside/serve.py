@@ -34,7 +34,7 @@ class Box:
     """A box that confines programs, prepared once.
 
     Args:
-        channel: to the engine.
+        channel: the socket to the engine.
         order: ``tier``, ``readable``, ``memory_mb``, ``disk_mb``, ``processes``, ``executing``.
 
     Raises:

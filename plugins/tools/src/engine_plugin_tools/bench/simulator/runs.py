@@ -126,8 +126,8 @@ class Observation:
 
     Args:
         run: the trainer, not yet set up; three of its methods are replaced.
-        cluster: that it runs on.
-        setting: of the simulation.
+        cluster: the simulated cluster of the run.
+        setting: the simulation's parameters.
 
     Attributes:
         moments: the state of the simulation when each step began.

@@ -90,8 +90,8 @@ class SimulatedWorker:
     """A process with a trainer's rank, a sampler, or both, which runs one command after another.
 
     Args:
-        rank: of the run.
-        cluster: that it is part of.
+        rank: the process's rank in the run.
+        cluster: the cluster that it is part of.
     """
 
     tell: Callable[[int, int, dict[str, Any], float], None]

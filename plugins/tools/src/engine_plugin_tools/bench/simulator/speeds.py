@@ -50,7 +50,7 @@ class Speeds:
         """Return speeds that follow from two rates of sampling.
 
         Args:
-            name: of the model.
+            name: the model's name.
             about: source of the rates.
             alone: tokens/s of one response.
             batch: responses of the other rate.

@@ -78,7 +78,7 @@ class VirtualClock(Clock):
         return VirtualThread(self, work, name)
 
     def at(self, moment: float, happens: Callable[[], None]) -> None:
-        """Call ``happens`` at a moment; one that is past counts as now."""
+        """Call ``happens`` at a moment of virtual time; a past moment counts as now."""
         heapq.heappush(self._events, (max(moment, self._now), next(self._order), happens))
 
     def sleep(self, seconds: float) -> None:
@@ -184,6 +184,7 @@ class VirtualCondition(threading.Condition):
                 self.clock.wake(self._locked_out.popleft())
 
     def wait(self, timeout: float | None = None) -> bool:
+        """Release the lock, wait in virtual time, take the lock again; return whether the thread was notified."""
         mine, depth = self.clock.turn(), self._depth
         entry = [mine, False]
         self._asleep.append(entry)
@@ -197,6 +198,7 @@ class VirtualCondition(threading.Condition):
         return bool(entry[1])
 
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        """Wait until ``predicate()`` is true or the timeout is over; return its last value."""
         end = None if timeout is None else self.clock.now() + timeout
         while not (found := predicate()):
             left = None if end is None else end - self.clock.now()
@@ -206,12 +208,14 @@ class VirtualCondition(threading.Condition):
         return found
 
     def notify(self, n: int = 1) -> None:
+        """Wake the first ``n`` waiting threads."""
         for entry in self._asleep[:n]:
             entry[1] = True
             self.clock.wake(entry[0])
         del self._asleep[:n]
 
     def notify_all(self) -> None:
+        """Wake all waiting threads."""
         self.notify(len(self._asleep))
 
     def _late(self, entry: list[Any]) -> None:
@@ -236,10 +240,12 @@ class VirtualThread(threading.Thread):
         self._waiting: list[Turn] = []
 
     def start(self) -> None:
+        """Start the thread and mark it as ready to run."""
         super().start()
         self._clock.wake(self._own)
 
     def run(self) -> None:
+        """Run the work with turns, then wake the threads that join."""
         self._clock.enter(self._own)
         try:
             self._work()
@@ -250,6 +256,7 @@ class VirtualThread(threading.Thread):
             self._clock.leave()
 
     def join(self, timeout: float | None = None) -> None:
+        """Wait in virtual time for the thread's end; the timeout limits only the real thread's end."""
         while not self._over:
             self._waiting.append(self._clock.turn())
             self._clock.wait()
