@@ -111,7 +111,7 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
 
         @property
         def other_policy(self) -> str:
-            """Other environment's ``other_policy``; ``RolloutBackend`` describes it."""
+            """Keys that make the sampler another policy than its weights, as ``RolloutBackend`` says; "" if none."""
             return self._other_policy
 
         @model_validator(mode="wrap")
