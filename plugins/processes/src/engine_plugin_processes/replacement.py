@@ -2,8 +2,8 @@
 
 A new process starts in the background. In a runtime's pool it joins at the next weight update, which brings it the
 current weights. Each process is a separate ``torch.distributed`` world, since a world cannot lose a rank and continue.
-The owner of ``[rollout.process]`` sends the current weights to a process as soon as it has started, and may lose the last
-process too.
+The owner of ``[rollout.process]`` sends the current weights to a process as soon as it has started, and may lose the
+last process too.
 """
 
 from __future__ import annotations

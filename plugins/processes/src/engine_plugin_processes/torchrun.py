@@ -37,6 +37,7 @@ class TorchrunRuntime(MultiProcessRuntime):
         self._gathered: list[WorkerHandle] = []  # workers of an external torchrun
 
     def close(self) -> None:
+        """Close the workers and remove the private folder."""
         super().close()
         if self._folder is not None:
             self._folder.remove()

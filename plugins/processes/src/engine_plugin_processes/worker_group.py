@@ -105,7 +105,10 @@ class RemoteWorkerGroup(WorkerGroup):
         )
 
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-        """Sample all requests; yield rollouts as they arrive. Errors of the call are raised; a caller that stops cancels it."""
+        """Sample all requests; yield rollouts as they arrive.
+
+        The call's error is raised here. A caller that stops early cancels the call.
+        """
         parts: queue.SimpleQueue[list[Rollout] | None] = queue.SimpleQueue()
         prompts = {request.id: request.prompt for request in requests}
         reply = self._generate(requests, parts.put)

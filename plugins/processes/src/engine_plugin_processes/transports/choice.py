@@ -1,4 +1,4 @@
-"""Choose the transport of a run: the one that the run file names, or for ``auto`` one by the devices of actor and sampler."""
+"""The choice of a run's transport: named by the run file, or for ``auto`` by the devices of actor and sampler."""
 
 from __future__ import annotations
 
