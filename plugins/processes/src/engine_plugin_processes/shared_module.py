@@ -148,7 +148,7 @@ class SharingHost(EngineHost):
 
 
 def fits(engine: TrainEngine, device: torch.device) -> bool:
-    """Return whether every rank has memory for the whole module and its shard. Collective; the same on all ranks.
+    """Return whether every rank has memory for the whole module and its shard. Collective; equal on all ranks.
 
     Adam's state, which the first step allocates, is included: two values for each trained weight of this rank.
     """
