@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 STEP_SECONDS = 0.05  # time that a step waits for a rollout: the caller may have more requests
 ABORT_SECONDS = (
-    1.0  # for an engine in the middle of a step to answer an abort of all requests; then it is interrupted
+    1.0  # for an engine within a step to answer an abort of all requests; then the step is interrupted
 )
 LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
 IMPORTS = 120.0, "the time to import the core"
@@ -72,7 +72,7 @@ class SamplerEngine(RolloutEngine):
     Args:
         config: the ``[rollout]`` table with its ``process``.
         model_config: the ``[model]`` table.
-        context: of the worker that owns it; ``context.live["tokenizer"]`` is the run's tokenizer.
+        context: context of the owning worker; ``context.live["tokenizer"]`` is the run's tokenizer.
         source: streams the current weights again, for a process that is started again; without it a copy of
             each update is kept in host memory.
 
@@ -97,7 +97,7 @@ class SamplerEngine(RolloutEngine):
         self._changed = threading.Condition()
         self._news = False  # a sampler rests, has failed or was lost
         self._paused = ""  # the mode
-        self._asleep: tuple[str, ...] | None = None  # what was kept
+        self._asleep: tuple[str, ...] | None = None  # parts that stay awake; None: not asleep
         self._about: Mapping[str, Any] = {}  # label and capacity of the first process's engine
         self._named = f"{context.role}[{context.rank}]"
         self._tokenizer: Any = (context.live or {}).get("tokenizer")

@@ -219,9 +219,7 @@ class Broadcast(WeightTransport):
 
 
 def _done(work: Any, seconds: float) -> bool:
-    """Return whether ``work`` on a GPU completes in that time. ``Work.wait`` with a timeout polls
-    once a millisecond.
-    """
+    """Return whether ``work`` on a GPU completes in that time; ``Work.wait`` with a timeout polls only every ms."""
     start = time.monotonic()
     while not work.is_completed():
         waited = time.monotonic() - start

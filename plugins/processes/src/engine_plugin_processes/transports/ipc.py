@@ -2,7 +2,8 @@
 
 The sockets are in the run's private folder. The transport works between processes of one machine, even if they share a
 GPU, which NCCL refuses. The sender fills two buffers in turn, and refills a buffer when every receiver has confirmed
-its copy. The buffers are on the sender's GPU if every receiver sees that GPU; otherwise they are anonymous memory files.
+its copy. The buffers are on the sender's GPU if every receiver sees that GPU; otherwise they are anonymous memory
+files.
 """
 
 from __future__ import annotations
