@@ -1,4 +1,4 @@
-"""A stream of weights cut into buckets: where each tensor lies in the bytes of a bucket, and the checksum of these bytes."""
+"""The layout of a weight stream in buckets: offset of each tensor in the bytes of a bucket, and their checksum."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from engine_core.contracts.weight_sync import buckets
 from engine_plugin_processes.codec import DTYPES
 
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 64  # of a tensor in its bucket, and of a bucket's size
+ALIGNMENT = 64  # bytes; of a tensor's offset and of a bucket's size
 CHUNK_WORDS = 1 << 20
 MASK = (1 << 64) - 1
 
 
 class Arena(Protocol):
-    """Memory that owner and process see."""
+    """A growable byte buffer, such as one that sender and receivers share."""
 
     def reserve(self, size: int) -> None:
-        """Make it at least ``size`` bytes; what lies in it may be lost where it grows."""
+        """Make the buffer at least ``size`` bytes long; growing may lose its contents."""
 
     def view(self, offset: int, size: int) -> Tensor:
-        """[size] uint8, of the memory itself."""
+        """Return bytes ``offset`` to ``offset + size`` as [SIZE] uint8, without a copy."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Some tensors, where they lie, and the checksum of their bytes."""
+    """A group of tensors: their offsets in the buffer and the checksum of their bytes."""
 
     offset: int
     size: int
-    entries: list[tuple[str, str, list[int], int]]  # name, dtype, shape, byte in the bucket
+    entries: list[tuple[str, str, list[int], int]]  # name, dtype, shape, offset in the bucket
     sum: str = ""
 
 
 def checksum(data: Tensor) -> str:
-    """Two sums over the 8-byte words w_i, modulo 2^64: of w_i, and of (2i + 1) w_i; worked out on the tensor's device.
+    """Return two sums over the 8-byte words w_i modulo 2^64, of w_i and of (2i + 1) w_i, as hexadecimal text.
 
-    Any single damaged word is seen, since the factor is odd, and so are words that changed places. It is no
-    protection against somebody who forges.
+    The sums are computed on the tensor's device. They detect any single damaged word, since the factor is odd, and
+    swapped words. They do not protect against deliberate forgery.
 
     Args:
-        data: [n] uint8, n a multiple of 8.
+        data: [N] uint8, N a multiple of 8.
     """
     words, factors = data.view(torch.int64), _factors(data.device)
     sums = (_by_chunks if data.device.type == "cpu" else _at_once)(words, factors)
-    plain, weighed = sums.tolist()  # the device is waited for once, here
+    plain, weighed = sums.tolist()  # the only synchronization with the device
     return f"{plain & MASK:016x}{weighed & MASK:016x}"
 
 
 def _by_chunks(words: Tensor, factors: Tensor) -> Tensor:
-    """[2] int64, both sums; what is worked on stays in a CPU's cache."""
+    """Return both sums, [2] int64, chunk by chunk so that the data stays in a CPU's cache."""
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for first in range(0, len(words), CHUNK_WORDS):
         sums += _sums(words[first : first + CHUNK_WORDS][None], factors, first)
@@ -63,19 +63,19 @@ def _by_chunks(words: Tensor, factors: Tensor) -> Tensor:
 
 
 def _at_once(words: Tensor, factors: Tensor) -> Tensor:
-    """As ``_by_chunks``, with few kernels: on a GPU to start one takes longer than a chunk does."""
+    """Return both sums, [2] int64, with few kernels: on a GPU, launching a kernel takes longer than a chunk."""
     whole = len(words) // CHUNK_WORDS * CHUNK_WORDS
     rows = words[:whole].view(whole // CHUNK_WORDS, CHUNK_WORDS)
     return _sums(rows, factors, 0) + _sums(words[whole:][None], factors, whole)
 
 
 def _sums(rows: Tensor, factors: Tensor, first: int) -> Tensor:
-    """[2] int64, both sums of these words.
+    """Return both sums of these words, [2] int64.
 
     Args:
-        rows: [n, w] int64, w words each, n = 1 or w = ``CHUNK_WORDS``.
-        factors: ``_factors``.
-        first: number of the first word.
+        rows: [N, W] int64, W words per row; N = 1 or W = ``CHUNK_WORDS``.
+        factors: [CHUNK_WORDS] int64 from ``_factors``.
+        first: index of the first word.
     """
     totals = rows.sum(1)
     at = torch.arange(first, first + CHUNK_WORDS * len(rows), CHUNK_WORDS, device=rows.device)
@@ -89,15 +89,19 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def grouped(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in groups of about ``BUCKET_BYTES``; a larger one is alone."""
+    """Group tensors [D_1, D_2, ...] of a stream into lists of at most ``BUCKET_BYTES``; a larger one is alone."""
     return buckets(stream, BUCKET_BYTES, lambda tensor: _aligned(tensor.numel() * tensor.element_size()))
 
 
 def planned(tensors: Sequence[tuple[str, Tensor]], offset: int) -> Bucket:
-    """Where these tensors will lie in a bucket that begins at ``offset``.
+    """Return the layout of these tensors in a bucket that begins at ``offset``; nothing is copied.
+
+    Args:
+        tensors: names and tensors [D_1, D_2, ...] of any shape.
+        offset: first byte of the bucket in the buffer.
 
     Raises:
-        TypeError: one has a type that does not cross between processes.
+        TypeError: a tensor's type cannot be sent between processes.
     """
     entries, at = [], 0
     for name, tensor in tensors:
@@ -110,7 +114,13 @@ def planned(tensors: Sequence[tuple[str, Tensor]], offset: int) -> Bucket:
 
 
 def fill(arena: Arena, bucket: Bucket, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy tensors, wherever they are, to their places, and work the checksum out."""
+    """Copy tensors from any device to their offsets in the bucket, and set the bucket's checksum.
+
+    Args:
+        arena: buffer that contains the bucket.
+        bucket: layout from ``planned``.
+        tensors: the same names and tensors [D_1, D_2, ...] as for ``planned``.
+    """
     data = arena.view(bucket.offset, bucket.size)
     targets, sources = [], []
     for (_, tensor), (_, dtype, shape, at) in zip(tensors, bucket.entries, strict=True):
@@ -119,12 +129,17 @@ def fill(arena: Arena, bucket: Bucket, tensors: Sequence[tuple[str, Tensor]]) ->
             data[end:gap] = 0
         targets.append(data[at:end].view(DTYPES[dtype]).view(shape))
         sources.append(tensor.detach())
-    torch._foreach_copy_(targets, sources)  # on a GPU one kernel for many tensors
+    torch._foreach_copy_(targets, sources)  # on a GPU, one kernel for many tensors
     bucket.sum = checksum(data)
 
 
 def unpacked(data: Tensor, entries: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of its bytes."""
+    """Yield the names and tensors of a bucket, as views of its bytes.
+
+    Args:
+        data: [SIZE] uint8, bytes of the bucket.
+        entries: ``Bucket.entries``: name, dtype, shape [D_1, D_2, ...] and offset of each tensor.
+    """
     for name, dtype, shape, at in entries:
         kind = DTYPES[dtype]
         size = kind.itemsize

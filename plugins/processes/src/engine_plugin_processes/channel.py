@@ -42,6 +42,7 @@ class Channel(JsonChannel):
         return str(self.socket.getpeername()[0])
 
     def encode(self, message: Any, prompts: bool = True) -> Encoded:
+        """Encode a message without sending it; ``prompts`` as in ``codec.encode``."""
         return encode(message, prompts)
 
     def send(self, message: Any) -> None:
@@ -128,8 +129,8 @@ def callers(
 
     Args:
         listener: from ``listen``.
-        token: of the run.
-        deadline: of ``time.monotonic``; peers are accepted until then.
+        token: the run's token.
+        deadline: time of ``time.monotonic``; peers are accepted until then.
         look_seconds: None is yielded at this interval, so that the caller can check whether to continue.
     """
     look = time.monotonic() + look_seconds
@@ -165,9 +166,7 @@ class _Handshakes:
         self._selector.close()
 
     def known(self, until: float) -> Iterator[tuple[int, Channel]]:
-        """Wait once for connections or data, at most until ``until``; yield the peers that have completed the
-        handshake.
-        """
+        """Wait once for connections or data, at most until ``until``; yield peers that completed the handshake."""
         oldest = min((end for end, _ in self._waiting.values()), default=math.inf)
         seconds = min(until, oldest) - time.monotonic()
         for key, _ in self._selector.select(max(seconds, 0.0)):

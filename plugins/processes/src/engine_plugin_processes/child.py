@@ -38,8 +38,8 @@ STACK_SIGNAL = signal.SIGUSR2
 class ChildProcess:
     """A child process from its start to its end.
 
-    One thread reads its messages, one what it prints, one sends. consumes: messages, lines; waits for: the next; unblocked
-    by: these, the end of the child; produces: calls of ``take`` and ``on_line``.
+    One thread reads its messages, one reads its output, one sends. consumes: messages, lines; waits for: the next;
+    unblocked by: these, the end of the child; produces: calls of ``take`` and ``on_line``.
 
     Args:
         command: program and arguments.
@@ -75,6 +75,7 @@ class ChildProcess:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
 
             def pair() -> tuple[socket.socket, str]:
+                """Return our end of a socket pair, and the number of the descriptor that the child inherits."""
                 here, there = socket.socketpair()
                 ours.enter_context(here)
                 theirs.enter_context(there)

@@ -199,6 +199,7 @@ def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
     answers: queue.SimpleQueue[bytes | RuntimeError] = queue.SimpleQueue()
 
     def wait() -> None:
+        """Put the announcement, or the error of the store, into ``answers``."""
         try:
             answers.put(_store(launch).get(launch._key(session)))
         except RuntimeError as error:  # torch's errors of stores

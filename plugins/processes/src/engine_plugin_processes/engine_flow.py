@@ -1,4 +1,4 @@
-"""A flow at the engine: sample until a command comes, and send the rollouts of a group when it has none left in flight."""
+"""The engine's side of a flow: sample until a command arrives, and send a group when it has nothing in flight."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Lot = tuple[str, int, str]
 
 
 class GroupBuffer:
-    """The requests that one sampler has under way, by prompt and group.
+    """A buffer that holds rollouts until their group has no request in flight on this sampler.
 
     Args:
-        requests: all of them.
+        requests: all requests in flight on this sampler.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        # groups of two steps may share prompt and number, and differ in `STEP:GROUP:INDEX` alone
+        # groups of two steps may share prompt and number; only the ids, `STEP:GROUP:INDEX`, differ
         self._of: dict[str, Lot] = {
             r.id: (r.prompt.id, r.group_id, r.id.rpartition(":")[0]) for r in requests
         }
@@ -30,7 +30,7 @@ class GroupBuffer:
         self._held: dict[Lot, list[Rollout]] = {}
 
     def finished(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Take finished rollouts; return those of groups that have nothing left in flight."""
+        """Add finished rollouts; return those of groups that have nothing left in flight."""
         complete: list[Rollout] = []
         for rollout in rollouts:
             lot = self._of[rollout.request_id]
@@ -42,7 +42,7 @@ class GroupBuffer:
         return complete
 
     def rest(self) -> list[Rollout]:
-        """Return and forget what is held of groups with something left in flight."""
+        """Remove and return the held rollouts of groups that still have requests in flight."""
         held, self._held = self._held, {}
         return [rollout for lot in held.values() for rollout in lot]
 
@@ -50,13 +50,13 @@ class GroupBuffer:
 def flow(
     engine: RolloutEngine, requests: Sequence[Request], dropped: Sequence[str], goes_on: Callable[[], bool]
 ) -> Generator[list[Rollout], None, None]:
-    """As ``advance``, again and again; what has finished once nothing of its ``GroupBuffer`` is left, or this is.
+    """Call ``advance`` repeatedly; yield rollouts when their group is complete, and the rest at the end.
 
     Args:
         engine: any rollout engine.
-        requests: new ones, as in ``advance``.
+        requests: new requests, as in ``advance``.
         dropped: as in ``advance``.
-        goes_on: asked between two rounds; False leaves what is unfinished under way.
+        goes_on: called between two rounds; False ends the flow and leaves unfinished requests in flight.
 
     Raises:
         PluginError: as ``generate``.

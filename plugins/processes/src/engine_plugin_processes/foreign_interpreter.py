@@ -1,10 +1,10 @@
-"""A rollout plugin in another environment, asked for what the run file must know of it.
+"""A rollout plugin of another Python environment: its capabilities and the validation of its options.
 
-With ``[rollout.process] python`` the plugin need not be importable here. Its interpreter is run once, for a second or
-so: it loads the plugin, tells what the plugin offers, and judges its option table. What it says of the table is told
-like any other problem of the run file, with file and line.
+With ``[rollout.process] python`` the plugin need not be importable here. Its interpreter runs for about a second: it
+loads the plugin, returns what the plugin offers, and validates its option table. Errors of the table are reported like
+any other problem of the run file, with file and line.
 
-    here: ``foreign_plugin`` makes a ``RolloutBackend`` whose option model asks there; ``ask`` runs the interpreter
+    here: ``foreign_plugin`` makes a ``RolloutBackend`` whose option model validates there; ``ask`` runs the interpreter
     there: ``python -m engine_plugin_processes.foreign_interpreter``, one JSON object in, one line of JSON out
 """
 
@@ -30,7 +30,7 @@ from engine_core.errors import EngineError, PluginError
 from engine_core.plugins.plugin_set import Plugin, PluginProblems, PluginSet
 from engine_core.specs import Options, RolloutBackend
 
-ASK_SECONDS = 300.0  # imports of a plugin that loads its library
+ASK_SECONDS = 300.0  # the plugin may import a large library
 ENGINE = "engine_plugin_processes.sampler_process.engine:SamplerEngine"
 PACKAGES = {"engine_core": "engine-core-rl", "engine_plugin_processes": "engine-plugin-processes"}
 """What the other environment imports before the rollout plugin, and the distributions of ``versions`` that bring it."""
@@ -45,19 +45,19 @@ OF_AN_INTERPRETER = ("PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "V
 def load_backend(
     name: str, modules: Sequence[str], root: Path, allow_code: bool, other: bool, actor: str = ""
 ) -> PluginSet:
-    """The plugin of a rollout engine, and of the run's own plugins what loads in this environment.
+    """Return the plugin of a rollout engine, and those of the run's plugins that load in this environment.
 
     Args:
-        name: of the engine.
+        name: name of the rollout engine.
         modules: the run file's ``plugins = [...]``.
-        root: its folder.
-        allow_code: files outside of it may be run.
-        other: this is another environment than the trainer's: a plugin of the run that the engine does without
-            may be absent.
-        actor: train engine whose plugin builds the model of the sampler too; "" where none does.
+        root: the run file's folder.
+        allow_code: whether files outside ``root`` may be run.
+        other: whether this is not the trainer's environment: plugins of the run that the engine does not need may be
+            missing.
+        actor: train engine whose plugin also builds the sampler's model; "" if none does.
 
     Raises:
-        PluginProblems: the engine cannot be had, or a plugin of the run cannot where it should.
+        PluginProblems: the engine cannot be loaded, or a required plugin of the run cannot.
     """
     try:
         names = {"rollout_engines": {name}, **({"train_engines": {actor}} if actor else {})}
@@ -72,12 +72,12 @@ def load_backend(
 
 
 def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:
-    """Return a rollout engine as another environment offers it.
+    """Return a rollout engine of another environment, and the plugin that offers it.
 
     Args:
-        python: its interpreter.
-        name: of the engine.
-        plugins: of the run, loaded here.
+        python: the interpreter of that environment.
+        name: name of the engine.
+        plugins: the run's plugins, loaded here.
 
     Raises:
         PluginError: the environment has no such engine, or lacks a plugin that builds or registers the sampler's model;
@@ -101,9 +101,9 @@ def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutB
     return spec, plugin
 
 
-@functools.lru_cache(maxsize=16)  # one class for one table, so that equal options are equal
+@functools.lru_cache(maxsize=16)  # one class per question, so that equal options compare equal
 def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
-    """A model with the keys of the plugin's; values are judged by the plugin's own, over there."""
+    """Return a model with the keys of the plugin's model; the other environment validates the values."""
     about_it = json.loads(question)
 
     class Foreign(Options):
@@ -111,7 +111,7 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
 
         @property
         def other_policy(self) -> str:
-            """See ``RolloutBackend``."""
+            """Keys that make the sampler another policy than its weights, as ``RolloutBackend`` says; "" if none."""
             return self._other_policy
 
         @model_validator(mode="wrap")
@@ -135,10 +135,10 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
 
 
 def _detail(error: Mapping[str, Any]) -> InitErrorDetails:
-    """What the other pydantic found: where, and in its words."""
+    """Return an error of the other environment's pydantic, with its location and message."""
     kind, message = error["type"], error["msg"]
     context: dict[str, Any] = {}
-    if kind in ("value_error", "assertion_error"):  # the author of the model worded it
+    if kind in ("value_error", "assertion_error"):  # without pydantic's prefix
         context["error"] = message.partition(", ")[2]
     elif kind not in ("extra_forbidden", "missing"):
         kind = "elsewhere"
@@ -149,10 +149,11 @@ def _detail(error: Mapping[str, Any]) -> InitErrorDetails:
 
 @functools.lru_cache(maxsize=64)
 def ask(python: str, question: str) -> dict[str, Any]:
-    """Put a question (JSON) to another environment, and see that it has this core and this distribution.
+    """Send a question (JSON) to another environment; return the answer once its ``versions`` match.
 
     Raises:
-        PluginError: it does not start, lacks one of ``versions`` or has another, or cannot have the plugin.
+        PluginError: the interpreter does not start or answer, a distribution of ``versions`` is missing or differs, or
+            the plugin does not load.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OF_AN_INTERPRETER}
     where = f"rollout.process.python: {python}"
@@ -183,7 +184,7 @@ def ask(python: str, question: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return what must be the same on both sides: distributions and their versions."""
+    """Return the distributions that must be equal on both sides, with their versions."""
     return {
         "engine-core-rl": engine_core.__version__,
         "engine-plugin-processes": engine_plugin_processes.__version__,
@@ -191,10 +192,10 @@ def versions() -> dict[str, str]:
 
 
 def compare(python: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuse an interpreter whose ``versions`` are not those of the trainer.
+    """Check that an interpreter's ``versions`` are those of the trainer.
 
     Raises:
-        PluginError: which distribution differs, and how to replace it there.
+        PluginError: a distribution differs; the message says which one and how to install the right one.
     """
     for name in versions():
         if theirs.get(name) != mine[name]:
@@ -205,13 +206,13 @@ def compare(python: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> 
 
 
 def missing_distribution(printed: str) -> str | None:
-    """Return which distribution of ``versions`` an interpreter lacks that ended in an import, by what it printed."""
+    """Return the distribution of ``versions`` whose failed import an interpreter printed, or None."""
     found = re.search(rf"No module named '?({'|'.join(PACKAGES)})\b", printed)
     return PACKAGES[found[1]] if found else None
 
 
 def without(python: str, distribution: str) -> str:
-    """Return what to say of an interpreter without a distribution of ``versions``."""
+    """Return the message about an interpreter that lacks a distribution of ``versions``."""
     return (
         f"rollout.process.python: {python} has no {distribution} {versions()[distribution]}. Install it there, and the "
         f"rollout plugin: {_installation(python)}"
@@ -219,7 +220,7 @@ def without(python: str, distribution: str) -> str:
 
 
 def _installation(python: str) -> str:
-    """Return the command that brings an environment what the trainer has of ``versions``."""
+    """Return the command that installs the trainer's ``versions`` in an environment."""
     return " ".join(
         [python, "-m pip install", *(f"{name}=={version}" for name, version in versions().items())]
     )
@@ -229,7 +230,7 @@ def _installation(python: str) -> str:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """What this environment has to say; see ``ask``."""
+    """Return this environment's answer to a question of ``ask``."""
     told: dict[str, Any] = versions()
     root, allow_code = Path(question["root"]), question["allow_code"]
     try:

@@ -1,8 +1,9 @@
-"""A command that ends with the process that started it: ``python -I -S keeper.py LIFE COMMAND...`` becomes COMMAND.
+"""A wrapper that ends a command with its owner: ``python -I -S keeper.py LIFE COMMAND...`` becomes COMMAND.
 
-LIFE is the number of an inherited socket to which nothing is written. A forked keeper waits for the end of that socket,
-which comes with the end of the owner, also by SIGKILL, and then ends the whole session: the command, also where it holds
-its interpreter or is stopped, and the processes that it has started. Run as a file: only the standard library is found.
+LIFE is the number of an inherited socket to which nothing is written. A forked keeper waits until that socket closes,
+which happens when the owner ends, even by SIGKILL. The keeper then kills the whole session: the command, even if it is
+stopped or holds its interpreter, and the processes that it started. This file runs as a script and uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def main() -> None:
 
 
 def keep(life: int) -> None:
-    """Wait for the owner's end, then end this session.
+    """Wait for the owner's end, then kill this session.
 
-    The keeper holds nothing but ``life``: no other socket, so that the owner sees the command end, and no output.
+    The keeper closes every other descriptor: an open socket would hide the end of the command from the owner.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

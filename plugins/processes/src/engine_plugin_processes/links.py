@@ -47,7 +47,7 @@ class Links:
         hosts: address at which each rank is reached.
         meeting: returns a rendezvous for the processes of a link, by name.
         folder: private to the run and visible to all its processes; "" if none exists.
-        token: of the run.
+        token: the run's token.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Links:
     ) -> None:
         self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
         self.meeting, self.folder = meeting, folder
-        # identifies the run where several share a folder
+        # identifies the run if several runs share a folder
         self._run = hashlib.sha256(token.encode()).hexdigest()[:12]
         self._open: dict[tuple[str, str], Link] = {}
         self._used: dict[tuple[str, str], list[int]] = {}  # numbers of links that have failed
@@ -72,8 +72,7 @@ class Links:
     def push(
         self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
     ) -> SyncResult:
-        """Send the weights of a role to a role of another pool, of which every rank receives all; retry without lost
-        receivers.
+        """Send a role's weights to every rank of another pool; retry without receivers that were lost.
 
         Args:
             source: pool that sends.
@@ -81,7 +80,7 @@ class Links:
             roles: the sending role, the receiving role.
             version: the new policy version.
             mix: share of the new weights, if they are mixed into a model; None: they replace a sampler's.
-            merge: makes one checksum of those of the ranks.
+            merge: merges the ranks' checksums into one.
 
         Raises:
             TrainingFailed: the update failed, and not because a replaceable receiver was lost.

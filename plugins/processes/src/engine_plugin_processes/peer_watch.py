@@ -82,6 +82,7 @@ def end_with(connection: socket.socket | None, end: Callable[[], object]) -> Non
         return
 
     def watch() -> None:
+        """Check the connection until it is closed or its host is lost."""
         while connection.fileno() >= 0:
             if silence.told:
                 end()

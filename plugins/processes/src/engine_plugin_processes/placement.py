@@ -1,4 +1,4 @@
-"""Which ranks serve which roles: the pools of ``[placement]``, and the slices of a role's ranks."""
+"""The placement of roles on ranks: the pools of ``[placement]``, and the slices of a role's ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_POOL = "all"
 
 @dataclass(frozen=True)
 class Pool:
-    """Processes that serve the same roles and talk to each other through ``torch.distributed``."""
+    """A group of processes that serve the same roles and form one ``torch.distributed`` world."""
 
     name: str
     ranks: range  # of the run
@@ -29,17 +29,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Slice:
-    """Ranks of a role that are given the same sequences; the leader answers for them."""
+    """A group of a role's ranks that receive the same sequences; the leader's results count."""
 
     ranks: tuple[int, ...]  # of the run
     leader: int
 
 
 def wanted_processes(config: EngineConfig) -> int | None:
-    """What the file asks for at the start; None where it leaves it to the machine.
+    """Return the number of processes that the run file asks for; None if it depends on the machine.
 
     Raises:
-        ConfigError: its two keys disagree.
+        ConfigError: ``placement.pools`` and ``processes`` disagree.
     """
     processes = config.runtime.options.processes
     pools = config.placement.pools
@@ -57,15 +57,15 @@ def wanted_processes(config: EngineConfig) -> int | None:
 
 
 def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> list[Pool]:
-    """The pools of a run, one after another over its ranks.
+    """Return the pools of a run, which have consecutive ranks.
 
     Args:
         config: the run file.
-        roles: of the run.
-        processes: of the start.
+        roles: roles of the run.
+        processes: number of started processes.
 
     Raises:
-        ConfigError: the ranks do not suffice, or a pool has no role.
+        ConfigError: the pools need another number of processes, or a pool serves no role.
     """
     roles = tuple(roles)
     sizes = dict(config.placement.pools) or {DEFAULT_POOL: processes}
@@ -89,15 +89,15 @@ def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> li
 
 
 def check_replaceable(config: EngineConfig, pools: Sequence[Pool], can_start: bool) -> None:
-    """Refuse samplers that are to be replaced one by one, and cannot.
+    """Check that lost samplers of this run can be replaced one by one.
 
     Args:
         config: the run file.
-        pools: of the run.
-        can_start: the runtime starts its processes itself.
+        pools: pools of the run.
+        can_start: whether the runtime starts its processes itself.
 
     Raises:
-        ConfigError: why not.
+        ConfigError: the sampler shares its pool with other roles, or the runtime cannot start processes.
     """
     key = f"runtime.{config.runtime.backend}.max_replacements"
     roles = next((pool.roles for pool in pools if "rollout" in pool.roles), ())
@@ -113,10 +113,15 @@ def check_replaceable(config: EngineConfig, pools: Sequence[Pool], can_start: bo
 
 
 def slices_of(role: str, layouts: Sequence[Layout], ranks: Sequence[int]) -> list[Slice]:
-    """The data-parallel slices of a role, in their order.
+    """Return the data-parallel slices of a role, in order.
+
+    Args:
+        role: name of the role, for messages.
+        layouts: layout of each rank.
+        ranks: ranks in the run, in the order of ``layouts``.
 
     Raises:
-        PluginError: the engine's layouts do not make a whole.
+        PluginError: the layouts do not form complete slices with one leader each.
     """
     size = layouts[0].dp_size
     slices = []

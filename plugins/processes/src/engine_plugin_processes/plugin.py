@@ -1,4 +1,4 @@
-"""What this distribution offers: the runtime ``torchrun``, weight transports, samplers in another process."""
+"""The plugin's hooks: the runtime ``torchrun``, weight transports, samplers in other processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine_plugin_processes.transports.table import TRANSPORTS
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    """Return the runtime ``torchrun``."""
     return {
         "torchrun": RuntimeSpec(
             load="engine_plugin_processes.torchrun:TorchrunRuntime", config=TorchrunOptions
@@ -21,11 +22,13 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 
 @hookimpl
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
+    """Return the weight transports."""
     return TRANSPORTS
 
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
+    """Return the parts ``launcher``, ``row_workers`` and ``sampler_process``."""
     return {
         "launcher": Part(load="engine_plugin_processes.elastic_launch:ElasticLauncher"),
         "row_workers": Part(load="engine_plugin_processes.row_workers:WorkerPool"),

@@ -1,7 +1,7 @@
-"""More requests than samplers take at one time: in portions, each to the sampler that is free first.
+"""Requests beyond the samplers' capacity: sent in portions, each to the next free sampler.
 
-What is in a portion depends on the requests alone, and a sampler's answer on its portion alone, so that the result
-does not depend on who is faster.
+The contents of a portion depend only on the requests, and a sampler's answer only on its portion. The result therefore
+does not depend on the speed of the samplers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 def portions_of(requests: Sequence[Request], size: int) -> list[list[Request]]:
-    """At most ``size`` each, the longest prompts first and equal ones together, as a sampler takes them by itself."""
+    """Split requests into lists of at most ``size``: longest prompts first, equal prompts together, as samplers do."""
     ordered = sorted(requests, key=lambda r: (-len(r.prompt.token_ids), r.prompt.token_ids))
     return [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
 
 class Portions:
-    """Portions under way.
+    """The portions of one call, sent to slices as these become free.
 
     consumes: answers to ``send``; waits for: nothing; unblocked by: answers, errors, ``stop``; produces: ``reply``,
     with what ``merge`` makes of all answers, or with the first error.
 
     Args:
-        portions: the first ones go out first.
-        slices: of samplers.
-        send: gives one to a slice.
-        merge: makes one result of the answers, in whatever order they come.
+        portions: sent in this order.
+        slices: number of slices.
+        send: sends a portion to a slice.
+        merge: merges the answers, which arrive in any order, into one result.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Portions:
             self._next(at)
 
     def stop(self) -> None:
-        """Nobody waits any more: nothing else is sent, and what runs is left."""
+        """Drop the portions that are left, and abandon those in flight."""
         with self._lock:
             self._left.clear()
             for future in self._running.values():
@@ -89,9 +89,7 @@ class Portions:
     def _finish(self) -> None:
         try:
             result = self._merge(self._answers)
-        except (
-            Exception
-        ) as problem:  # in a callback of a future, which would only log it: nobody would be told
+        except Exception as problem:  # a future's callback would only log it
             self.reply.set_exception(problem)
         else:
             self.reply.set_result(result)

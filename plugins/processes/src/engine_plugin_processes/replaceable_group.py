@@ -1,4 +1,4 @@
-"""The group of a sampler whose processes may be lost one by one: what one had not finished is asked of the others, once."""
+"""A worker group of samplers that survives the loss of processes: the others take their requests, once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Told = Callable[[list["Rollout"]], None]
 
 
 class ReplaceableGroup(RemoteWorkerGroup):
-    """See the module and ``RemoteWorkerGroup``; every rank is a slice of its own.
+    """A ``RemoteWorkerGroup`` that survives the loss of samplers; every rank is a slice.
 
     Args:
-        group: as it would be without losses; its slices are those of all ranks.
-        replacements: who is there.
+        group: the group without losses; its slices are those of all ranks.
+        replacements: knows which ranks are present.
     """
 
     def __init__(self, group: RemoteWorkerGroup, replacements: Replacements) -> None:
@@ -41,9 +41,11 @@ class ReplaceableGroup(RemoteWorkerGroup):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks that are present."""
         return len(self.replacements.present)
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        """Call a method on the slices that are present; the result is ``WorkerLost`` if none is."""
         present = self._present()
         if method in ONE_BY_ONE:
             self.before(self.role, method)
@@ -54,26 +56,27 @@ class ReplaceableGroup(RemoteWorkerGroup):
         return super().call(method, batch, split, **plain)
 
     def flow(self, tell: Told, changed: Callable[[], None]) -> Flow:
+        """Return a flow that survives the loss of samplers."""
         return SurvivingFlow(self, tell, changed)
 
     @property
     def lost_some(self) -> bool:
-        """Whether a slice was lost whose requests nobody else was asked yet."""
+        """Whether a slice was lost whose unfinished requests have not been taken back yet."""
         return self._seen != [self.replacements.losses[each.leader] for each in self.every]
 
     def take_lost(self) -> None:
-        """What lost slices had not finished is for others, also where one in its place is there already."""
+        """Queue the unfinished requests of lost slices again, even if the slice has been replaced already."""
         for at, each in enumerate(self.every):
             if (losses := self.replacements.losses[each.leader]) != self._seen[at]:
                 self._seen[at] = losses
                 self._again += self.running.lose(at)
 
     def shares(self, requests: Sequence[Request], dropped: set[str]) -> list[list[Request]]:
-        """New requests, and those of lost slices, for those that are there; by slice.
+        """Share new requests and those of lost slices among the present slices; return one list for each slice.
 
         Args:
-            requests: new ones.
-            dropped: ids that nobody waits for.
+            requests: new requests.
+            dropped: ids of requests that were canceled.
         """
         self.take_lost()
         present = self._present()
@@ -85,27 +88,30 @@ class ReplaceableGroup(RemoteWorkerGroup):
         return self.running.share([*requests, *again], present, whole_groups=True)
 
     def forget(self, ids: Collection[str]) -> None:
-        """Drop requests that no sampler needs to be told of."""
+        """Drop requests without a message to the samplers."""
         self.take_lost()
         self.running.forget(ids)
         self._again = [request for request in self._again if request.id not in ids]
 
     def _all_lost(self) -> Future[Any]:
-        """Return the result of a call for which no process is left until one is replaced."""
+        """Return a future that has failed with ``WorkerLost``: no process is present until one is replaced."""
         worker = self.crew.workers[self.every[0].leader]
         reply: Future[Any] = Future()
         reply.set_exception(WorkerLost(self.role, worker.rank, worker.host, "it is being replaced"))
         return reply
 
     def _present(self) -> list[int]:
-        """Numbers of the slices that are there."""
+        """Return the numbers of the slices that are present."""
         there = set(self.replacements.present)
         return [at for at, each in enumerate(self.every) if each.leader in there]
 
     # -- requests that come and go ------------------------------------------
 
     def _one_by_one(self, method: str, plain: Mapping[str, Any], present: Sequence[int]) -> Future[Any]:
-        """A command to each slice that is there; what a lost one had is asked of the others in the next call."""
+        """Send a command to each present slice.
+
+        If a slice is lost meanwhile, the next call sends its requests to the others.
+        """
         if not present:
             self._again += plain.get("requests", ())
             self.forget({*plain.get("dropped", ())})
@@ -130,7 +136,10 @@ class ReplaceableGroup(RemoteWorkerGroup):
     def _merged(
         self, asked: Sequence[int], stopped: set[str], early: list[Rollout], results: Sequence[Any]
     ) -> Any:
-        """Of those that answered; a request that was to be stopped and was lost is one that nothing was sampled of."""
+        """Merge the results of the slices that answered.
+
+        A lost request that was to be stopped is returned as a rollout without a sampled token.
+        """
         there = set(self._present())
         for at in asked:
             if at not in there:
@@ -153,9 +162,10 @@ class ReplaceableGroup(RemoteWorkerGroup):
         return Surviving(portions, present, send, in_order(requests), self.replacements).reply
 
     def _portion(self, at: int, requests: list[Request], told: set[str], on_part: Told | None) -> Future[Any]:
-        """Have one slice sample these; ``told`` takes the ids of those that came in parts."""
+        """Have one slice sample the requests; add to ``told`` the ids of rollouts that arrive in parts."""
 
         def tell(part: list[Rollout]) -> None:
+            """Note the ids of a part and pass the part on."""
             told.update(rollout.request_id for rollout in part)
             assert on_part is not None
             on_part(part)
@@ -174,16 +184,17 @@ class ReplaceableGroup(RemoteWorkerGroup):
 
 
 class SurvivingFlow(Flow):
-    """``Flow`` that outlives its samplers: what a lost one had not told is asked of the others when they are told next.
+    """A ``Flow`` that survives the loss of samplers: ``go`` sends their unfinished requests to the others.
 
-    A loss has ``resting`` be true, so that whoever looks after the flow calls ``go``. One that comes in the place of a lost one
-    knows of nothing and is asked again like the others.
+    After a loss ``resting`` is true, so that the owner of the flow calls ``go``. A replacement process starts without
+    requests and gets its share like the others.
     """
 
     group: ReplaceableGroup
 
     @property
     def resting(self) -> bool:
+        """Whether a sampler has requests and no command, or a slice was lost."""
         return super().resting or self.group.lost_some
 
     def _shares(self, requests: Sequence[Request], dropped: set[str]) -> dict[int, list[Request]]:
@@ -200,14 +211,14 @@ class SurvivingFlow(Flow):
 
 
 class Surviving(Portions):
-    """``Portions`` that outlive the slice that has them: what it had not told goes back to the front of the queue.
+    """``Portions`` that survive the loss of a slice: its unfinished requests return to the front of the queue.
 
     Args:
-        portions: the first ones go out first.
-        slices: numbers of those that are there.
-        send: gives a portion to a slice, with a set that takes the ids of what is told in parts.
+        portions: sent in this order.
+        slices: numbers of the slices that are present.
+        send: sends a portion to a slice; its set collects the ids of rollouts that arrive in parts.
         merge: as in ``Portions``.
-        replacements: are told of what is asked again.
+        replacements: counts the requests that are sent again.
     """
 
     def __init__(
@@ -224,6 +235,7 @@ class Surviving(Portions):
         self._replacements = replacements
 
         def sent(at: int, requests: list[Request]) -> Future[Any]:
+            """Send a portion and note it as in flight on its slice."""
             told: set[str] = set()
             self._under_way[at] = requests, told
             return send(at, requests, told)
@@ -235,11 +247,12 @@ class Surviving(Portions):
         self._wake()
 
     def stop(self) -> None:
+        """Stop sending portions, also those of lost slices."""
         self._stopped = True
         super().stop()
 
     def _wake(self) -> None:
-        """Give what is left to who has nothing to do."""
+        """Send the remaining portions to idle slices."""
         with self._lock:
             while self._left and self._idle:
                 self._next(self._idle.pop(0))
@@ -262,16 +275,16 @@ class Surviving(Portions):
                 self._idle.append(at)
 
     def _survives(self, error: BaseException | None) -> bool:
-        """Whether it is the loss of a slice, and there are others."""
+        """Return whether the error is the loss of a slice that the run survives."""
         return self._error is None and self._replacements.goes_on_without(error)
 
 
 class _Together:
-    """Commands to several slices as one; those to slices that were lost are left out of the result.
+    """One reply for commands to several slices; the result leaves out lost slices.
 
     Args:
-        futures: of the commands.
-        merge: makes one result of the answers that came.
+        futures: one for each command.
+        merge: merges the received answers into one result.
     """
 
     def __init__(self, futures: Sequence[Future[Any]], merge: Callable[[Sequence[Any]], Any]) -> None:

@@ -1,8 +1,9 @@
-"""Samplers that are lost and replaced one by one.
+"""Replacement of lost samplers, one process at a time.
 
-A new process starts in the background. In a pool of a runtime it takes part from the next update of weights on, which brings it the
-current ones; each process is a world of its own for ``torch.distributed``, since a world cannot lose a rank and continue.
-The owner of ``[rollout.process]`` gives it the current weights as soon as it has started, and may lose the last process too.
+A new process starts in the background. In a runtime's pool it joins at the next weight update, which brings it the
+current weights. Each process is a separate ``torch.distributed`` world, since a world cannot lose a rank and continue.
+The owner of ``[rollout.process]`` sends the current weights to a process as soon as it has started, and may lose the
+last process too.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ Begin = Callable[[int, int], "tuple[WorkerHandle, Mapping[str, Any]]"]
 
 
 class Replacements:
-    """Replaces lost samplers within a budget, and knows which ranks sample.
+    """The replacement of lost samplers within a budget, and the record of which ranks sample.
 
-    consumes: losses, from ``lost``; waits for: new processes, each in a thread of its own; unblocked by: their answers;
+    consumes: losses, from ``lost``; waits for: new processes, each in a separate thread; unblocked by: their answers;
     produces: ranks that sample again, in ``join``.
 
     Args:
         crew: all workers.
-        ranks: of the run, of the sampler's pool.
-        budget: processes that may be replaced in the run's session.
-        key: of the budget, for messages.
-        begin: see ``Begin``.
+        ranks: ranks of the sampler's pool.
+        budget: processes that may be replaced in one session.
+        key: configuration key of the budget, for messages.
+        begin: a ``Begin`` function.
         start_limit: seconds for a new process to build its engine, and the key that sets them.
-        last_too: the last process may be lost as well: the owner waits for the new one.
+        last_too: whether the last process may be lost as well: the owner waits for the new one.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class Replacements:
         self.failure: Exception | None = None  # why a process could not be replaced
         self.away: set[int] = set()  # lost, and not replaced yet
         self.counts = dict.fromkeys(("sampling/lost", "sampling/joined", "sampling/reissued"), 0)
-        self.losses = dict.fromkeys(self.ranks, 0)  # of each rank, so far
+        self.losses = dict.fromkeys(self.ranks, 0)  # rank -> losses so far
         self._used = 0
-        self._ready: list[int] = []  # replaced, and to sample from the next update on
+        self._ready: list[int] = []  # replaced ranks that sample after the next `join`
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._lock = threading.RLock()
@@ -72,7 +73,7 @@ class Replacements:
             return [rank for rank in self.ranks if rank not in self.away]
 
     def lost(self, worker: WorkerHandle, loss: WorkerLost) -> bool:
-        """Replace a lost worker; returns whether the run goes on without it meanwhile."""
+        """Replace a lost worker in the background; return whether the run continues without it meanwhile."""
         rank = worker.rank
         with self._lock:
             others = self.last_too or [other for other in self.present if other != rank]
@@ -95,12 +96,12 @@ class Replacements:
         return True
 
     def goes_on_without(self, error: BaseException | None) -> bool:
-        """Return whether an error is the loss of a process that is replaced."""
+        """Return whether an error is the loss of a process that is being replaced."""
         present = self.present
         return isinstance(error, WorkerLost) and bool(present or self.last_too) and error.rank not in present
 
     def join(self) -> list[int]:
-        """Take in the ranks that were replaced and return them. Called when no command is in flight.
+        """Let replaced ranks sample again and return them. Call it when no command is in flight.
 
         Their weights are not the current ones yet.
         """
@@ -113,30 +114,30 @@ class Replacements:
         return joined
 
     def reissue(self, count: int) -> None:
-        """Count requests of a lost process that were given to others."""
+        """Count requests of a lost process that were sent to others."""
         with self._lock:
             self.counts["sampling/reissued"] += count
 
     def metrics(self) -> dict[str, float]:
-        """Return how many ranks sample, and what has happened since the last call."""
+        """Return the number of sampling ranks and the counts since the last call."""
         with self._lock:
             counted = {name: float(value) for name, value in self.counts.items()}
             self.counts = dict.fromkeys(self.counts, 0)
             return counted | {"sampling/samplers": float(len(self.present))}
 
     def close(self) -> None:
-        """Replace nothing any more: the run ends."""
+        """Stop replacing processes: the run ends."""
         with self._lock:
             self._closing = True
 
     def settle(self) -> None:
-        """Wait for the threads, after ``close`` and once the crew has ended."""
+        """Wait for the threads, after ``close`` and once the workers have ended."""
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in list(self._threads):
             thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _replace(self, old: WorkerHandle, number: int) -> None:
-        """Start a process in the place of a lost one; a loss meanwhile is told to ``lost``, and replaced in turn."""
+        """Start a process for a lost rank. A loss meanwhile reaches ``lost``, which replaces that process in turn."""
         old.kill()
         rank, worker = old.rank, None
         try:
@@ -151,7 +152,7 @@ class Replacements:
             if worker is not None:
                 self.crew.dismiss(worker, "it could not be started")
                 worker.kill()
-            if not (self._closing or isinstance(error, WorkerLost)):  # of a loss ``lost`` was told
+            if not (self._closing or isinstance(error, WorkerLost)):  # ``lost`` handles a loss
                 self.failure = error
                 log.exception("Worker rollout[%d] cannot be replaced: %s", rank, error)
             return

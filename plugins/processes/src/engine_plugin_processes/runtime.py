@@ -1,6 +1,6 @@
-"""Runtimes whose workers are processes: everything but how these come to be, which a subclass says.
+"""The base of runtimes whose workers are processes; a subclass defines how the processes are started.
 
-The workers of all pools are one ``WorkerPool``; a pool is a world of its own for ``torch.distributed``.
+The workers of all pools form one ``WorkerPool``; each pool is a separate ``torch.distributed`` world.
 """
 
 from __future__ import annotations
@@ -53,73 +53,78 @@ REPORT_SECONDS = 15.0  # between two messages about workers that start
 
 
 class MultiProcessRuntime(Runtime):
-    """See the module and ``Runtime``."""
+    """A runtime whose workers are processes; subclasses define how they are started."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options: ProcessOptions = self.config.runtime.options
         self.crew: WorkerPool | None = None
         self.pools: list[Pool] = []
-        self.hosts: dict[int, str] = {}  # the address on which each rank is reached
+        self.hosts: dict[int, str] = {}  # rank -> address at which it is reached
         self.links: Links
-        self.replacements: Replacements | None = None  # where samplers may be lost
-        self._transport = ""  # of weights to the sampler
-        self._devices: dict[int, ProcessDevice] = {}  # by rank, once it has started
-        self._loan: SharedModule | None = None  # of the actor's module, where samplers of its pool share it
+        self.replacements: Replacements | None = None  # None: no sampler may be lost
+        self._transport = ""  # that sends weights to the sampler
+        self._devices: dict[int, ProcessDevice] = {}  # rank -> device, once the rank has started
+        self._loan: SharedModule | None = None  # if samplers share the actor's module
         self._token = new_token()
 
-    # -- what a subclass says -----------------------------------------------
+    # -- defined by a subclass ----------------------------------------------
 
     @abc.abstractmethod
     def _processes(self, roles: Mapping[str, Role]) -> int:
-        """Ranks of the run; called before anything is started.
+        """Return the number of ranks of the run; called before anything is started.
 
         Raises:
-            ConfigError: the file asks for more than there is.
+            ConfigError: the run file asks for more than is available.
         """
 
     @abc.abstractmethod
     def _launch(self) -> list[WorkerHandle]:
-        """Start the ranks of ``pools``, or take in those that another has started, in their order; all or none."""
+        """Start the ranks of ``pools``, or accept externally started ones; return all of them in order, or raise."""
 
     @abc.abstractmethod
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
-        """What a rank is told of where it is.
+        """Return the fields of a rank's first command that describe its location.
 
         Returns:
-            ``local_rank`` (number of its device), ``local_world_size``, ``path`` (``sys.path``, or None for its own) and
-            ``host`` (on which it can be reached by other ranks).
+            ``local_rank`` (index of its device), ``local_world_size``, ``path`` (``sys.path``; None: unchanged) and
+            ``host`` (the address at which other ranks reach it).
         """
 
     @abc.abstractmethod
     def _meeting(self, name: str) -> dict[str, Any]:
-        """A place where processes of the run meet, one for each name: ``file`` or ``tcp``, see ``starting.store_at``."""
+        """Return the rendezvous with this name, a ``file`` or ``tcp`` place as ``starting.store_at`` takes it."""
 
     def _can_replace(self) -> bool:
-        """Whether ``_begin_again`` can be asked; known once ``_processes`` was asked."""
+        """Return whether ``_begin_again`` is supported; valid after ``_processes`` was called."""
         return False
 
     def _begin_again(self, rank: int) -> WorkerHandle:
-        """Start a new process for a rank whose last one was lost; called in a thread."""
+        """Start a new process for a rank whose last process was lost; called in a separate thread."""
         raise NotImplementedError(f"{type(self).__name__} replaces no worker.")
 
     def _one_machine(self) -> bool:
-        """Whether all processes are on this machine; known once ``_processes`` was asked."""
+        """Return whether all processes are on this machine; valid after ``_processes`` was called."""
         return False
 
     def _private_folder(self) -> str:
-        """On one machine a folder of the run that all its processes see, else ""; known once they are started."""
+        """Return the run's private folder if all processes are on one machine, else ""; valid once they are started."""
         return ""
 
     # -- the contract -------------------------------------------------------
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        """Start the processes and build the roles' engines; everything is closed if a part fails.
+
+        Raises:
+            ConfigError: the run file asks for what this runtime cannot do, or the model was given as a Python object.
+        """
         if self.live.get("model") is not None:
             raise ConfigError(
                 f"runtime.backend = '{self.config.runtime.backend}': a model given from Python does not reach other "
                 'processes. Save it and name the folder in [model] path, or use backend = "local".'
             )
-        torch.manual_seed(self.config.run.seed)  # for what draws from it here: stages of a user
+        torch.manual_seed(self.config.run.seed)  # user stages may draw random numbers in this process
         try:
             self.pools = plan_pools(self.config, roles, self._processes(roles))
             self._check_transport(roles)
@@ -130,6 +135,7 @@ class MultiProcessRuntime(Runtime):
             raise
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        """Send a trained role's weights to a sampler, in one pool or across pools; replaced samplers join first."""
         self._take_back()
         if self.replacements is not None and self.replacements.join():
             self.links.drop(self._pool(source), self._pool(target))
@@ -142,6 +148,7 @@ class MultiProcessRuntime(Runtime):
         ).result()  # fmt: skip
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
+        """Mix a trained role's weights into an untrained one, in one pool or across pools."""
         self._take_back()
         if self._pool(source) is not self._pool(target):
             self._across(source, target, 0, mix)
@@ -150,9 +157,11 @@ class MultiProcessRuntime(Runtime):
         self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
 
     def loss_metrics(self) -> dict[str, float]:
+        """Return counts of lost and replaced samplers since the last call; {} if none may be lost."""
         return {} if self.replacements is None else self.replacements.metrics()
 
     def memory_metrics(self) -> dict[str, float]:
+        """Return the memory metrics of each role: the maximum over the ranks of its pool."""
         told = [
             (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), None, _most)) for pool in self.pools
         ]
@@ -163,17 +172,20 @@ class MultiProcessRuntime(Runtime):
         return found
 
     def give_up(self) -> None:
+        """Abandon this thread's in-flight commands that are safe to interrupt."""
         if self.crew is not None:
             self.crew.give_up()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Hand device memory over for a phase; a shared module is taken back unless the phase is ``generate``."""
         if name != "generate":
             self._take_back()
         self._trade(name)
         yield
 
     def close(self) -> None:
+        """Stop replacing samplers and end all workers."""
         replacements, self.replacements = self.replacements, None
         if replacements is not None:
             replacements.close()
@@ -227,17 +239,17 @@ class MultiProcessRuntime(Runtime):
             for group in made.values():
                 group.repeatable = self._repeatable(pool)
             groups |= made
-        self._trade("start")  # a reward's model sleeps until it is asked
+        self._trade("start")  # reward models sleep until they are called
         return groups
 
     @property
     def _start_limit(self) -> tuple[float, str]:
-        """Seconds for the start of a worker, and the key that sets them."""
+        """Timeout for the start of a worker in seconds, and the key that sets it."""
         minutes, name = self.options.startup_timeout_minutes, self.config.runtime.backend
         return minutes * 60, f"runtime.{name}.startup_timeout_minutes"
 
     def _wait_for_start(self, reply: Future[Any]) -> Any:
-        """Return the answers of the workers; until they have come, log every ``REPORT_SECONDS`` what each rank does."""
+        """Return the workers' answers; while waiting, log the progress of each rank every ``REPORT_SECONDS``."""
         assert self.crew is not None
         began = time.monotonic()
         while True:
@@ -254,10 +266,10 @@ class MultiProcessRuntime(Runtime):
                     )
 
     def _check_transport(self, roles: Mapping[str, Role]) -> None:
-        """See that weights can come to samplers as the file says, before anything is started.
+        """Check the weight transport that the run file names, before anything is started.
 
         Raises:
-            ConfigError: the transport that the file names cannot be.
+            ConfigError: the transport does not fit this run.
         """
         if {"actor", "rollout"} <= roles.keys() and self.config.rollout.transport != AUTO[KIND]:
             topology = self._topology(self._pool("actor"), self._pool("rollout"))
@@ -267,7 +279,7 @@ class MultiProcessRuntime(Runtime):
                 kind.check(options, self._one_machine())
 
     def _read_devices(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
-        """Note the device of each rank; with all of them known, choose the transport that ``auto`` means."""
+        """Store the device of each rank; if the run file says ``auto``, choose the transport by the devices."""
         self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
         served = {role for pool in self.pools for role in pool.roles}
         if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
@@ -275,27 +287,30 @@ class MultiProcessRuntime(Runtime):
             self._transport = choose(self.config, self.plugins, topology)
 
     def _repeatable(self, pool: Pool) -> bool:
-        """Accelerators promise no bits but where the file asks for them."""
+        """Return whether results of the pool are bitwise repeatable: on CPUs, or if the run is deterministic."""
         return self.config.run.deterministic or all(self._devices[rank].kind == "cpu" for rank in pool.ranks)
 
     def _topology(self, source: Pool, target: Pool) -> Topology:
-        like = self._devices.get(target.ranks[0], ProcessDevice())  # one that comes later is on the same
+        like = self._devices.get(target.ranks[0], ProcessDevice())  # the same for later ranks
         devices = tuple(self._devices.get(rank, like) for rank in (source.ranks[0], *target.ranks))
         may_leave = self.replacements is not None and "rollout" in target.roles
         return Topology(source is not target, devices, self._one_machine(), may_leave)
 
     def _transport_to(self, source: Pool, target: Pool) -> str:
-        """That of the sampler; to a reference in another pool, where that cannot be it, the one that ``auto`` means."""
+        """Return the sampler's transport, or the one that ``auto`` means if that one does not connect pools.
+
+        The latter sends weights to a reference in another pool while the sampler shares the actor's pool.
+        """
         found = self._transport
         return found if found and found != "same_process" else by_topology(self._topology(source, target))[0]
 
     def _place(self, pool: Pool, rank: int, again: int = 0) -> dict[str, Any]:
-        """Of the first command of a rank: where it is, and the world that it is in.
+        """Return the fields of a rank's first command that describe its location and its world.
 
         Args:
-            pool: the rank's.
-            rank: of the run.
-            again: how many have been replaced before it; 0: it is of the first.
+            pool: the rank's pool.
+            rank: rank in the run.
+            again: number of the replacement in the run; 0: the first process of the rank.
         """
         seat = self._seat(pool, rank)
         self.hosts[rank] = seat.pop("host")
@@ -307,10 +322,10 @@ class MultiProcessRuntime(Runtime):
         return {**seat, **world, "kind": "start"}
 
     def _may_replace(self) -> bool:
-        """Return whether samplers are lost and replaced one by one.
+        """Return whether lost samplers are replaced one by one.
 
         Raises:
-            ConfigError: they are to be, and cannot.
+            ConfigError: the run file asks for it, and this run cannot do it.
         """
         if not self.options.max_replacements:
             return False
@@ -318,15 +333,17 @@ class MultiProcessRuntime(Runtime):
         return True
 
     def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
+        """Build the ``Replacements`` of the sampler's pool."""
         assert self.crew is not None
         pool = self._pool("rollout")
         served = {"rollout": dataclasses.asdict(role)}
 
         def begin(rank: int, again: int) -> tuple[WorkerHandle, Mapping[str, Any]]:
+            """Start a process for a rank; return it and its first command. Raise after killing it if that fails."""
             worker = self._begin_again(rank)
             try:
                 return worker, {**common, **self._place(pool, rank, again), "roles": served}
-            except BaseException:  # the run may have ended meanwhile
+            except BaseException:  # for example, the run has ended
                 worker.kill()
                 raise
 
@@ -340,15 +357,15 @@ class MultiProcessRuntime(Runtime):
         )
 
     def _ranks(self, pool: Pool) -> list[int]:
-        """Those of a pool that are there."""
+        """Return the ranks of a pool that are not being replaced."""
         away = self.replacements.away if self.replacements is not None else ()
         return [rank for rank in pool.ranks if rank not in away]
 
     def _here(self) -> int:
-        """Processes on this machine.
+        """Return the number of processes to start on this machine.
 
         Raises:
-            ConfigError: more than it has accelerators.
+            ConfigError: the machine has fewer accelerators.
         """
         wanted = wanted_processes(self.config)
         if self.options.device == "cpu" or default_device().type == "cpu":
@@ -364,7 +381,7 @@ class MultiProcessRuntime(Runtime):
         return wanted or there
 
     def _order(self, total_steps: int) -> dict[str, Any]:
-        """What every worker is told."""
+        """Return the fields that the first command of every worker has."""
         return {
             "config": portable(self.config),
             "total_steps": total_steps,
@@ -413,7 +430,7 @@ class MultiProcessRuntime(Runtime):
         merge: Any = None,
         **fields: Any,
     ) -> Future[Any]:
-        """One command to all ranks of a pool; ``leaders`` None: the result of each of them counts."""
+        """Send one command to all ranks of a pool; ``leaders`` None merges the results of all ranks."""
         assert self.crew is not None
         number, ranks = self.crew.next_number(), self._ranks(pool)
         messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
@@ -423,7 +440,7 @@ class MultiProcessRuntime(Runtime):
         )
 
     def _trade(self, phase: str) -> None:
-        """Each process for itself; all pools at the same time."""
+        """Hand device memory over for a phase in every process, all pools at the same time."""
         if self.options.offload_idle_roles:
             start = time.perf_counter()
             told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
@@ -432,19 +449,19 @@ class MultiProcessRuntime(Runtime):
             self.traded_seconds += time.perf_counter() - start
 
     def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
-        """Weights from one pool to another: its first rank sends, all ranks of the other take."""
+        """Send weights from the first rank of one pool to all ranks of another."""
         senders, receivers = self._pool(source), self._pool(target)
         one = functools.partial(_one_checksum, target)
         return self.links.push(senders, receivers, (source, target), version, mix, one)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest of each metric over ranks."""
+    """Return the maximum of each metric over ranks."""
     return {name: max(result[name] for result in results) for name in results[0]}
 
 
 def _one_sync(target: str, results: Sequence[SyncResult]) -> SyncResult:
-    """The ranks' updates as one; every rank must have received the same."""
+    """Return one result for the updates of all ranks; raise if the ranks received different weights."""
     first = results[0]
     checksum = _one_checksum(target, [result.checksum for result in results])
     moved, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
@@ -462,7 +479,7 @@ def _one_checksum(target: str, checksums: Sequence[str]) -> str:
 
 
 def even_threads(processes: int) -> int | None:
-    """Cores of each process; None where the environment says, or one process has them all."""
+    """Return the CPU threads of each process; None if ``OMP_NUM_THREADS`` is set or only one process runs."""
     if "OMP_NUM_THREADS" in os.environ or processes == 1:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

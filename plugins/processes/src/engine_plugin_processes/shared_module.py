@@ -1,8 +1,9 @@
-"""One module for trainer and sampler on several ranks: lent to the samplers for as long as they sample.
+"""A module shared by trainer and sampler on several ranks: gathered while the samplers use it.
 
-An engine that shards gathers its module on all ranks at once; samplers each have batches of their own. So it is
-gathered when the first of them is asked to sample, used without a word between ranks, and given back before any
-other role of the processes works: ``SharedModule`` is the controller's side, ``SharedModuleHolder`` that of each process.
+A sharding engine gathers its module on all ranks at once, but each sampler has a different batch. The module is
+therefore gathered before the first sampler is called, used without communication between ranks, and freed before
+another role of the processes runs. ``SharedModule`` is the controller's side, ``SharedModuleHolder`` that of each
+process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GIB = 2**30
 
 
 class SharedModule:
-    """Whether the samplers of a pool have the actor's module now.
+    """The controller's record of whether the samplers of a pool hold the gathered module.
 
     Args:
         tell: sends ``lend`` or ``take_back`` to every rank of the pool.
@@ -44,25 +45,25 @@ class SharedModule:
         self.lent = False
 
     def before(self, role: str, method: str) -> None:
-        """Lend, or take back, before a role of the pool is asked for something."""
+        """Gather or free the module before a method of a role of the pool is called."""
         if role != "rollout":
             self.end()
         elif method in SAMPLES and not self.lent:
-            self.lent = True  # also where it fails half way: then there is something to take back
+            self.lent = True  # set first: after a partial failure ``end`` must free the module
             self._tell("lend").result()
 
     def end(self) -> None:
-        """Take it back, where it is lent."""
+        """Free the module if the samplers hold it."""
         if self.lent:
             self.lent = False
             self._tell("take_back").result()
 
 
 class SharedModuleHolder:
-    """Stands for a train engine towards the sampler that shares its module.
+    """A stand-in for a train engine, from which a sampler takes the shared module.
 
     Args:
-        engine: whose ``generation_module`` is collective when it is entered and left, and not in between.
+        engine: its ``generation_module`` is collective on entry and exit only.
     """
 
     def __init__(self, engine: TrainEngine) -> None:
@@ -72,12 +73,12 @@ class SharedModuleHolder:
 
     @property
     def module(self) -> nn.Module:
-        """As it lies on this rank: for its config, not for sampling."""
+        """The module as sharded on this rank: for its config, not for sampling."""
         return self.engine.module
 
     @property
     def context(self) -> WorkerContext:
-        """Of the engine."""
+        """The engine's context."""
         return self.engine.context
 
     def lend(self) -> None:
@@ -85,16 +86,20 @@ class SharedModuleHolder:
         if self._lent is None:
             grad = torch.is_grad_enabled()
             self._lent = self._stack.enter_context(self.engine.generation_module())
-            torch.set_grad_enabled(grad)  # only within ``generation_module`` is it off
+            torch.set_grad_enabled(grad)  # gradients are disabled only within ``generation_module``
 
     def take_back(self) -> None:
-        """Free it. Collective; nothing where it is not lent."""
+        """Free the gathered module. Collective; does nothing if it is not gathered."""
         self._lent = None
         self._stack.close()
 
     @contextlib.contextmanager
     def generation_module(self) -> Iterator[nn.Module]:
-        """The module as it was lent; no other rank takes part."""
+        """Yield the gathered module, without communication between ranks.
+
+        Raises:
+            RuntimeError: the module is not gathered.
+        """
         if self._lent is None:
             raise RuntimeError(
                 "The actor's module is not lent: the runtime lends it before a sampler is asked."
@@ -104,13 +109,10 @@ class SharedModuleHolder:
 
 
 class SharingHost(EngineHost):
-    """The engines of one rank of several, whose sampler may use the actor's module while it is gathered for a phase.
-
-    Each rank samples other sequences, and a sharded module is gathered by all ranks at once: so it is gathered before the
-    first sampler is asked, and freed before another role works.
+    """An ``EngineHost`` of one of several ranks, whose sampler may use the actor's module while it is gathered.
 
     Attributes:
-        lender: what the sampler takes the module from; None where it has weights of its own.
+        lender: holder from which the sampler takes the module; None if the sampler has separate weights.
     """
 
     lender: SharedModuleHolder | None = None
@@ -146,9 +148,9 @@ class SharingHost(EngineHost):
 
 
 def fits(engine: TrainEngine, device: torch.device) -> bool:
-    """Whether every rank has room for the whole module beside what it holds; the same answer on all. Collective.
+    """Return whether every rank has memory for the whole module and its shard. Collective; equal on all ranks.
 
-    The state of Adam, which is made in the first step, is counted too: two values a weight that lies here.
+    Adam's state, which the first step allocates, is included: two values for each trained weight of this rank.
     """
     need, room = gathered_bytes(engine), free_bytes(device)
     if need and engine.optimizer is not None and not engine.optimizer.state:
@@ -170,22 +172,22 @@ def fits(engine: TrainEngine, device: torch.device) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that lies on this rank, as a view without gradient."""
+    """Return this rank's part of a tensor [D_1, D_2, ...], as a view without gradient."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def gathered_bytes(engine: TrainEngine) -> int:
-    """Of the weights that are spread over ranks, whole and in the type of the forward pass where the engine tells it."""
+    """Return the bytes of the sharded weights once gathered, in the engine's compute type if it has one."""
     dtype = getattr(getattr(engine, "precision", None), "compute", None)
     spread = [p for p in engine.module.parameters() if isinstance(p, DTensor)]
     return sum(p.numel() * (dtype or p.dtype).itemsize for p in spread)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process may still take: of its accelerator, or its share of the host's."""
+    """Return the bytes that this process can still allocate: on its accelerator, or its share of host memory."""
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
         cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return int(free + cached)
-    processes = dist.get_world_size() if dist.is_initialized() else 1  # all of them here, at most
+    processes = dist.get_world_size() if dist.is_initialized() else 1  # at most all of them are on this host
     return int(psutil.virtual_memory().available // processes)

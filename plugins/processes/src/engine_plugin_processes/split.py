@@ -1,4 +1,4 @@
-"""A batch or requests over data-parallel slices, and the results back in order. Done here, once for all backends."""
+"""The split of batches and requests over data-parallel slices, and the merge of results in order, for all backends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Merge = Callable[[Sequence[Any]], Any]
 
 
 def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch], Merge]:
-    """Each slice's sequences, balanced by cost, and what puts the results back.
+    """Return each slice's sequences, balanced by cost, and a function that merges the results.
 
-    Sequences with one ``keep_together`` id stay together. One slice gets the batch as it is. The shares of several are
-    there to be sent: their columns are ``Pieces`` of the batch's, which are not copied.
+    Sequences with the same ``keep_together`` id stay together. A single slice gets the batch unchanged. The shares of
+    several slices can only be sent: their columns are ``Pieces`` of the batch's columns and are not copied.
 
     Args:
-        batch: of B sequences.
-        slices: how many.
-        attention: of ``packing.sequence_cost``.
+        batch: batch of B sequences with T tokens in total.
+        slices: number of slices.
+        attention: attention share for ``packing.sequence_cost``.
     """
     if slices == 1:
         return [batch], lambda results: results[0]
@@ -42,15 +42,16 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
     shares = _shares(batch, parts)
 
     def merge(results: Sequence[Any]) -> Any:
+        """Return results per token [T, ...] or sequence [B, ...] in the batch's order, others unchanged."""
         if not isinstance(results[0], Mapping):
-            return results[0]  # of the whole batch already, the same on every slice
+            return results[0]  # a result for the whole batch, equal on every slice
         return {name: _put_back(name, [r[name] for r in results], parts, batch) for name in results[0]}
 
     return shares, merge
 
 
 def _shares(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
-    """The sequences of each part, with ``Pieces`` in place of tensors."""
+    """Return the sequences of each part as a batch with ``Pieces`` instead of tensors."""
     offsets, order = batch.offsets.tolist(), [index for part in parts for index in part]
     chosen = torch.tensor(order, dtype=torch.int64)
     ends = list(itertools.accumulate((len(part) for part in parts), initial=0))
@@ -58,9 +59,11 @@ def _shares(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
     rows = list(itertools.pairwise(ends))
 
     def of_tokens(column: Tensor) -> list[Any]:
+        """Split a per-token column [T, ...] into one piece per part."""
         return _pieces(column, spans)
 
     def of_sequences(column: Tensor) -> list[Any]:
+        """Split a per-sequence column [B, ...] into one piece per part."""
         return _pieces(column[chosen], [[span] for span in rows])
 
     tokens = {name: of_tokens(column) for name, column in batch.tokens.items()}
@@ -81,7 +84,7 @@ def _shares(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
 
 
 def _pieces(column: Tensor, parts: Sequence[Sequence[tuple[int, int]]]) -> list[Pieces]:
-    """The rows of each part, given as (first, end)."""
+    """Return the rows of each part, whose spans are (first, end)."""
     data, shape = bytes_of(column), tuple(column.shape[1:])
     size = column.dtype.itemsize * math.prod(shape)  # bytes of a row
     made = []
@@ -93,54 +96,54 @@ def _pieces(column: Tensor, parts: Sequence[Sequence[tuple[int, int]]]) -> list[
 
 
 def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[Request]], Merge]:
-    """Each slice's requests, balanced by the tokens that they may take; rollouts come back in the order of requests.
+    """Return each slice's requests, balanced by their maximum tokens, and a function that merges rollouts in order.
 
-    The rollouts of a group may be sampled in several places: each request brings its own seed.
+    The rollouts of a group may be sampled by several slices: each request has its own seed.
     """
     parts = partition([_tokens(request) for request in requests], slices)
     return [[requests[i] for i in part] for part in parts], in_order(requests)
 
 
 def in_order(requests: Sequence[Request]) -> Merge:
-    """Puts lists of rollouts into the order of their requests."""
+    """Return a function that merges lists of rollouts in the order of these requests."""
     prompts = {request.id: request.prompt for request in requests}
     places = {request.id: number for number, request in enumerate(requests)}
 
     def merge(results: Sequence[Any]) -> Any:
+        """Return the rollouts of all slices in the order of their requests."""
         rollouts: list[Rollout] = [rollout for result in results for rollout in result]
         for rollout in rollouts:
-            rollout.prompt = prompts[rollout.request_id]  # the controller's own, not a copy of it
+            rollout.prompt = prompts[rollout.request_id]  # the controller's object, not a copy
         return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
 
     return merge
 
 
 class Running:
-    """Requests that come and go one by one: each goes to the slice that has the least left to sample.
+    """The requests in flight on each slice; a new request goes to the slice with the fewest tokens left to sample.
 
     Args:
-        slices: how many.
+        slices: number of slices.
     """
 
     def __init__(self, slices: int) -> None:
         self.left = [0] * slices  # tokens that each slice may still sample
-        self.under_way = [0] * slices  # requests
-        self._asked: dict[str, tuple[Request, int]] = {}  # by id, with the slice
-        self._lock = threading.Lock()  # some ask while answers come
+        self.under_way = [0] * slices  # number of requests in flight
+        self._asked: dict[str, tuple[Request, int]] = {}  # id -> request, slice
+        self._lock = threading.Lock()  # requests are added while answers arrive
 
     def share(
         self, requests: Sequence[Request], among: Sequence[int] | None = None, whole_groups: bool = False
     ) -> list[list[Request]]:
-        """New requests by slice.
+        """Assign new requests to slices; return one list for each slice.
 
         Args:
-            requests: in the order in which they are given out.
-            among: slices that may have them; default: all.
-            whole_groups: those of one prompt that follow each other go to one slice, where there are so many groups that
-                no slice has nothing to do for that.
+            requests: assigned in this order.
+            among: slices that may receive requests; default: all.
+            whole_groups: assign consecutive requests of one prompt to one slice, unless that could leave a slice idle.
         """
         shares: list[list[Request]] = [[] for _ in self.left]
-        if not requests:  # of a sampler that goes on
+        if not requests:  # samplers only continue
             return shares
         with self._lock:
             slices = range(len(self.left)) if among is None else among
@@ -162,7 +165,7 @@ class Running:
         return shares
 
     def forget(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Nobody waits for them any more; slice -> those that it has."""
+        """Remove canceled requests; return slice -> ids of its removed requests."""
         found: dict[int, list[str]] = {}
         with self._lock:
             for id in ids:
@@ -171,28 +174,28 @@ class Running:
         return found
 
     def lose(self, slice: int) -> list[Request]:
-        """What a slice has not finished, in the order in which it was asked; it is asked nothing of this any more."""
+        """Remove and return the unfinished requests of a slice, in the order in which they were assigned."""
         with self._lock:
             lost = [request for request, chosen in self._asked.values() if chosen == slice]
         self.forget(request.id for request in lost)
         return lost
 
     def merge(self, results: Sequence[Any]) -> Any:
-        """The slices' rollouts one after another, with the controller's own prompts; other results as ``merge_plain``."""
+        """Merge results as ``merge_plain``; rollouts count as finished and get the controller's prompts."""
         found = merge_plain(results)
         if isinstance(found, list):
             self.settle(found)
         return found
 
     def settle(self, rollouts: Sequence[Rollout]) -> None:
-        """These have finished: they get the controller's own prompts."""
+        """Remove the requests of finished rollouts, and set the rollouts' prompts to the controller's objects."""
         with self._lock:
             for rollout in rollouts:
                 if (entry := self._settle(rollout.request_id)) is not None:
                     rollout.prompt = entry[0].prompt
 
     def _settle(self, id: str) -> tuple[Request, int] | None:
-        """Within the lock: it is under way no more; request and slice, where it was."""
+        """Remove a request, while holding the lock; return the request and its slice, or None if unknown."""
         found = self._asked.pop(id, None)
         if found is not None:
             request, chosen = found
@@ -202,17 +205,17 @@ class Running:
 
 
 def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
-    """Those that follow each other with one prompt together."""
+    """Group consecutive requests with the same prompt object."""
     return [list(unit) for _, unit in itertools.groupby(requests, key=lambda request: id(request.prompt))]
 
 
 def _tokens(request: Request) -> int:
-    """That a request may take."""
+    """Return the tokens of the prompt plus the maximum of the response."""
     return len(request.prompt.token_ids) + request.sampling.max_response_tokens
 
 
 def merge_plain(results: Sequence[Any]) -> Any:
-    """Of a call without sequences: lists of rollouts one after another, else what the first slice says."""
+    """Merge results of a call without a batch: concatenate lists of rollouts, else return the first slice's result."""
     first = results[0]
     if isinstance(first, list) and all(isinstance(entry, Rollout) for result in results for entry in result):
         return [rollout for result in results for rollout in result]
@@ -220,13 +223,14 @@ def merge_plain(results: Sequence[Any]) -> Any:
 
 
 def merge_futures(futures: Sequence[Future[Any]]) -> Future[Any]:
-    """One that is done when all are; their first error is its error."""
+    """Return a future that is done when all are, with the first error, or else the first result."""
     done: Future[Any] = Future()
     if not futures:
         done.set_result(None)
     left = [len(futures)]
 
     def settle(_: Future[Any]) -> None:
+        """Count a finished future; after the last one set the result or the first error."""
         left[0] -= 1
         if left[0]:
             return
@@ -242,7 +246,7 @@ def merge_futures(futures: Sequence[Future[Any]]) -> Future[Any]:
 
 
 def _put_back(name: str, found: Sequence[Tensor], parts: Sequence[Sequence[int]], batch: Batch) -> Tensor:
-    """Slices' values per token or per sequence as those of the whole batch."""
+    """Return the slices' values per token [T, ...] or per sequence [B, ...] in the order of the batch."""
     lengths, offsets = batch.lengths.tolist(), batch.offsets.tolist()
     rows = [len(values) for values in found]
     if rows == [sum(lengths[i] for i in part) for part in parts]:

@@ -1,4 +1,4 @@
-"""Who waits for whom, from where every rank is."""
+"""The diagnosis of a stalled command: which rank the others wait for, by the stacks of all ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def told(
     stacks: Mapping[int, Sequence[Stack]],
     key: str = "runtime.torchrun.command_timeout_minutes",
 ) -> tuple[int, str, str]:
-    """What to say of a command that is past its deadline.
+    """Describe a command that is past its deadline.
 
-    A rank in a function of ``torch.distributed`` waits for others; one that is elsewhere, or does not even say
-    where it is, is the one waited for.
+    A rank in a function of ``torch.distributed`` waits for other ranks. The others wait for a rank that is elsewhere or
+    has not sent its stack.
 
     Args:
-        method: of the command.
-        seconds: its deadline.
-        waiting: ranks that have not answered it.
-        ranks: to which it went.
-        stacks: by rank, the innermost frame last.
-        key: of the deadline.
+        method: method of the command.
+        seconds: deadline of the command.
+        waiting: ranks that have not answered.
+        ranks: all ranks that received the command.
+        stacks: stack of each rank that sent one, the innermost frame last.
+        key: configuration key of the deadline.
 
     Returns:
-        The rank to blame, the cause in a sentence, and all stacks as text.
+        The rank to blame, the cause in one sentence, and all stacks as text.
     """
     in_collective = [rank for rank in waiting if _collective(stacks.get(rank, ()))]
     suspects = [rank for rank in waiting if rank not in in_collective] or list(waiting)
@@ -52,7 +52,7 @@ def told(
 
 
 def place(stack: Sequence[Stack] | None) -> str:
-    """The innermost frame in words."""
+    """Return the innermost frame as text."""
     if not stack:
         return "code that holds the interpreter"
     file, line, function = stack[-1]

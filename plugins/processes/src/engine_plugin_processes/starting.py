@@ -1,4 +1,4 @@
-"""What a worker does first: its path, its process group, its plugins, its engines."""
+"""The start of a worker: module path, process group, plugins, engines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from engine_core.config import ModelConfig
 
-GROUP_MARGIN = 1.5  # of the stall deadline: the controller tells of a rank that hangs before torch does
+GROUP_MARGIN = 1.5  # times the stall deadline: the controller reports a hanging rank before torch does
 
 
 def join_pool(order: Mapping[str, Any]) -> torch.device:
-    """Meet the other ranks of the pool; returns the device of this one.
+    """Join the process group of the pool; return this rank's device.
 
-    ``torch.distributed`` is initialised for the pool alone: what an engine does with "all ranks" stays in it.
+    ``torch.distributed`` is initialized for the pool alone: an engine's collectives over all ranks stay in the pool.
     """
     if order["path"] is not None:
         sys.path[:] = order["path"]
@@ -55,12 +55,12 @@ def join_pool(order: Mapping[str, Any]) -> torch.device:
 
 
 def store_at(place: Mapping[str, Any], size: int, timeout: datetime.timedelta) -> Any:
-    """Where some processes meet.
+    """Return a ``torch.distributed`` store for the rendezvous of some processes.
 
     Args:
-        place: ``file``, a path that they share; or ``tcp``, host, port and prefix of a store that somebody serves.
-        size: how many they are.
-        timeout: to wait for the others.
+        place: ``file``, a shared path; or ``tcp``, host, port and prefix of a running store.
+        size: number of processes.
+        timeout: timeout of the store's operations.
     """
     if place["file"] is not None:
         store = dist.FileStore(place["file"], size)
@@ -71,7 +71,7 @@ def store_at(place: Mapping[str, Any], size: int, timeout: datetime.timedelta) -
 
 
 def leave_pool() -> None:
-    """The end of ``join_pool``."""
+    """Destroy the process group of ``join_pool``, if it exists."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -104,17 +104,17 @@ def _same_tokenizer(model: ModelConfig, expected: str) -> PreTrainedTokenizerBas
 
 
 def describe(engine: Engine, place: RankPlacement) -> dict[str, Any]:
-    """Where the engine stands among those of its role, and what a sequence costs it."""
+    """Return the engine's layout among the ranks of its role, its attention share and its capacity."""
     layout = engine.layout
     if isinstance(engine, RolloutEngine):
-        if type(engine).layout is RolloutEngine.layout:  # it knows nothing of ranks: each samples for itself
+        if type(engine).layout is RolloutEngine.layout:  # no layout defined: every rank samples independently
             layout = Layout(place.rank, place.world_size)
         return {"layout": layout, "attention": 0.0, "capacity": engine.capacity}
     return {"layout": layout, "attention": _attention(engine), "capacity": 0}
 
 
 def _attention(engine: TrainEngine) -> float:
-    """From the shape of the engine's model; 0 where it has no config that tells, or its library keeps the model to itself."""
+    """Return the attention share by the shape of the engine's model; 0.0 if its config is not accessible."""
     config: Any = getattr(
         getattr(engine, "module", None), "config", None
     )  # an engine of frozen models may have none
@@ -129,5 +129,5 @@ def _attention(engine: TrainEngine) -> float:
 
 
 def portable_path() -> list[str]:
-    """``sys.path`` for a process of the same machine."""
+    """Return ``sys.path`` as absolute paths, for another process of this machine."""
     return [str(Path(entry or ".").absolute()) for entry in sys.path]

@@ -1,5 +1,4 @@
-"""The torchrun runtime: workers are processes, on one machine or on many; the controller is a further process next to
-rank 0.
+"""The torchrun runtime: workers are processes on one or many machines; the controller is another, next to rank 0.
 
 ``engine train`` starts the workers of one machine itself, over socket pairs and a rendezvous in a private folder, so
 that no port is used and two runs never interfere. Under an external ``torchrun``, on one or many nodes, the process of
@@ -37,6 +36,7 @@ class TorchrunRuntime(MultiProcessRuntime):
         self._gathered: list[WorkerHandle] = []  # workers of an external torchrun
 
     def close(self) -> None:
+        """Close the workers and remove the private folder."""
         super().close()
         if self._folder is not None:
             self._folder.remove()

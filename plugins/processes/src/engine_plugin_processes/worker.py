@@ -1,11 +1,11 @@
-"""A worker process: ``python -m engine_plugin_processes.worker FD``, one rank of a pool, or the sampler of ``[rollout.process]``.
+"""A worker process, ``python -m engine_plugin_processes.worker FD``: a pool's rank or a ``[rollout.process]`` engine.
 
-Commands come over the socket FD and are carried out one after another, each answered under its number; see
-``worker_pool`` for the other side. A thread reads ahead: what must not wait for the command in hand (an interrupt, the
-question where this rank is) is answered by it, and when the controller ends, so does this process, at once.
+Commands arrive over the socket FD and run one after another; each answer carries the number of its command.
+``worker_pool`` is the other side. A separate thread reads the socket. It handles messages that must not wait for the
+current command, such as interrupts and requests for this rank's stack, and ends the process when the controller ends.
 
-consumes: commands; waits for: the next one, while its mailbox is empty, and within one for whatever the engine waits for;
-unblocked by: the thread that reads, an interrupt; produces: answers and parts of them, in an ``Outbox``.
+consumes: commands; waits for: the next command, and within a command for whatever the engine waits for; unblocked by:
+the thread that reads, an interrupt; produces: answers and parts of them, in an ``Outbox``.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 CONTROLLER_GONE = 70
 HEARTBEAT_SECONDS = 1.0
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the controller receives them, and sends commands
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # handled by the controller
 
 
 class Interrupted(BaseException):
-    """The controller does not wait for this command any more; raised in the middle of it."""
+    """An exception raised within a command that the controller has abandoned."""
 
 
 class Worker:
-    """Serves commands until it is closed.
+    """A server of commands, which runs until it is closed.
 
     Args:
-        channel: to the controller.
+        channel: channel to the controller.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -62,14 +62,14 @@ class Worker:
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self.host: Any  # ``SharingHost``, or ``SamplerHost`` of ``[rollout.process]``
         self.order: dict[str, Any] = {}
-        self.links: dict[int, WeightTransport] = {}  # endpoints of this process, by number of the link
-        self.current: int | None = None  # the command in hand
-        self.dropped: set[int] = set()  # commands that nobody waits for
-        self.thread = 0  # in which commands are carried out
+        self.links: dict[int, WeightTransport] = {}  # number of the link -> endpoint of this process
+        self.current: int | None = None  # number of the running command
+        self.dropped: set[int] = set()  # commands that the controller has abandoned
+        self.thread = 0  # id of the thread that runs commands
         self._closing = False
 
     def run(self) -> None:
-        """Serve."""
+        """Serve commands until ``close`` arrives, then close the engines."""
         self.thread = threading.get_ident()
         self._allow_breaks()
         threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
@@ -81,7 +81,7 @@ class Worker:
             self._leave()
 
     def _answer(self, message: dict[str, Any]) -> None:
-        """Carry one command out; its result or its error goes back under its number."""
+        """Run one command, and send its result or error with its number."""
         number = message["id"]
         try:
             if number in self.dropped:
@@ -100,7 +100,7 @@ class Worker:
             self.outbox.put({"id": number, "error": pack(error)})
 
     def _carry_out(self, message: dict[str, Any]) -> Any:
-        """The command itself; the one part that may be broken off."""
+        """Run the command; only this part can be interrupted."""
         self.current = message["id"]
         try:
             return getattr(self, f"_do_{message['kind']}")(message)
@@ -114,7 +114,7 @@ class Worker:
     # -- commands -----------------------------------------------------------
 
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Join the pool, load the run's plugins, build the engines; what each role is like."""
+        """Join the pool, load the run's plugins and build the engines; return a description of roles and device."""
         from engine_plugin_processes.starting import describe, join_pool, make_host
         from engine_plugin_processes.transports.devices import ProcessDevice
 
@@ -127,13 +127,13 @@ class Worker:
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
     def _do_versions(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return what the owner of a sampler compares before it starts the engine here."""
+        """Return the versions that a sampler's owner compares before it starts the engine here."""
         from engine_plugin_processes.sampler_process.build import versions
 
         return versions()
 
     def _do_sampler(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Build the one engine of ``[rollout.process]``; return what the owner must know of it."""
+        """Build the engine of ``[rollout.process]``; return its label and capacity."""
         from engine_plugin_processes.sampler_process.build import build_host
 
         self.order = message
@@ -144,7 +144,7 @@ class Worker:
         return {"label": engine.label, "capacity": engine.capacity}
 
     def _do_call(self, message: dict[str, Any]) -> Any:
-        """A method of an engine's contract."""
+        """Call a method of an engine's contract."""
         from engine_core.contracts.engines import RolloutEngine, TrainEngine
 
         engine, method = self.host.engines[message["role"]], message["method"]
@@ -158,36 +158,37 @@ class Worker:
         return self._with_texts(message["role"], value) if isinstance(engine, RolloutEngine) else value
 
     def _in_parts(self, engine: RolloutEngine, message: dict[str, Any]) -> Any:
-        """Of ``generate``: what finished is told at once; returns what was not told."""
+        """Run ``generate``: send rollouts as they finish, and return those that were not sent."""
         from engine_core.contracts.engines import RolloutEngine
         from engine_core.sampling import stream
 
         role, requests = message["role"], message["plain"]["requests"]
-        if type(engine).generate is not RolloutEngine.generate:  # an engine with a way of its own
+        if type(engine).generate is not RolloutEngine.generate:  # the engine overrides it
             return self._with_texts(role, engine.generate(requests))
         for finished in stream(engine, requests):
             self._tell(role, message["id"], finished)
         return []
 
     def _tell(self, role: str, number: int, finished: list[Rollout]) -> None:
-        """A part of a command's result."""
+        """Send a part of a command's result."""
         self.outbox.put({"id": number, "part": self._with_texts(role, finished)}, prompts=False)
 
     def _with_texts(self, role: str, value: Any) -> Any:
-        """The result of a command; responses that have ended come with their text."""
+        """Return a result after decoding the text of its finished responses."""
         tokenizer = self.host.live.get("tokenizer")
-        if role == "rollout" and tokenizer is not None:  # other roles may have tokens of their own
+        if role == "rollout" and tokenizer is not None:  # other roles may have other tokenizers
             decode_ended(value, tokenizer)
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
-        """Sample until another command comes, nothing is left or the time is up; what finished is told at once."""
+        """Sample until another command arrives, no request is left, or the time is up; send finished rollouts."""
         from engine_plugin_processes.engine_flow import flow
 
         engine = cast("RolloutEngine", self.host.engines[message["role"]])
         end = time.monotonic() + message["seconds"]
 
         def goes_on() -> bool:
+            """Return whether to continue: no other command waits and time is left."""
             return self.mailbox.empty() and time.monotonic() < end
 
         for finished in flow(engine, message["requests"], message["dropped"], goes_on):
@@ -211,7 +212,7 @@ class Worker:
         self.host.take_back()
 
     def _do_link(self, message: dict[str, Any]) -> Any:
-        """Open this process's endpoint of a link, and close those of the links that it replaces."""
+        """Open this process's endpoint of a link, and close the endpoints of links that it replaces."""
         from engine_core.contracts.weight_transport import TransportEndpoint
         from engine_plugin_processes.transports.choice import make
 
@@ -236,7 +237,7 @@ class Worker:
         self.links[message["link"]].join(message["peers"])
 
     def _do_send(self, message: dict[str, Any]) -> int:
-        """Weights to another pool; a rank without a link only takes part in the stream."""
+        """Send weights to another pool; a rank without a link only takes part in the collective stream."""
         from engine_core.contracts.weight_sync import sends_adapter, stream_of
         from engine_core.contracts.weight_transport import WeightUpdate
 
@@ -251,7 +252,7 @@ class Worker:
         return self.links[message["link"]].send(stream, WeightUpdate(message["update"], message["version"]))
 
     def _do_receive(self, message: dict[str, Any]) -> str:
-        """Weights of another pool: into the sampler, or mixed into a model."""
+        """Receive weights of another pool and load them into the sampler, or mix them into a model."""
         from engine_core.contracts.weight_transport import WeightUpdate
 
         engine: Any = self.host.engines[message["role"]]
@@ -265,10 +266,10 @@ class Worker:
     def _do_phase(self, message: dict[str, Any]) -> None:
         self.host.trade(message["name"])
 
-    # -- what does not wait -------------------------------------------------
+    # -- handled at once ----------------------------------------------------
 
     def _listen(self) -> None:
-        """Fill the mailbox; the end of the controller is the end of this process."""
+        """Read messages into the mailbox; end this process when the controller ends."""
         try:
             while True:
                 message = self.channel.receive()
@@ -289,21 +290,21 @@ class Worker:
             end_at_once(1)
 
     def _send_heartbeats(self) -> None:
-        """Tell the owner that the interpreter runs."""
+        """Send heartbeats to the owner, forever."""
         while True:
             self.outbox.put({"heartbeat": True})
             time.sleep(HEARTBEAT_SECONDS)
 
     def _watch_over_controller(self) -> None:
-        """The end of the controller's host, which says nothing, is the end of this process too."""
+        """End this process when the controller's host is lost, which closes no connection."""
         end_with(self.channel.socket, lambda: end_at_once(CONTROLLER_GONE))
 
     def _allow_breaks(self) -> None:
-        """Called once, in the thread of the commands."""
+        """Install the handler that interrupts commands; called once, in the thread that runs them."""
         signal.signal(signal.SIGUSR1, self._interrupt)
 
     def _break_off(self) -> None:
-        """Have ``Interrupted`` raised in the command in hand, where nobody waits for it; called in another thread."""
+        """Signal the command thread, which raises ``Interrupted`` if its command was abandoned."""
         signal.pthread_kill(self.thread, signal.SIGUSR1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -329,7 +330,7 @@ class Worker:
 
 
 class ToOwner(logging.Handler):
-    """Log records go to whoever started this process, who writes them down."""
+    """A log handler that sends records to the process that started this one."""
 
     def __init__(self, outbox: Outbox) -> None:
         super().__init__()
@@ -337,6 +338,7 @@ class ToOwner(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Send a record; a failure to send goes to ``handleError``."""
         try:
             self.outbox.put({"log": self.format(record), "name": record.name, "level": record.levelno})
         except Exception:
@@ -345,10 +347,10 @@ class ToOwner(logging.Handler):
 
 @contextlib.contextmanager
 def closing_stream(stream: Generator[Any, None, None]) -> Iterator[None]:
-    """Close a stream of ``WeightTransport.receive`` at the end, and start it first if nobody did.
+    """Close a stream of ``WeightTransport.receive`` at the end; start it first if it was not started.
 
-    The sender waits for this endpoint, so an engine that refuses an update before it reads the stream (because it is asleep)
-    must not leave the stream unstarted.
+    The sender waits for this endpoint. An engine may refuse an update before it reads the stream (because it is
+    asleep), which must not leave the stream unstarted.
     """
     try:
         yield
@@ -360,28 +362,28 @@ def closing_stream(stream: Generator[Any, None, None]) -> Iterator[None]:
 
 
 def end_at_once(code: int) -> None:
-    """End this process, and what an engine has started in its session."""
+    """End this process, and the processes of its session if it leads one."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(code)
 
 
 def where(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, the innermost last."""
+    """Return file, line and function of each frame of a thread, the innermost last."""
     frame = sys._current_frames().get(thread)
     summary = traceback.extract_stack(frame) if frame is not None else []
     return [(entry.filename, entry.lineno or 0, entry.name) for entry in summary]
 
 
 def main() -> None:
-    """Serve the socket whose number is the argument."""
+    """Serve commands from the socket whose descriptor is the argument."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     print_stacks_on_request()
-    os.dup2(2, 1)  # what engines print goes where their messages go
+    os.dup2(2, 1)  # engines print to stderr, like the log
     Worker(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
     sys.stderr.flush()
-    os._exit(0)  # the engines are closed: the end of an interpreter would only take time
+    os._exit(0)  # the engines are closed; shutting down the interpreter would only take time
 
 
 if __name__ == "__main__":

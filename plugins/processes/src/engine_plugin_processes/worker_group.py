@@ -1,4 +1,4 @@
-"""A role's ranks as a worker group: calls and requests shared out over them, results put back in order."""
+"""A role's ranks as a worker group: calls and requests are split over the ranks, results are merged in order."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ ONE_BY_ONE = frozenset({"add", "advance", "step", "abort"})
 
 
 class RemoteWorkerGroup(WorkerGroup):
-    """The ranks of one role.
+    """A worker group over the ranks of one role.
 
     Args:
-        crew: all workers.
-        role: of the group.
-        slices: of its ranks, by data-parallel rank.
-        attention: of ``packing.sequence_cost``, for its model.
-        independent: no rank waits for another in a call.
-        capacity: requests that a sampler takes at one time; 0: as many as come.
-        before: is given role and method before each call.
+        crew: all workers of the run.
+        role: name of the role.
+        slices: slices of its ranks, by data-parallel rank.
+        attention: attention share for ``packing.sequence_cost`` of its model.
+        independent: whether no rank waits for another in a call.
+        capacity: requests that a sampler takes at one time; 0: no limit.
+        before: called with role and method before each call.
     """
 
     def __init__(
@@ -54,9 +54,15 @@ class RemoteWorkerGroup(WorkerGroup):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the role."""
         return sum(len(one.ranks) for one in self.slices)
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        """Send a call to the slices, with the batch or the requests split over them.
+
+        Raises:
+            ValueError: ``split`` is neither "dp" nor "all".
+        """
         if split not in ("dp", "all"):
             raise ValueError(f"split is '{split}'; expected 'dp' or 'all'.")
         if method == "generate":
@@ -81,7 +87,7 @@ class RemoteWorkerGroup(WorkerGroup):
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
         texts: Texts = {}
-        encoded: dict[tuple[int, int], Encoded] = {}  # once for all ranks that are given the same
+        encoded: dict[tuple[int, int], Encoded] = {}  # one encoding for all ranks with the same arguments
         for at, rows, given in zip(slices, batches, arguments, strict=True):
             same = id(rows), id(given)
             if same not in encoded:
@@ -99,6 +105,10 @@ class RemoteWorkerGroup(WorkerGroup):
         )
 
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Sample all requests; yield rollouts as they arrive.
+
+        The call's error is raised here. A caller that stops early cancels the call.
+        """
         parts: queue.SimpleQueue[list[Rollout] | None] = queue.SimpleQueue()
         prompts = {request.id: request.prompt for request in requests}
         reply = self._generate(requests, parts.put)
@@ -106,7 +116,7 @@ class RemoteWorkerGroup(WorkerGroup):
         try:
             while (part := parts.get()) is not None:
                 for rollout in part:
-                    rollout.prompt = prompts[rollout.request_id]  # the controller's own, not a copy of it
+                    rollout.prompt = prompts[rollout.request_id]  # the controller's object, not a copy
                 yield part
             if rest := reply.result():
                 yield rest
@@ -116,13 +126,14 @@ class RemoteWorkerGroup(WorkerGroup):
             raise
 
     def flow(self, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]) -> Flow | None:
+        """Return a flow if every slice is one independent rank, else None."""
         alone = self.independent and all(len(one.ranks) == 1 for one in self.slices)
-        return Flow(self, tell, changed) if alone else None  # ranks of one engine must all do the same
+        return Flow(self, tell, changed) if alone else None  # the ranks of one engine must run the same calls
 
     def _generate(
         self, requests: Sequence[Request], on_part: Callable[[list[Rollout]], None] | None = None
     ) -> Future[Any]:
-        """Have all requests sampled; what is told in parts is not in the result."""
+        """Sample all requests; rollouts that were passed to ``on_part`` are not in the result."""
         self.before(self.role, "generate")
         count = len(self.slices)
         if 0 < self.capacity * count < len(requests) and count > 1:
@@ -147,7 +158,7 @@ class RemoteWorkerGroup(WorkerGroup):
     def _send(
         self, at: int, requests: list[Request], on_part: Callable[[list[Rollout]], None] | None
     ) -> Future[Any]:
-        """Have one slice sample these."""
+        """Have one slice sample the requests."""
         number, chosen = self.crew.next_number(), self.slices[at]
         return self.crew.send(
             dict.fromkeys(chosen.ranks, self._message(number, requests, on_part is not None, {})),
@@ -166,4 +177,4 @@ class RemoteWorkerGroup(WorkerGroup):
 
 
 def _nobody(part: Any) -> None:
-    """Takes the parts of a result that nobody asked for in parts."""
+    """Ignore a part of a result: the default of ``on_part``."""

@@ -1,7 +1,7 @@
-"""The workers of a run, as the controller sees them: commands out, answers in, and who was lost.
+"""The controller's side of a run's workers: sends commands, receives answers, detects lost workers.
 
-A thread a worker reads its answers, another its output; one more watches: a process that ended, a command past
-its deadline, a rank that waits for one that has failed. The first loss ends all commands in hand.
+For each worker, one thread reads its answers and another its output. One more thread watches for ended processes,
+commands past their deadline, and ranks that wait for a failed one. The first loss fails all open commands.
 
 consumes: answers of workers; waits for: nothing, ``send`` returns at once; unblocked by: answers, losses,
 deadlines; produces: results and errors in the futures of ``send``.
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 TICK_SECONDS = 0.1
-STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wait for it for ever
-# the same where one could not write: the others may still be writing, and the run may go on
+STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wait for it forever
+# the same if the failure is an OSError: the others may still be writing, and the run may continue
 WRITER_SECONDS = 60.0
 STACK_SECONDS = 3.0
 CLOSE_SECONDS = 10.0
@@ -42,18 +42,19 @@ SENDER_SECONDS = 1.0
 
 
 class Reply(Future[Any]):
-    """The future of a command. Who is interrupted while waiting for it gives the command up."""
+    """The future of a command. An interrupt while waiting for the result abandons the command."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         super().__init__()
         self._give_up = give_up
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Abandon the command unless it is done."""
         if not self.done():
             self._give_up()
 
     def result(self, timeout: float | None = None) -> Any:
+        """Return the result, or raise the command's error; abandon the command if a signal interrupts the wait."""
         try:
             return super().result(timeout)
         except Exception:
@@ -64,15 +65,15 @@ class Reply(Future[Any]):
 
 
 class Command:
-    """One command to some ranks; done when all of them have answered.
+    """A command to some ranks; done when all of them have answered.
 
     Args:
-        number: under which they answer.
-        what: for messages: role and method.
-        ranks: of the run.
-        leaders: whose results count, in this order.
-        merge: makes one result of theirs.
-        deadline: seconds that a rank may take once it is at it, and the key that sets them.
+        number: id that the answers carry.
+        what: role and method, for messages.
+        ranks: receivers of the command.
+        leaders: ranks whose results are merged, in this order.
+        merge: merges the leaders' results into one.
+        deadline: seconds that a rank may take once it has begun the command, and the key that sets them.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class Command:
         self.on_part: Callable[[Any], None] = lambda part: None
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
-        self.later: dict[int, Future[Any]] = {}  # results that come after the answer: of saves
-        self.failed_at: float | None = None  # of the first error, while others have not answered
-        self.thread = threading.get_ident()  # that asks
+        self.later: dict[int, Future[Any]] = {}  # results that follow the answer, such as those of saves
+        self.failed_at: float | None = None  # time of the first error
+        self.thread = threading.get_ident()  # the thread that sends the command
 
     @property
     def waiting(self) -> list[int]:
@@ -101,17 +102,17 @@ class Command:
 
     @property
     def answered(self) -> bool:
-        """Whether nobody is waited for; asked at each answer, so it counts instead of looking at all ranks."""
+        """Whether all ranks have answered; checked at each answer, so it counts instead of comparing ranks."""
         return len(self.values) + len(self.errors) >= len(self.ranks)
 
     @property
     def patience(self) -> float:
-        """Seconds for the others once a rank has failed."""
+        """Seconds that the other ranks get once one has failed."""
         unwritten = any(isinstance(error, OSError) for error in self.errors.values())
         return WRITER_SECONDS if unwritten else STRAGGLER_SECONDS
 
     def leave_out(self, rank: int, loss: WorkerLost) -> None:
-        """Go on without a rank that was lost; where it was the last one, the command fails with its loss."""
+        """Remove a lost rank; the command fails with the loss if it was the last one."""
         self.ranks = [other for other in self.ranks if other != rank]
         self.leaders = [other for other in self.leaders if other != rank] or self.ranks[:1]
         for answers in (self.values, self.errors):
@@ -120,13 +121,13 @@ class Command:
             self.fail(loss)
 
     def finish(self) -> None:
-        """Give the result, or the error that says the most."""
+        """Set the result, or the most informative error."""
         if self.reply.done():
             return
         if self.errors:
             errors = list(self.errors.values())
             error = next((e for e in errors if isinstance(e, EngineError)), errors[0])
-            # a rank that failed at once is told when the others have written: only then may files be cleared away
+            # report an early failure only when the other ranks have written: only then may files be removed
             merge_futures(list(self.later.values())).add_done_callback(lambda _: self._fail(error))
             return
         try:
@@ -138,7 +139,7 @@ class Command:
             self.reply.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes."""
+        """Fail the command and its pending later results."""
         for future in self.later.values():
             if not future.done():
                 future.set_exception(error)
@@ -150,18 +151,18 @@ class Command:
 
 
 class Leave(NamedTuple):
-    """In the queue of commands: nobody waits for those before it that this thread has given."""
+    """An entry in the queue of commands: abandon the earlier commands of this thread."""
 
     thread: int
 
 
 class WorkerPool:
-    """All workers of a run.
+    """A pool of all workers of a run.
 
     Args:
-        workers: in the order of their ranks, started.
-        stall_seconds: how long a rank may take for one command.
-        stall_key: where the user says so.
+        workers: started workers, in the order of their ranks.
+        stall_seconds: time that a rank may take for one command.
+        stall_key: the configuration key that sets this time.
     """
 
     def __init__(
@@ -174,11 +175,11 @@ class WorkerPool:
         self.stall_seconds, self.stall_key = stall_seconds, stall_key
         self.broken: WorkerLost | None = None
         self.may_lose: Callable[[WorkerHandle, WorkerLost], bool] = lambda worker, loss: False
-        self.absent: dict[int, WorkerLost] = {}  # ranks that the run goes on without, and what became of them
+        self.absent: dict[int, WorkerLost] = {}  # ranks that the run continues without -> their loss
         self.open: dict[int, Command] = {}
         self.stacks: dict[int, list[Stack]] = {}
         self._numbers = itertools.count(1)
-        self._warned: dict[str, int] = {}  # warnings, and the rank that gave each first
+        self._warned: dict[str, int] = {}  # warning -> the rank that logged it first
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | Leave | None]
@@ -204,17 +205,17 @@ class WorkerPool:
         deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
     ) -> Future[Any]:
-        """Put a command into the mailboxes of some ranks.
+        """Put a command into the mailboxes of some ranks; return its future result without waiting.
 
         Args:
-            messages: by rank; values or what ``encode`` made of them.
+            messages: message of each rank, as a value or ``Encoded``.
             what: role and method, for messages.
-            number: from ``next_number``, as it stands in the messages.
-            leaders: whose results count; default: the first rank's.
-            merge: makes one result of theirs.
-            interruptible: may be left at any point: no rank waits for another in it.
+            number: from ``next_number``, the same as in the messages.
+            leaders: ranks whose results are merged; default: the first rank.
+            merge: merges the leaders' results into one.
+            interruptible: whether the command may be interrupted at any point: no rank waits for another in it.
             deadline: seconds, and the key that sets them; default: `command_timeout_minutes`.
-            on_part: is given, in a thread, each part of a result that a rank tells before it answers.
+            on_part: called, in a reading thread, with each part of a result that a rank sends before its answer.
         """
         ranks = list(messages)
         limit = deadline or (self.stall_seconds, self.stall_key)
@@ -224,19 +225,19 @@ class WorkerPool:
         if self._closing.is_set():
             command.fail(self._over(command))
             return command.reply
-        # one step, so that a signal's exception comes before or after it: half a message would lose the worker
+        # one atomic put: a signal's exception within a half-sent message would lose the worker
         self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
         return command.reply
 
     def give_up(self) -> None:
-        """Nobody waits for what the calling thread has asked for; what may be left of it is left.
+        """Abandon the calling thread's open commands that are interruptible.
 
-        For whoever was interrupted: a signal's exception may come between a command and the wait for its reply.
+        Called after an interrupt: a signal's exception may arrive between a command and the wait for its reply.
         """
         self._outgoing.put(Leave(threading.get_ident()))
 
     def admit(self, worker: WorkerHandle) -> None:
-        """Take in a new process, also in the place of one that was lost."""
+        """Add a new worker, which may replace a lost one of the same rank."""
         with self._lock:
             self.workers[worker.rank] = worker
             self.absent.pop(worker.rank, None)
@@ -246,18 +247,18 @@ class WorkerPool:
         threading.Thread(target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True).start()
 
     def dismiss(self, worker: WorkerHandle, cause: str) -> None:
-        """The run goes on without this worker, whose end is the caller's business from now on: it is no loss."""
+        """Remove a worker without treating it as a loss; the caller ends its process."""
         with self._lock:
             if self.workers.get(worker.rank) is worker and worker.rank not in self.absent:
                 self.absent[worker.rank] = WorkerLost(worker.roles[0], worker.rank, worker.host, cause)
                 self._go_on_without(worker.rank)
 
     def next_number(self) -> int:
-        """For a command."""
+        """Return an unused number for a command."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """End every worker: those that are idle are asked to, the others are killed."""
+        """End every worker: idle workers are asked to exit, all others are killed."""
         if self._closing.is_set():
             return
         self._outgoing.put(None)
@@ -280,20 +281,20 @@ class WorkerPool:
         self._fail_unsent()
 
     def _fail_unsent(self) -> None:
-        """Commands that were given while the end had begun. The sender may still be there and take them first."""
+        """Fail commands that were queued during ``close``; a sender that still runs may take them first."""
         with contextlib.suppress(queue.Empty):
             while True:
                 unsent = self._outgoing.get_nowait()
                 if unsent is not None and isinstance(unsent[0], Command):
                     unsent[0].fail(self._over(unsent[0]))
-        self._outgoing.put(None)  # for the sender, whose end this may have taken
+        self._outgoing.put(None)  # again for the sender: the loop may have removed its end mark
 
     def _over(self, command: Command) -> WorkerLost:
         first = self.workers[command.ranks[0]]
         return WorkerLost(command.what[0], first.rank, first.host, "the run has ended")
 
     def _send(self) -> None:
-        """Put commands into mailboxes, in the order in which they were given."""
+        """Send queued commands to the workers, in order."""
         while (item := self._outgoing.get()) is not None:
             if isinstance(item, Leave):
                 self._leave(item.thread)
@@ -310,7 +311,7 @@ class WorkerPool:
                     for rank in messages:
                         self.workers[rank].begin(command.number)
             for rank, message in messages.items():
-                with contextlib.suppress(Closed):  # its reader tells how it ended
+                with contextlib.suppress(Closed):  # the worker's reader reports how it ended
                     self.workers[rank].channel.send(message)
 
     def _leave(self, thread: int) -> None:
@@ -320,14 +321,14 @@ class WorkerPool:
             command.reply.give_up()
 
     def _all(self) -> list[WorkerHandle]:
-        """Every worker, also those that are lost: others may come meanwhile."""
+        """Return a copy of all workers, including lost ones: another thread may add workers meanwhile."""
         with self._lock:
             return list(self.workers.values())
 
     # -- answers ------------------------------------------------------------
 
     def _read(self, worker: WorkerHandle) -> None:
-        """What one worker says, until it ends."""
+        """Handle the messages of one worker until it ends."""
         try:
             while True:
                 self._take(worker, worker.channel.receive())
@@ -377,7 +378,7 @@ class WorkerPool:
             self.open.pop(command.number, None)
 
     def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
-        """The first rank speaks for all; of the others warnings of their own are shown, the rest goes to the file."""
+        """Log a worker's record: on screen for shown workers and new warnings, else to the log file alone."""
         logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
         worker.newest = text
         with self._lock:
@@ -386,18 +387,18 @@ class WorkerPool:
         logger.log(level, "%s%s", worker.prefix, text, extra=extra)
 
     def _interrupt(self, command: Command) -> None:
-        """Nobody waits for it any more."""
+        """Tell the ranks of an abandoned command to interrupt it."""
         self._outgoing.put((None, dict.fromkeys(command.ranks, message_to(command.number, "interrupt"))))
 
     # -- losses -------------------------------------------------------------
 
     def _lose(self, worker: WorkerHandle, cause: str, role: str | None = None) -> None:
-        """The run has lost this worker; the first loss is told, by all commands in hand and later ones."""
+        """Handle the loss of a worker: continue without it if allowed, else fail all open and later commands."""
         with self._lock:
             if self.broken is not None or self._closing.is_set():
                 return
             if self.workers[worker.rank] is not worker or worker.rank in self.absent:
-                return  # it was lost before, or was to go
+                return  # it was lost or dismissed before
             at = next((c.what[0] for c in self.open.values() if worker.rank in c.waiting), None)
             name = role or at or worker.roles[0]
             loss = WorkerLost(name, worker.rank, worker.host, cause)
@@ -411,7 +412,7 @@ class WorkerPool:
             self.open.clear()
 
     def _go_on_without(self, rank: int) -> None:
-        """Commands in hand end without it."""
+        """Remove a lost rank from all open commands, and finish those that waited for it alone."""
         for command in list(self.open.values()):
             if rank not in command.ranks:
                 continue
@@ -424,7 +425,7 @@ class WorkerPool:
                 self.open.pop(command.number, None)
 
     def _without_absent(self, command: Command) -> bool:
-        """Leave those out of a command that are not there; whether anybody is left."""
+        """Remove absent ranks from a command; return whether any rank is left."""
         gone = [rank for rank in command.ranks if rank in self.absent]
         for rank in gone:
             command.leave_out(rank, self.absent[rank])
@@ -437,7 +438,7 @@ class WorkerPool:
                 worker.notice_death()
                 if worker.rank not in self.absent and (cause := worker.silence()):
                     self._lose(worker, worker.how_it_ended(cause) if worker.heartbeat else f"{cause}.")
-                    worker.channel.close()  # whoever waits to send more is told
+                    worker.channel.close()  # a blocked send fails
             with self._lock:
                 failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
                 there = [worker for worker in self.workers.values() if worker.rank not in self.absent]
@@ -449,7 +450,7 @@ class WorkerPool:
                 self._stalled(late[0])
 
     def _leave_stragglers(self, command: Command) -> None:
-        """Some ranks failed and others wait for them: the error is told, and the others are lost."""
+        """Report the error of a failed rank, and treat the first rank that still waits for it as lost."""
         with self._lock:
             waiting, failed = command.waiting, next(iter(command.errors))
             if not waiting:
@@ -461,10 +462,10 @@ class WorkerPool:
         self._lose(self.workers[waiting[0]], cause, role)
 
     def _stalled(self, command: Command) -> None:
-        """Ask every rank where it is, tell it, and lose the one that the others wait for."""
+        """Log the stack of every rank, and treat the rank that the others wait for as lost."""
         self.stacks.clear()
         asked = [worker for worker in self._all() if worker.rank not in self.absent]
-        for worker in asked:  # from threads: a process that is stopped reads nothing
+        for worker in asked:  # in threads: sending to a stopped process may block
             threading.Thread(target=_ask_where, args=(worker,), daemon=True).start()
         deadline = time.monotonic() + STACK_SECONDS
         while len(self.stacks) < len(asked) and time.monotonic() < deadline:
@@ -492,5 +493,5 @@ def _encoded(message: Any) -> Encoded:
 
 
 def message_to(number: int, kind: str, texts: Texts | None = None, **fields: Any) -> Encoded:
-    """Return a command, ready to be sent to any number of ranks; ``texts``: of prompts that other commands have, too."""
+    """Return an encoded command for any number of ranks; commands with the same ``texts`` share encoded prompts."""
     return encode({"kind": kind, "id": number, **fields}, texts=texts)

@@ -1,4 +1,4 @@
-"""A worker as its owner holds it: the channel, the mailbox, and the process where the owner has started it."""
+"""The owner's handle of a worker: its channel, its mailbox, and its process if the owner started it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from engine_plugin_processes.child import SOCKET, ChildProcess
 from engine_plugin_processes.peer_watch import PeerWatch
 
 MODULE = "engine_plugin_processes.worker"
-# between two looks at the heartbeat: this process was stopped, and cannot tell what happened meanwhile
+# a longer gap between two heartbeat checks: this process was stopped and may have missed heartbeats
 AWAY_SECONDS = 2.0
 
 log = logging.getLogger("engine")
 
 
 class WorkerHandle:
-    """A worker process as seen by its ``WorkerPool``.
+    """A handle of one worker process in its ``WorkerPool``.
 
     Args:
-        rank: within the pool.
-        channel: to the worker.
-        process: the child process; None if an external launcher has started the worker.
-        host: where it runs.
-        name: in front of what it prints and logs; empty: "rank N", and what rank 0 logs stands without a name.
-        heartbeat_timeout_seconds: without a heartbeat for so long the worker counts as lost; 0: it sends none.
+        rank: rank in the pool.
+        channel: channel to the worker.
+        process: the child process; None if an external launcher started the worker.
+        host: host on which the worker runs.
+        name: prefix of the worker's log lines; empty: "rank N", and no prefix for what rank 0 logs.
+        heartbeat_timeout_seconds: the worker counts as lost after this time without a heartbeat; 0: it sends none.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class WorkerHandle:
     ) -> None:
         self.rank, self.channel, self.process, self.host = rank, channel, process, host
         self.name = name or f"rank {rank}"
-        self.shown = bool(name) or rank == 0  # on the screen, not in the file alone
+        self.shown = bool(name) or rank == 0  # on screen, not only in the log file
         self.prefix = f"{self.name}: " if name or rank else ""
         self.roles: tuple[str, ...] = ("worker",)
-        self.newest = "nothing yet"  # that it printed or logged
+        self.newest = "nothing yet"  # newest line that it printed or logged
         self.heartbeat_timeout_seconds = heartbeat_timeout_seconds
-        self.heartbeat: float | None = None  # time of the last one
+        self.heartbeat: float | None = None  # time of the last heartbeat
         self._looked = time.monotonic()
         if process is not None:
             process.on_line = self._show
-        self._mailbox: list[int] = []  # commands that it has not answered, in their order
-        self._since = 0.0  # it is at the first of them
+        self._mailbox: list[int] = []  # unanswered commands, in order
+        self._since = 0.0  # when the first of them began
         self._died_at: float | None = None
         self._silence = PeerWatch(channel.socket)
 
@@ -74,12 +74,12 @@ class WorkerHandle:
         """Start a worker as a child of this process.
 
         Args:
-            rank: within the pool.
-            env: variables that differ from those of this process; None removes one.
-            python: its interpreter.
-            keeper: see ``ChildProcess``.
-            name: see the class.
-            heartbeat_timeout_seconds: see the class.
+            rank: rank in the pool.
+            env: environment variables that differ from this process's; None removes a variable.
+            python: the worker's interpreter.
+            keeper: as in ``ChildProcess``.
+            name: as in the class.
+            heartbeat_timeout_seconds: as in the class.
 
         Raises:
             OSError: the interpreter does not start.
@@ -92,25 +92,25 @@ class WorkerHandle:
     # -- its mailbox --------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """A command was put into its mailbox."""
+        """Note that a command was put into the mailbox."""
         if not self._mailbox:
             self._since = time.monotonic()
         self._mailbox.append(number)
 
     def finish(self, number: int) -> None:
-        """It has answered a command."""
+        """Note that the worker has answered a command."""
         if number in self._mailbox:
             self._mailbox.remove(number)
             self._since = time.monotonic()
 
     def at(self) -> tuple[int, float]:
-        """The command in hand (0: none), and since when."""
+        """Return the number of the current command (0: none) and the time when it began."""
         return (self._mailbox[0] if self._mailbox else 0), self._since
 
     # -- its end ------------------------------------------------------------
 
     def notice_death(self) -> None:
-        """A process that ended closes its socket, unless something that it started holds it too."""
+        """Close the channel of an ended process if a process that it started keeps the socket open for a second."""
         if self.process is None or self.process.popen.poll() is None:
             return
         self._died_at = self._died_at or time.monotonic()
@@ -133,26 +133,27 @@ class WorkerHandle:
         return self._silence.told
 
     def how_it_ended(self, cause: str = "") -> str:
-        """In words, with the end of what it printed."""
+        """Return how the worker ended, with the last lines that it printed if it is a child process."""
         if self.process is None:
             return f"{cause or 'its connection ended; the launcher on its host has its output'}."
         return self.process.report(cause)
 
     def ask_to_end(self) -> None:
+        """Send the command to exit; ignore a closed channel."""
         with contextlib.suppress(Closed):
             self.channel.send({"kind": "close"})
 
     def ended(self, seconds: float) -> bool:
-        """Whether it ends within that time."""
+        """Return whether the process ends within that time; True if it is not a child of this process."""
         return self.process is None or self.process.ended(seconds)
 
     def kill(self) -> None:
-        """End it and what it started, now."""
+        """Kill the process and the processes that it started."""
         if self.process is not None:
             self.process.kill()
         self.channel.close()
 
     def _show(self, line: str) -> None:
-        """Log what it prints: of the first rank to the screen too."""
+        """Log a line that the worker printed; on screen only if the worker is shown."""
         self.newest = line
         log.info("%s printed: %s", self.name, line, extra=None if self.shown else FILE_ONLY)

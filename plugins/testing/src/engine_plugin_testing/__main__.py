@@ -1,4 +1,4 @@
-"""Prints the contracts as Markdown tables, for docs/conformance.md: ``python -m engine_plugin_testing``."""
+"""The command ``python -m engine_plugin_testing``: prints the contracts as Markdown tables for docs/conformance.md."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bench:
-    """A builder of what a contract needs, in a worker; closes it after the contract.
+    """A builder of the objects that a contract needs, in a worker; they are closed after the contract.
 
     Args:
         settings: the suite's attributes.

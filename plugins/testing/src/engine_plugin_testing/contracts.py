@@ -72,6 +72,7 @@ def contract(
     """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Attach the ``Contract`` to the function."""
         function.contract = Contract(function, capability, tuple(catches), follow)  # type: ignore[attr-defined]
         return function
 
@@ -92,8 +93,8 @@ def close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     """Assert that all values are within ``tolerance`` (absolute) of ``expected``, and that none is NaN.
 
     Args:
-        found: any shape.
-        expected: the shape of ``found``.
+        found: [D_1, D_2, ...], any shape.
+        expected: same shape as ``found``.
 
     Raises:
         AssertionError: with the number of wrong values, the largest gap and the first wrong value.
@@ -127,8 +128,8 @@ def same_direction(
     A tensor whose gradient is tiny compared with the whole is measured against a thousandth of the whole.
 
     Args:
-        found: gradients by name, each in its weight's shape.
-        expected: the same names and shapes.
+        found: gradients [D_1, D_2, ...] by name.
+        expected: same names and shapes as ``found``.
     """
     assert found.keys() == expected.keys(), (
         f"{what}: other names: {sorted(found.keys() ^ expected.keys())[:5]}."
@@ -147,8 +148,8 @@ def identical(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, 
     """Assert that two sets of weights are equal.
 
     Args:
-        found: weights by name, in any shapes.
-        expected: the same names and shapes.
+        found: weights [D_1, D_2, ...] by name.
+        expected: same names and shapes as ``found``.
         exact: bit for bit; False allows 1e-5 of each tensor's largest value.
 
     Raises:

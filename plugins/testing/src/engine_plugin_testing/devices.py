@@ -1,5 +1,4 @@
-"""The devices of the suites of engines: the CPU, a default device, or the accelerators that ``ENGINE_TEST_DEVICE``
-names.
+"""The devices of engine suites: the CPU, a default device, or the accelerators of ``ENGINE_TEST_DEVICE``.
 
 With ``ENGINE_TEST_DEVICE=cuda`` each rank of a suite uses the GPU of its number and communicates over NCCL (over gloo
 for CPU tensors). A suite with more ranks than GPUs is skipped with that reason.

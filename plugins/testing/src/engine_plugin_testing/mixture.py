@@ -23,7 +23,7 @@ class Expert(nn.Module):
     Args:
         gate_up: [2 * wide, hidden]: gate, then up.
         down: [hidden, wide].
-        act: of the gate.
+        act: activation of the gate.
     """
 
     gate_proj: nn.Linear

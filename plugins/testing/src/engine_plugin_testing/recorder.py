@@ -51,7 +51,7 @@ class Recorder:
 
     Args:
         file: the record, read and written; may be missing.
-        config: of this run of pytest. Under xdist the workers attach properties to tests, and the controller writes.
+        config: configuration of pytest. Under xdist the workers attach properties to tests, and the controller writes.
     """
 
     def __init__(self, file: Path, config: pytest.Config) -> None:
@@ -122,14 +122,12 @@ def settings(suite: type[Suite]) -> dict[str, Any]:
 
 
 def versions(suite: type[Suite]) -> dict[str, str]:
-    """Return the versions of Python, of the plugin's distribution and of its direct requirements; for a file, the
-    core's.
-    """
+    """Return the versions of Python, the core, ``COMPUTES``, the plugin's distribution and its direct requirements."""
     offers = list(find(suite.kind, suite.offered()))
     names = {
         requirement.name
         for offer in offers
-        if offer.distribution.name != CORE  # most of its requirements compute nothing
+        if offer.distribution.name != CORE  # most of the core's requirements compute nothing
         for requirement in map(Requirement, offer.distribution.requires)
         if requirement.marker is None
     }

@@ -68,18 +68,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_reference(path: str) -> nn.Module:
-    """Load a folder's module in float64 with eager attention; experts of a mixture are separate, named as in the
-    folder.
-    """
+    """Load a folder's module in float64 with eager attention; each expert of a mixture has its folder's weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
     return split_experts(model).eval()
 
 
 def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
-    """Return the logits [n, V] of one sequence alone.
+    """Return the logits [N, V] of one sequence, computed without others.
 
     Args:
-        module: gives logits [1, n, V], or an object with them, for ``input_ids`` and ``position_ids`` [1, n].
+        module: returns logits [1, N, V], or an object with ``logits``, for ``input_ids`` and ``position_ids`` [1, N].
         token_ids: [N].
     """
     positions = torch.arange(len(token_ids), device=token_ids.device)[None]
@@ -89,7 +87,7 @@ def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
 
 
 def rows_of(module: nn.Module, batch: Batch) -> Tensor:
-    """Return [T, V] log-probs of each token's own distribution, at the batch's temperature; 0 at first tokens."""
+    """Return the log-probs [T, V] of the distribution of each token, at the batch's temperature; 0 at first tokens."""
     found = []
     for ids in batch.token_ids.split(batch.lengths.tolist()):
         rows = torch.log_softmax(logits_of(module, ids) / batch.temperature, dim=-1)
@@ -126,9 +124,10 @@ def clipped_loss(module: nn.Module, batch: Batch, clip: float = 0.2) -> Tensor:
 
 
 def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of each parameter by name, in its shape; tied ones once, 0 if there is none.
+    """Return the gradient [D_1, D_2, ...] of each parameter by name; tied ones once, zeros if it has none.
 
     Args:
+        module: module of the parameters, whose gradients are cleared first.
         loss: a scalar.
     """
     module.zero_grad(set_to_none=True)
@@ -140,5 +139,5 @@ def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def norm_of(gradient: Mapping[str, Tensor]) -> float:
-    """Return the global L2 norm of tensors of any shape."""
+    """Return the global L2 norm of tensors [D_1, D_2, ...] by name."""
     return sum(float(value.double().pow(2).sum()) for value in gradient.values()) ** 0.5

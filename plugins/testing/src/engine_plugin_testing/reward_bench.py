@@ -48,7 +48,7 @@ class RewardBench(Bench):
         return [s for group in groups for s in group], [i for i, group in enumerate(groups) for _ in group]
 
     def rollouts(self, samples: Sequence[Sample], groups: Sequence[int] | None = None) -> list[Rollout]:
-        """Make one rollout a sample; without token ids it has one token for each character."""
+        """Make one rollout per sample; a sample without token ids gets one token per character."""
         made = []
         for i, sample in enumerate(samples):
             text = sample.get("completion", "")
@@ -119,7 +119,7 @@ class RewardBench(Bench):
     def call(
         self, reward: RewardFunction, columns: Mapping[str, list[Any]], count: int
     ) -> list[Outcome | None]:
-        """Call the function on these very objects."""
+        """Call the function with these objects, without copies."""
         outcomes: list[Outcome | None] = [None] * count
         timeout = float(self.settings["timeout_seconds"])
         for position, outcome in evaluate(

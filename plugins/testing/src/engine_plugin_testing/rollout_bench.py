@@ -80,9 +80,7 @@ class RolloutBench(EngineBench):
     def requests(
         self, texts: Sequence[str] = TEXTS, group: int = 1, seed: int | None = 0, **sampling: Any
     ) -> list[Request]:
-        """Make ``group`` requests for each text; request number i has the seed ``seed + i``, or none if ``seed`` is
-        None.
-        """
+        """Make ``group`` requests for each text; request i has the seed ``seed + i``, or none if ``seed`` is None."""
         made: list[Request] = []
         for i, text in enumerate(texts):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -94,7 +92,7 @@ class RolloutBench(EngineBench):
         return made
 
     def stream(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a folder in their own shapes, as ``named_weights`` of an engine does."""
+        """Yield the weights [D_1, D_2, ...] of a folder, as ``named_weights`` of an engine does."""
         for file in sorted(Path(path).glob("*.safetensors")):
             yield from load_file(file).items()
 
@@ -109,7 +107,7 @@ def response(rollout: Rollout) -> list[int]:
 def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return for each of the N sampled tokens its log-prob [N] and the log of the probability mass kept [N].
 
-    If several cuts are right, those of the cut nearest to the rollout's own log-prob.
+    If several cuts are right, return the values of the cut nearest to the rollout's log-prob.
     """
     logits = logits_of(module, rollout.token_ids)
     found = []

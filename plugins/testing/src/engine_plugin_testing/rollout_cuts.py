@@ -90,8 +90,7 @@ def _counts(left: Tensor, top_p: float) -> list[int]:
 
 
 def _first(order: Tensor, ranked: Tensor, count: int) -> Iterator[Tensor]:
-    """Yield the ``count`` most likely tokens, then the same with the next token in place of the last if they are as
-    likely.
+    """Yield the ``count`` most likely tokens; then, if the last and the next are equally likely, with these swapped.
 
     Args:
         order: [V] token ids, the most likely first.

@@ -26,8 +26,7 @@ STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
 
 
 def _stopped(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
-    """Return the rollouts, stopped or finished, after the fewest steps that gave a token, in the order of the
-    requests.
+    """Return the rollouts after the fewest steps that gave a token, stopped or finished, in the requests' order.
 
     The first steps of an engine in another process may end before its first token.
     """

@@ -31,10 +31,10 @@ class RuntimeBench:
     """A bench with one runtime for many contracts; a contract that breaks the runtime starts another.
 
     Args:
-        backend: of ``[runtime]``.
+        backend: name of the runtime.
         options: its table.
-        plugins: files and names that offer it.
-        world_size: ranks of the pool.
+        plugins: files and names of plugins that offer it.
+        world_size: number of ranks of the pool.
         root: folder of the test's file.
     """
 

@@ -81,6 +81,7 @@ def a_rank_receives_the_bytes_of_its_own_sequences(bench: RuntimeBench) -> None:
     whole = 8 * (6500 + 4)  # token ids and lengths, int64
 
     def received(split: str) -> list[int]:
+        """Return the bytes that each rank of ``ref`` receives of one call."""
         before = [len(lines) for lines in bench.written(journal, "ref", "infer")] or [0] * bench.world_size
         groups["ref"].call("infer", batch, split=split, outputs=("double",)).result()
         after = bench.written(journal, "ref", "infer")

@@ -32,6 +32,7 @@ def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> 
     for kind in (DataError, KeyError):
 
         def ask(name: str = kind.__name__) -> Any:
+            """Call ``infer`` on engines that raise this error."""
             outputs = (f"raise:{name}",)
             return groups["actor"].call("infer", bench.batch(LENGTHS), outputs=outputs).result()
 
@@ -47,6 +48,7 @@ def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
     """An engine that cannot be built is the error of ``start``; another runtime starts afterwards."""
 
     def start() -> None:
+        """Start a runtime whose engine fails to build."""
         with bench.started(engine={"fail": "ConfigError"}):
             pass
 

@@ -19,7 +19,7 @@ from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
 from engine_core.specs import Options, RolloutBackend, TrainBackend
 from engine_core.types import Rollout, StepOutput, TrainOutput
 
-WEIGHTS = {"a": 30_000, "b": 3, "c": 0}  # values of each
+WEIGHTS = {"a": 30_000, "b": 3, "c": 0}  # name -> number of values
 FAILURES = {"DataError": errors.DataError, "ConfigError": errors.ConfigError, "KeyError": KeyError}
 
 
@@ -47,7 +47,7 @@ class Journal:
 
 
 def happens(what):
-    """Carry out ``raise:CLASS``, ``kill`` or ``sleep:SECONDS``; ignore other text."""
+    """Raise an error for ``raise:CLASS``, or run ``kill`` or ``sleep:SECONDS``; ignore other text."""
     kind, _, detail = what.partition(":")
     if kind == "raise":
         raise FAILURES[detail]("told to fail")
@@ -60,7 +60,7 @@ def happens(what):
 
 
 class ProbeTrain(TrainEngine):
-    """A train engine whose ``infer`` doubles tokens (``double``), or does on one rank what an output's name says."""
+    """A train engine whose ``infer`` doubles tokens (``double``), or runs the action in an output's name."""
 
     def __init__(self, config, model_config, context, *, trainable=True):
         super().__init__(config, model_config, context, trainable=trainable)
@@ -69,12 +69,15 @@ class ProbeTrain(TrainEngine):
 
     @property
     def layout(self):
+        """A separate data-parallel slice for each rank."""
         return Layout(self.context.rank, self.context.world_size)
 
     def _build_model_optimizer(self, **_):
+        """Return the module, which has no weights."""
         return self.module
 
     def infer(self, batch, outputs, adapter=True):
+        """Log the batch and run the actions in ``outputs``; return ``double`` [T] float64 and ``world`` [T] float32."""
         self.journal.write("infer", lengths=batch.lengths.tolist(), bytes=_bytes(batch), what=list(outputs))
         for output in outputs:
             name, at, rank = output.partition("@")  # ``kill@1``: on rank 1 alone
@@ -87,37 +90,42 @@ class ProbeTrain(TrainEngine):
         return {"double": batch.token_ids.double() * 2, "world": world}
 
     def forward_backward(self, batch, loss):
+        """Log the batch; return constants that only an exact encoding preserves."""
         self.journal.write("forward_backward", lengths=batch.lengths.tolist(), name=loss.name)
         return TrainOutput(0.1 + 0.2, {"tiny": 5e-324}, 1)
 
     def optimizer_step(self):
+        """Count and log the step, which changes the values of ``named_weights``."""
         self.steps += 1
         self.journal.write("optimizer_step", number=self.steps)
         return StepOutput(float("inf"), 0.25, True)
 
     def named_weights(self, to="all", adapter=False):
+        """Yield float32 vectors of the sizes of ``WEIGHTS``, shifted by the number of steps."""
         for name, size in WEIGHTS.items():
             yield name, torch.arange(size, dtype=torch.float32) + self.steps
 
     def load_named_weights(self, stream, mix=1.0):
+        """Log the sum of each weight and ``mix``."""
         self.journal.write("load_named_weights", sums=[float(t.sum()) for _, t in stream], mix=mix)
 
     def save(self, folder):
+        """Write nothing; return a completed future."""
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def load(self, folder):
+        """Log the folder."""
         self.journal.write("load", folder=str(folder))
 
     def export(self, folder, adapter=False):
+        """Log the folder."""
         self.journal.write("export", folder=str(folder))
 
 
 class ProbeSampler(RolloutEngine):
-    """A rollout engine that finishes one request a step with the request's index; a prompt's column ``do`` is carried
-    out first.
-    """
+    """A rollout engine that finishes one request per step; the prompt's column ``do`` runs first (``happens``)."""
 
     def __init__(self, config, model_config, context):
         super().__init__(config, model_config, context)
@@ -125,16 +133,20 @@ class ProbeSampler(RolloutEngine):
 
     @property
     def num_unfinished(self):
+        """Number of queued requests."""
         return len(self.queue)
 
     def add(self, requests):
+        """Log and queue requests."""
         self.journal.write("add", ids=[request.id for request in requests])
         self.queue |= {request.id: request for request in requests}
 
     def abort(self, ids):
+        """Remove queued requests; return their rollouts, with the reason ``abort``."""
         return [self.answer(self.queue.pop(id), "abort") for id in ids if id in self.queue]
 
     def step(self):
+        """Run the action of the oldest request and return its rollout."""
         request = next(iter(self.queue.values()))
         happens(request.prompt.columns.get("do", ""))
         return [self.answer(self.queue.pop(request.id), "stop")]
@@ -150,6 +162,7 @@ class ProbeSampler(RolloutEngine):
         )  # fmt: skip
 
     def update_weights(self, stream, version):
+        """Log bytes and checksum of the weights; return the checksum."""
         digest, moved = hashlib.sha256(), 0
         for name, tensor in stream:
             digest.update(name.encode() + tensor.numpy().tobytes())

@@ -203,6 +203,7 @@ class Suite:
 
 def _test_of(made: Contract) -> Any:
     def test(self: Suite) -> None:
+        """Run the contract."""
         __tracebackhide__ = True
         self.check(made)
 

@@ -1,4 +1,4 @@
-"""Rollouts of given texts, in a sampler's format: for tests of what scores them or learns from them."""
+"""Rollouts of given texts, in a sampler's format, for tests of rewards and training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def rollout_of(text: str, index: int = 0, group: int = 0, prompt: str = "Q", **c
 
     Args:
         text: the response.
-        index: of the rollout within its group; its prompt is ``train:INDEX``.
+        index: index of the rollout; the id of its prompt is ``train:INDEX``.
         group: id of the rollout's group.
         prompt: text of the prompt.
-        columns: of the prompt's row.
+        columns: columns of the prompt's row.
     """
     token_ids = torch.tensor([7, 8, *range(len(text))])
     return Rollout(

@@ -92,9 +92,7 @@ class TrainBench(EngineBench):
         return made
 
     def reference(self, path: str | None = None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """Load the independent module of ``path``, with ``weights`` (of ``named_weights``, in their own shapes) if
-        given.
-        """
+        """Load the reference module of ``path``, with ``weights`` [D_1, D_2, ...] of ``named_weights`` if given."""
         load = self.settings["reference"]
         build = resolve(load, self.root) if load else load_reference
         module: nn.Module = build(path or self.model())
@@ -170,7 +168,7 @@ class TrainBench(EngineBench):
         return whole
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
-        """Sum a CPU tensor of any shape over ranks, in place; a rank sets values that are not its own to 0."""
+        """Sum a CPU tensor [D_1, D_2, ...] over ranks, in place; each rank sets the values of other ranks to 0."""
         if self.place.world_size > 1:
             import torch.distributed as dist
 
@@ -188,7 +186,7 @@ class TrainBench(EngineBench):
     # -- weights ------------------------------------------------------------
 
     def weights(self, engine: TrainEngine) -> dict[str, Tensor]:
-        """Return copies of the weights on the CPU, in their own shapes; fail if a name comes twice."""
+        """Return copies of the weights [D_1, D_2, ...] by name on the CPU; fail if a name comes twice."""
         found: dict[str, Tensor] = {}
         for name, value in engine.named_weights():
             assert name not in found, f"named_weights gives '{name}' twice."
@@ -196,9 +194,11 @@ class TrainBench(EngineBench):
         return found
 
     def gradient(self, engine: TrainEngine, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Work out the gradient that ``MEASURE``'s first step used from the weights ``before`` it and those of now.
+        """Compute the gradient of ``MEASURE``'s first step from the weights ``before`` it and the current ones.
 
-        Every tensor has the shape of its weight.
+        Args:
+            engine: engine after the step.
+            before: weights [D_1, D_2, ...] by name before the step; the gradients have the same names and shapes.
         """
         found = {}
         for name, after in self.weights(engine).items():
@@ -215,7 +215,7 @@ class TrainBench(EngineBench):
         budget: int = 4096,
         optim: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Tensor], TrainOutput, StepOutput]:
-        """Return the gradient (each in its weight's shape), the loss and the step of a fresh engine on one batch."""
+        """Return the gradients [D_1, D_2, ...] by name, the loss and the step of a new engine on one batch."""
         engine = self.engine(budget=budget, optim={**MEASURE, **(optim or {})})
         before = self.weights(engine)
         trained = self.forward_backward(engine, batch, loss)

@@ -163,9 +163,7 @@ def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
 
 
 def _poisoned(batch: Batch) -> Batch:
-    """Return the batch with one infinite weight, in the last sequence, so that one rank alone has a non-finite
-    gradient.
-    """
+    """Return the batch with an infinite weight in its last sequence: one rank has a non-finite gradient."""
     weights = batch["weights"].clone()
     weights[-1] = math.inf
     return batch.with_columns({"weights": weights})

@@ -53,7 +53,7 @@ class TransportBench(EngineBench):
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is not None:
-            (self.folder / f"{FAILED}{self.rank}").touch()  # fails the ranks that wait for this one
+            (self.folder / f"{FAILED}{self.rank}").touch()  # ranks that wait for this one fail, too
         super().__exit__(*raised)
 
     @property
@@ -76,8 +76,7 @@ class TransportBench(EngineBench):
     def link(
         self, label: str = "link", ranks: Sequence[int] = (), soon: bool = False
     ) -> WeightTransport | None:
-        """Open and join this rank's endpoint of a link; return None for a rank outside of it. Collective over its
-        ranks.
+        """Open and join this rank's endpoint of a link; return None for other ranks. Collective over its ranks.
 
         Args:
             label: unique name of the link within a contract.
@@ -118,7 +117,7 @@ class TransportBench(EngineBench):
         """Run one update at this endpoint, within ``SLACK_SECONDS``.
 
         Args:
-            stream: names and tensors of any shape; read by the sender alone.
+            stream: names and tensors [D_1, D_2, ...]; read by the sender alone.
 
         Returns:
             What ``send`` returns at the sender; at a receiver the list of (name, tensor) received.
@@ -131,7 +130,7 @@ class TransportBench(EngineBench):
         """Run ``update`` and wait until every endpoint has it, so that none closes what another still reads.
 
         Args:
-            stream: names and tensors of any shape; read by the sender alone.
+            stream: names and tensors [D_1, D_2, ...]; read by the sender alone.
         """
         found = self.update(link, stream, update)
         members = self._members[link.endpoint.link_id]
@@ -160,6 +159,7 @@ class TransportBench(EngineBench):
         made = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> Tensor:
+            """Return random values in [0, 1), of shape ``shape`` [D_1, D_2, ...]."""
             return torch.rand(shape, generator=made)
 
         found = {
@@ -176,9 +176,7 @@ class TransportBench(EngineBench):
 
     @contextlib.contextmanager
     def damage(self) -> Iterator[None]:
-        """Damage the second bucket of an update between its checksum and its receiver, within the block; for the
-        sender.
-        """
+        """Damage the second bucket of an update after its checksum, within the block; called at the sender."""
         made = resolve(self.settings["damage"], Path(self.settings["root"]))
         with made():
             yield
@@ -186,8 +184,7 @@ class TransportBench(EngineBench):
     # -- ranks --------------------------------------------------------------
 
     def told(self, what: str, value: Any, ranks: Sequence[int] = ()) -> list[Any]:
-        """Exchange JSON values: wait for every rank's value and return them in the order of ``ranks``. Collective over
-        them.
+        """Exchange JSON values: wait for every rank's value and return them in the order of ``ranks``. Collective.
 
         Args:
             what: unique name of the exchange.
@@ -226,6 +223,7 @@ class TransportBench(EngineBench):
         errors: list[BaseException] = []
 
         def run() -> None:
+            """Run ``work`` on this rank's device; store its result or its error."""
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).set_device(self.device)
             try:
@@ -274,6 +272,7 @@ def die(order: Mapping[str, Any]) -> None:
         assert link is not None
 
         def stream() -> Iterator[tuple[str, Tensor]]:
+            """Yield weights [D_1, D_2, ...]; kill this process at the fifth."""
             for number, entry in enumerate(bench.weights().items()):
                 if number == 4:  # a bucket is in flight
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -295,9 +294,9 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
     """Assert that names, their order, types, shapes and bits are equal.
 
     Args:
-        found: names and tensors received, each of the shape that was sent.
-        sent: tensors of any shape by name, in the order sent.
-        what: words for the failure's message.
+        found: received names and tensors [D_1, D_2, ...].
+        sent: tensors [D_1, D_2, ...] by name, in the order sent.
+        what: context for the failure's message.
     """
     names = [name for name, _ in found]
     assert names == list(sent), f"Weights {what}: got {names}; expected {list(sent)}, in this order."
@@ -313,8 +312,7 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
 def refusal(
     bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
 ) -> TrainingFailed:
-    """Return the ``TrainingFailed`` that ``work`` raises; it must name the transport, this endpoint and the other
-    side.
+    """Return the ``TrainingFailed`` of ``work``, which must name the transport, this endpoint and the other side.
 
     Raises:
         AssertionError: ``work`` raises none, or the error lacks one of these names.

@@ -18,6 +18,7 @@ def after_the_checksum() -> Iterator[None]:
     fill, filled = bucketing.fill, 0
 
     def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Fill a bucket with tensors [D_1, D_2, ...], and flip a bit of the second one."""
         nonlocal filled
         fill(arena, bucket, tensors)
         filled += 1

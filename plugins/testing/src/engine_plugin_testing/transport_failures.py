@@ -64,6 +64,7 @@ def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None
     assert link is not None
 
     def broken() -> Iterator[tuple[str, Tensor]]:
+        """Yield four weights [D_1, D_2, ...], then raise an ``OSError``."""
         yield from list(bench.weights().items())[:4]
         raise OSError(LOST)
 

@@ -63,6 +63,7 @@ def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
     assert link is not None
 
     def stream() -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights [D_1, D_2, ...] and note the end of the stream."""
         yield from bench.weights().items()
         ended.append(True)
 

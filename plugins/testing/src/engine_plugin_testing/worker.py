@@ -56,6 +56,7 @@ def main() -> None:
     sys.path[:] = order["path"]
 
     def send(message: dict[str, Any]) -> None:
+        """Write a message as one JSON line to ``replies``."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
             data = data[os.write(replies, data) :]

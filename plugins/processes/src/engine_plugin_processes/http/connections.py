@@ -147,6 +147,7 @@ def _cut_off(sock: Any, seconds: float, ended: threading.Event) -> Iterator[None
     """Shut a socket down after ``seconds`` and set ``ended``: the socket's own timeout restarts with each byte."""
 
     def cut() -> None:
+        """Set ``ended`` and shut the socket down."""
         ended.set()
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, whose shutdown would send bytes first

@@ -1,6 +1,4 @@
-"""Requests to one server: secrets are redacted in messages, the rate is limited, and failures that may pass are
-retried.
-"""
+"""Requests to one server, with redacted secrets in messages, a rate limit, and retries of temporary failures."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ class Pace:
         self.next, self.lock = 0.0, threading.Lock()
 
     def wait(self, deadline: float) -> bool:
-        """Wait for the next slot and return True; return False at once, without taking it, if it is after the
-        deadline.
-        """
+        """Wait for the next slot and return True; return False at once if that slot is after the deadline."""
         with self.lock:
             place = max(self.next, time.monotonic())
             if place >= deadline:

@@ -1,7 +1,7 @@
-"""A rollout engine in a process of its own, with the environment of another Python if wanted (``[rollout.process]``).
+"""A rollout engine in separate processes, optionally with another Python environment (``[rollout.process]``).
 
-``engine.SamplerEngine`` stands where the engine would stand, in the process of the worker that owns it, and ``weights`` sends its
-processes the weights; ``build`` runs in these processes, which are workers as those of a runtime (``worker``).
+``engine.SamplerEngine`` takes the engine's place in the worker that owns it, and ``weights`` sends the weights.
+``build`` runs in the separate processes, which are workers like those of a runtime (``worker``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SamplerProcesses:
-    """The part ``sampler_process``; see ``engine_core.contracts.parts``."""
+    """The part ``sampler_process``, as in ``engine_core.contracts.parts``."""
 
     @staticmethod
     def make(
@@ -29,13 +29,13 @@ class SamplerProcesses:
         context: WorkerContext,
         source: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> RolloutEngine:
-        """Return the sampler that ``[rollout.process]`` asks for, in processes of its own.
+        """Return the sampler of ``[rollout.process]``, which runs in separate processes.
 
         Args:
             config: the ``[rollout]`` table.
             model_config: the ``[model]`` table.
-            context: of the worker that owns it.
-            source: streams the actor's weights to a process that is started again; None: the sampler keeps a copy.
+            context: context of the worker that owns the sampler.
+            source: streams the actor's weights [D_1, D_2, ...] to a replaced process; None: the sampler keeps a copy.
         """
         from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
@@ -43,7 +43,7 @@ class SamplerProcesses:
 
     @staticmethod
     def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutBackend, Plugin]:
-        """Return a rollout engine as the environment of another interpreter offers it; see ``foreign_interpreter``."""
+        """Return a rollout engine of another environment, and its plugin, by ``foreign_interpreter``."""
         from engine_plugin_processes.foreign_interpreter import foreign_plugin
 
         return foreign_plugin(python, name, plugins)

@@ -1,4 +1,4 @@
-"""The sampler of ``[rollout.process]`` in its worker process: the plugin from this environment, its table checked here."""
+"""The build of a ``[rollout.process]`` engine in its worker process, with the plugin of this environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SamplerHost:
-    """The engine of a sampler's process, with what a ``Worker`` needs besides."""
+    """A host of the one engine of a sampler's process, as a ``Worker`` uses it."""
 
     config: Any  # with the table ``rollout``
     plugins: PluginSet
@@ -41,19 +41,19 @@ class SamplerHost:
 
 
 def versions() -> dict[str, Any]:
-    """Return what the owner and the process compare."""
+    """Return the versions that the owner compares with those of its environment."""
     python = platform.python_version()
     return {**foreign_interpreter.versions(), "python": python, "torch": torch.__version__}
 
 
 def build_host(order: Mapping[str, Any]) -> SamplerHost:
-    """Build the engine that the owner orders.
+    """Build the engine of the owner's command.
 
     Args:
         order: the command ``sampler`` of ``SamplerEngine``.
 
     Raises:
-        EngineError: the plugin does not load here, or the engine refuses.
+        EngineError: the plugin does not load in this environment, or the engine cannot be built.
     """
     if order["path"] is not None:
         sys.path[:] = order["path"]
@@ -83,7 +83,7 @@ def build_host(order: Mapping[str, Any]) -> SamplerHost:
     )
     torch.manual_seed(context.seed)
     engine: RolloutEngine = plugins.resolve("rollout_engines", config.backend)(config, model, context)
-    # texts are decoded here for responses of the run's model alone: others may have tokens of their own
+    # decode texts of the run's model only: others may have other tokenizers
     known = live if context.role == "rollout" else {}
     place = RankPlacement(device)
     return SamplerHost(SimpleNamespace(rollout=config), plugins, known, place, {"rollout": engine})
@@ -94,10 +94,10 @@ def tokenizer_here(told: Sequence[str], model: ModelConfig) -> Any:
 
     Args:
         told: the folder, and the tokenizer's hash.
-        model: the table that says how it is loaded.
+        model: the ``[model]`` table.
 
     Raises:
-        ConfigError: it is another one here.
+        ConfigError: this environment loads another tokenizer from the folder.
     """
     folder, expected = told
     found = load_tokenizer(model.model_copy(update={"tokenizer": folder}))

@@ -1,8 +1,8 @@
-"""The rollout engine that stands for one or several engines in worker processes.
+"""A rollout engine that represents one or several engines in worker processes.
 
-The processes are a ``WorkerPool``, as those of a runtime: requests go to them as a ``Flow``, weights over a transport, and a process
-that dies or hangs is replaced by ``Replacements``. The new one receives the current weights, and its requests are sent again; each
-request is answered once, whatever happens.
+The processes form a ``WorkerPool``, like those of a runtime. Requests go to them as a ``Flow``, weights over a
+transport. A process that dies or hangs is replaced by ``Replacements``: the new process receives the current weights,
+and the lost requests are sent again. Each request is answered exactly once.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import Plugin
     from engine_core.types import Request, Rollout
 
-STEP_SECONDS = 0.05  # that a step waits for a rollout: the caller may have more to ask
+STEP_SECONDS = 0.05  # time that a step waits for a rollout: the caller may have more requests
 ABORT_SECONDS = (
-    1.0  # for an engine in the middle of a step to answer an abort of all requests; then it is interrupted
+    1.0  # for an engine within a step to answer an abort of all requests; then the step is interrupted
 )
-LOSS_SECONDS = 10.0  # until the loss of a process is noticed, once an update has failed
+LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
 IMPORTS = 120.0, "the time to import the core"
 TICK_SECONDS = 0.05
 NOT_INHERITED = (
@@ -72,7 +72,7 @@ class SamplerEngine(RolloutEngine):
     Args:
         config: the ``[rollout]`` table with its ``process``.
         model_config: the ``[model]`` table.
-        context: of the worker that owns it; ``context.live["tokenizer"]`` is the run's tokenizer.
+        context: context of the owning worker; ``context.live["tokenizer"]`` is the run's tokenizer.
         source: streams the current weights again, for a process that is started again; without it a copy of
             each update is kept in host memory.
 
@@ -97,8 +97,8 @@ class SamplerEngine(RolloutEngine):
         self._changed = threading.Condition()
         self._news = False  # a sampler rests, has failed or was lost
         self._paused = ""  # the mode
-        self._asleep: tuple[str, ...] | None = None  # what was kept
-        self._about: Mapping[str, Any] = {}  # what the first process says of its engine
+        self._asleep: tuple[str, ...] | None = None  # parts that stay awake; None: not asleep
+        self._about: Mapping[str, Any] = {}  # label and capacity of the first process's engine
         self._named = f"{context.role}[{context.rank}]"
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
         self._folder = TemporaryFolder("sampler-")
@@ -113,20 +113,29 @@ class SamplerEngine(RolloutEngine):
 
     @property
     def label(self) -> str:
+        """The engine's label, with the interpreter and the number of processes."""
         count = "" if len(self.devices) == 1 else f", one of {len(self.devices)}"
         return f"{self._about.get('label')} (in a process of {self.python}{count})"
 
     @property
     def capacity(self) -> int:
+        """Requests that all processes take at one time."""
         return int(self._about.get("capacity", 0)) * len(self.devices)
 
     # -- requests -----------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
+        """Number of requests that were added and not returned."""
         return len(self._asked)
 
     def add(self, requests: Sequence[Request]) -> None:
+        """Send requests to the processes.
+
+        Raises:
+            ValueError: an id is already queued, or occurs twice.
+            SamplerLost: processes were lost too often.
+        """
         known = set(self._asked)
         for request in requests:
             if request.id in known:
@@ -139,12 +148,19 @@ class SamplerEngine(RolloutEngine):
             self.group.call("advance", requests=list(requests), rounds=0).result()
         except WorkerLost as loss:  # its requests are sent again
             self._check_replaced(loss)
-        except BaseException:  # refused, or a signal: whether the processes have them is not known
+        except BaseException:  # refused, or a signal: the processes may have them
             self.group.call("advance", dropped=[request.id for request in requests], rounds=0)
             raise
         self._asked |= {request.id: request for request in requests}
 
     def step(self) -> list[Rollout]:
+        """Return the rollouts that have arrived; wait up to ``STEP_SECONDS`` for one.
+
+        Raises:
+            RuntimeError: the sampler is paused.
+            DataError: a process may not have all of the current weights.
+            SamplerLost: processes were lost too often.
+        """
         if self._paused:
             raise RuntimeError("The sampler is paused; call resume() first.")
         if not self._asked:
@@ -165,6 +181,7 @@ class SamplerEngine(RolloutEngine):
         return found
 
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
+        """Stop requests; return a rollout for each known one, even if its process is lost meanwhile."""
         mine = {id: self._asked[id] for id in ids if id in self._asked}
         if not mine:
             return []
@@ -172,7 +189,7 @@ class SamplerEngine(RolloutEngine):
         if self.replacements.present and self.pool.broken is None:
             try:
                 stopped = self._stopped(list(mine))
-            except WorkerLost as loss:  # what it had of them is gone, and is not wanted any more
+            except WorkerLost as loss:  # its part of these aborted requests is lost, too
                 log.warning("A sampler was lost in an abort: %s", loss)
         self.group.forget(mine)
         found = {rollout.request_id: rollout for rollout in stopped}
@@ -180,11 +197,11 @@ class SamplerEngine(RolloutEngine):
         for id in mine:
             self._asked.pop(id, None)
         if not self._asked:
-            self.flow.error = None  # of a request that is not wanted any more
+            self.flow.error = None  # error of an aborted request
         return [found.get(id) or request.unsampled() for id, request in mine.items()]
 
     def _stopped(self, ids: list[str]) -> list[Rollout]:
-        """Stop these requests in the processes; return what they have sampled of them."""
+        """Stop these requests in the processes; return the rollouts sampled so far."""
         reply = self.group.call("advance", stopped=ids, rounds=0)
         found: list[Rollout]
         if len(ids) < len(self._asked):
@@ -195,7 +212,7 @@ class SamplerEngine(RolloutEngine):
         except TimeoutError:
             self.flow.interrupt()
             found = reply.result()
-            self.group.call("advance", dropped=ids, rounds=0)  # those that finished in what was interrupted
+            self.group.call("advance", dropped=ids, rounds=0)  # finished in the interrupted step
         return found
 
     def _taken(self, wanted: Callable[[str], bool]) -> list[Rollout]:
@@ -212,23 +229,32 @@ class SamplerEngine(RolloutEngine):
             self._changed.notify_all()
 
     def _look(self) -> None:
-        """Have ``step`` look at the flow; called in a thread that reads answers."""
+        """Wake ``step`` to check the flow; called in a thread that reads answers."""
         with self._changed:
             self._news = True
             self._changed.notify_all()
 
     def pause(self, mode: str = "drain") -> None:
+        """Pause every engine."""
         self._call("pause", mode=mode)
         self._paused = mode
 
     def resume(self) -> None:
+        """Resume every engine."""
         self._call("resume")
         self._paused = ""
 
     # -- weights and device memory ------------------------------------------
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Update every engine; return the checksum of the first. A process that is lost meanwhile is replaced."""
+        """Update every engine with weights [D_1, D_2, ...]; return the checksum of the first.
+
+        A process that is lost meanwhile is replaced.
+
+        Raises:
+            RuntimeError: the sampler's weights are asleep.
+            TrainingFailed: the update failed, and not because a process was lost.
+        """
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
         ranks = self._present()
@@ -249,16 +275,19 @@ class SamplerEngine(RolloutEngine):
         return found
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Make every engine sleep; a replaced process sleeps, too."""
         self._call("sleep", keep=list(keep))
         self._asleep = tuple(keep)
 
     def wake(self, only: Sequence[str] | None = None) -> None:
+        """Wake every engine, completely or the parts in ``only``."""
         self._call("wake", only=None if only is None else list(only))
         if self._asleep is not None:
             kept = {*self._asleep, *(only or ())}
             self._asleep = None if only is None else tuple(sorted(kept))
 
     def close(self) -> None:
+        """End the processes and remove the private folder."""
         while self._closers:
             self._closers.pop()()
         self._asked.clear()
@@ -267,7 +296,7 @@ class SamplerEngine(RolloutEngine):
     # -- the processes ------------------------------------------------------
 
     def _call(self, method: str, **plain: Any) -> Any:
-        """Call a method of every engine; again where a process was lost meanwhile."""
+        """Call a method of every engine; retry if a process is lost meanwhile."""
         while True:
             self._present()
             try:
@@ -276,7 +305,7 @@ class SamplerEngine(RolloutEngine):
                 self._check_replaced(loss)
 
     def _present(self) -> list[int]:
-        """Return the ranks of the processes that can be asked; wait for one if all are being replaced.
+        """Return the ranks of the available processes; wait for one if all are being replaced.
 
         Raises:
             SamplerLost: processes were lost too often.
@@ -294,7 +323,7 @@ class SamplerEngine(RolloutEngine):
             time.sleep(TICK_SECONDS)
 
     def _bring_in(self, ranks: list[int]) -> None:
-        """Give new processes the weights and the state that they should have."""
+        """Bring new processes to the current weights and the current paused or sleeping state."""
         try:
             if self._weights.known:
                 self._weights.again(ranks)
@@ -306,7 +335,7 @@ class SamplerEngine(RolloutEngine):
             self._wait_for_loss(ranks, error)
 
     def _wait_for_loss(self, ranks: Sequence[int], error: TrainingFailed) -> None:
-        """Return when one of these processes is noticed as lost; raise the error if none is."""
+        """Return once one of these processes counts as lost; raise the error if none does in time."""
         deadline = time.monotonic() + LOSS_SECONDS
         while self.pool.broken is None and set(ranks) <= set(self.replacements.present):
             if time.monotonic() > deadline:
@@ -412,7 +441,7 @@ class SamplerEngine(RolloutEngine):
             "modules": list(plugins.modules),
             "root": str(plugins.root),
             "allow_code": plugins.allow_code,
-            "other": bool(self.settings.python) and not asked,  # plugins of the model must be there
+            "other": bool(self.settings.python) and not asked,  # the model's plugins must load there
             "actor": context.actor if any(plugin not in plugins.named for plugin in asked) else "",
             "path": None if self.settings.python else portable_path(),
             "tokenizer": None if tokenizer is None else [self._folder.path, tokenizer_hash(tokenizer)],
@@ -420,7 +449,7 @@ class SamplerEngine(RolloutEngine):
             "token": self._weights.token,
             "context": {
                 "role": context.role,
-                "device": "cuda:0" if device.type == "cuda" else str(device),  # the only one that it sees
+                "device": "cuda:0" if device.type == "cuda" else str(device),  # the only one visible to it
                 "seed": context.seed,
                 "total_steps": context.total_steps,
                 "deterministic": context.deterministic,
@@ -440,7 +469,7 @@ class SamplerEngine(RolloutEngine):
         ]
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
-        """Refuse an interpreter whose distributions are not those of the owner."""
+        """Raise ``PluginError`` if the process has other distributions than the owner; log another torch version."""
         mine = versions()
         foreign_interpreter.compare(self.python, theirs, mine)
         if theirs["torch"] != mine["torch"]:
@@ -448,10 +477,10 @@ class SamplerEngine(RolloutEngine):
 
 
 def devices(own: torch.device, count: int, world_size: int) -> list[torch.device]:
-    """Return a device for each engine: the owner's, and those behind it. A CPU serves all.
+    """Return a device for each engine: the owner's and the next ones. On a CPU all engines share it.
 
     Raises:
-        ConfigError: there are not so many, or other ranks have them.
+        ConfigError: there are too few devices, or the pool has several ranks.
     """
     if own.type == "cpu":
         return [own] * count
@@ -470,7 +499,7 @@ def devices(own: torch.device, count: int, world_size: int) -> list[torch.device
 
 
 def _start_failure(error: Exception, python: str) -> EngineError:
-    """Return what an engine raised while it was built, as one message."""
+    """Return an ``EngineError`` for what an engine raised while it was built."""
     if isinstance(error, EngineError):
         error.add_note(f"In the sampler's process, {python}.")
         return error

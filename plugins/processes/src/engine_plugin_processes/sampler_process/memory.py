@@ -1,4 +1,4 @@
-"""Memory that several processes see: a file without a name, or a buffer of a GPU. Nothing is left when all have ended."""
+"""Memory shared by several processes: an anonymous file or a GPU buffer, released when all processes have ended."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("engine")
 
 
 class HostMemory:
-    """A file in memory, by its descriptor; grows, and keeps what lies in it.
+    """A memory file of a descriptor; it can grow and keeps its contents.
 
     Args:
-        descriptor: of ``new_file`` here, or opened from ``told_to`` of another process.
+        descriptor: from ``new_file``, or opened by the path that another process's ``told_to`` returned.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -29,36 +29,39 @@ class HostMemory:
 
     @staticmethod
     def new_file() -> int:
-        """A descriptor; the file ends with the last process that has it."""
+        """Return the descriptor of a new anonymous file, which the system frees with its last descriptor."""
         if hasattr(os, "memfd_create"):
             return os.memfd_create("engine-weights")
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 
     def reserve(self, size: int) -> None:
+        """Make the file at least ``size`` bytes long."""
         if size > os.fstat(self.descriptor).st_size:
             os.ftruncate(self.descriptor, size)
 
     def view(self, offset: int, size: int) -> Tensor:
+        """Return bytes ``offset`` to ``offset + size``, [SIZE] uint8, mapped from the file."""
         if offset + size > len(self._bytes):
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes[offset : offset + size]
 
     def told_to(self, receiver: int) -> dict[str, Any]:
-        """Return how a process of the same user finds it: by this process's descriptor."""
+        """Return the path by which a process of the same user opens the file, through this process's descriptor."""
         return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
 
     def close(self) -> None:
+        """Close the descriptor."""
         os.close(self.descriptor)
 
 
 class DeviceMemory:
-    """A buffer on a CUDA device of this process, with a handle for each receiver (CUDA IPC).
+    """A buffer on a CUDA device of this process, with a CUDA IPC handle for each receiver.
 
     Args:
-        device: of the buffer.
-        receivers: how many processes will open it.
+        device: device of the buffer.
+        receivers: number of processes that will open it.
     """
 
     def __init__(self, device: torch.device, receivers: int = 1) -> None:
@@ -67,28 +70,31 @@ class DeviceMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> None:
+        """Make the buffer at least ``size`` bytes long; growing loses its contents and changes its handles."""
         if size > len(self._bytes):
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=self.device)
             storage = self._bytes.untyped_storage()
             self._handles = [list(storage._share_cuda_()) for _ in range(self.receivers)]
 
     def view(self, offset: int, size: int) -> Tensor:
+        """Return bytes ``offset`` to ``offset + size`` of the buffer, [SIZE] uint8."""
         return self._bytes[offset : offset + size]
 
     def told_to(self, receiver: int) -> dict[str, Any]:
-        """Return how a receiver finds it."""
+        """Return the handle by which a receiver opens the buffer."""
         return {"handle": self._handles[receiver]}
 
     def close(self) -> None:
+        """Release the buffer."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
 
 
 class OpenedMemory:
-    """The buffer of a ``DeviceMemory`` in a receiver.
+    """A view of another process's ``DeviceMemory``.
 
     Args:
-        device: the buffer's, by its number in this process.
-        handle: as ``DeviceMemory.told_to`` returned it.
+        device: device of the buffer, by its index in this process.
+        handle: handle from ``DeviceMemory.told_to``.
     """
 
     def __init__(self, device: torch.device, handle: Sequence[Any]) -> None:
@@ -97,14 +103,16 @@ class OpenedMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(opened)
 
     def view(self, offset: int, size: int) -> Tensor:
+        """Return bytes ``offset`` to ``offset + size`` of the buffer, [SIZE] uint8."""
         return self._bytes[offset : offset + size]
 
     def close(self) -> None:
+        """Release the view."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
 def shares_device(device: torch.device) -> bool:
-    """Whether a buffer on this device can be shown to another process."""
+    """Return whether a buffer on this device can be shared with another process."""
     if device.type != "cuda":
         return False
     try:
@@ -121,7 +129,7 @@ def shares_device(device: torch.device) -> bool:
 
 
 def environment_for(device: torch.device) -> dict[str, str]:
-    """What shows a process this CUDA device alone: it is number 0 there, as engines of one device expect."""
+    """Return the environment in which a process sees only this CUDA device, as device 0; {} for other devices."""
     if device.type != "cuda":
         return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -92,7 +92,7 @@ class Weights:
     def again(self, ranks: Sequence[int]) -> str:
         """Send the current weights to other receivers; ``update`` describes result and errors.
 
-        Nothing is sampled after an interruption in the middle of it, as in that of an update.
+        After an interruption nothing is sampled until the next complete update, as after an interrupted update.
         """
         if self._version is None:
             return ""
@@ -144,7 +144,7 @@ class Weights:
         return checksum
 
     def _connected(self, ranks: Sequence[int]) -> tuple[int, WeightTransport]:
-        """Return the number of the link to these receivers, and the owner's endpoint; open and join a new one if needed."""
+        """Return the number of the link to these receivers and the owner's endpoint; make a new link if needed."""
         workers = [self.pool.workers[rank] for rank in ranks]  # one that was replaced is another object
         if self._link is not None and self._link[0] == workers:
             return self._links, self._link[1]

@@ -96,6 +96,12 @@ class Broadcast(WeightTransport):
         return None, why
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
+        """Broadcast weights [D_1, D_2, ...] in buckets; return their bytes.
+
+        Raises:
+            TrainingFailed: a broadcast failed or timed out.
+            Exception: the stream's own error, after it was broadcast to every receiver.
+        """
         sent = 0
         under_way: list[Any] = []
         try:
@@ -114,6 +120,11 @@ class Broadcast(WeightTransport):
         return sent
 
     def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the weights [D_1, D_2, ...] of an update; a caller that stops early drains the rest.
+
+        Raises:
+            TrainingFailed: the stream broke off, a broadcast failed, or a bucket is not the expected one.
+        """
         over, expected = False, 0
         try:
             while True:
@@ -134,6 +145,7 @@ class Broadcast(WeightTransport):
                 self._drain(update)
 
     def close(self) -> None:
+        """Free the process groups."""
         self._leave()
 
     # -- one broadcast ------------------------------------------------------
@@ -207,9 +219,7 @@ class Broadcast(WeightTransport):
 
 
 def _done(work: Any, seconds: float) -> bool:
-    """Return whether ``work`` on a GPU completes in that time. ``Work.wait`` with a timeout polls
-    once a millisecond.
-    """
+    """Return whether ``work`` on a GPU completes in that time; ``Work.wait`` with a timeout polls only every ms."""
     start = time.monotonic()
     while not work.is_completed():
         waited = time.monotonic() - start

@@ -57,8 +57,8 @@ def flat_buckets(
     before it requests the one after the next.
 
     Args:
-        stream: names and tensors of any shape, on any device.
-        device: of the buffers to allocate.
+        stream: names and tensors [D_1, D_2, ...] of any shape, on any device.
+        device: device of the buffers to allocate.
         buffers: used instead of allocating two.
     """
     buffers = buffers or (PrivateBuffer(device), PrivateBuffer(device))
@@ -83,10 +83,10 @@ def verify(
     """Raise for a bucket that is not the next one of this update, or whose bytes differ from those that were sent.
 
     Args:
-        endpoint: of the receiver.
-        update: that the receiver expects.
-        header: as ``FlatBucket.header`` returned it at the sender.
-        expected: number of the bucket.
+        endpoint: endpoint of the receiver.
+        update: update that the receiver expects.
+        header: ``FlatBucket.header`` of the sender.
+        expected: expected number of the bucket.
         data: [SIZE] uint8, as received.
 
     Raises:

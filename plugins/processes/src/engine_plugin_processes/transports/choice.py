@@ -1,4 +1,4 @@
-"""Choose the transport of a run: the one that the run file names, or for ``auto`` one by the devices of actor and sampler."""
+"""The choice of a run's transport: named by the run file, or for ``auto`` by the devices of actor and sampler."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def by_topology(topology: Topology) -> tuple[str, str]:
 
 
 def _between_accelerators(topology: Topology) -> tuple[str, str]:
-    """Return ``broadcast`` where NCCL can be used, else ``ipc`` on one machine, else ``tcp``; and the reason."""
+    """Return ``broadcast`` if NCCL can be used, else ``ipc`` on one machine, else ``tcp``; and the reason."""
     gpus = [device.gpu for device in topology.devices]
     if not all(gpus):
         kinds = ", ".join(sorted({device.kind for device in topology.devices}))

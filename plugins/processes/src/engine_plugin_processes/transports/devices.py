@@ -26,7 +26,7 @@ class ProcessDevice:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of a CUDA GPU, which is the same in every process whatever its index there; "" for another device."""
+    """Return the UUID of a CUDA GPU, which is the same in every process; "" for another device."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

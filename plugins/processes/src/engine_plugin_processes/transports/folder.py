@@ -70,6 +70,11 @@ class Folder(WeightTransport):
             time.sleep(POLL_SECONDS)
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
+        """Write weights [D_1, D_2, ...] to the folder of the update and publish its manifest; return their bytes.
+
+        Raises:
+            Exception: the stream's own error, or one of the disk, after a manifest that reports it.
+        """
         folder = self._of(update.number)
         folder.mkdir()
         parts, sent = [], 0
@@ -89,6 +94,11 @@ class Folder(WeightTransport):
         return sent
 
     def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the weights [D_1, D_2, ...] of an update once its manifest exists.
+
+        Raises:
+            TrainingFailed: no manifest in time, the stream broke off, or a file is damaged.
+        """
         manifest = self._manifest(update)
         if "break" in manifest:
             raise self.endpoint.failure(update, f"The stream of weights broke off: {manifest['break']}.")

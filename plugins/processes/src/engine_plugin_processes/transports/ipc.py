@@ -1,9 +1,9 @@
-"""Weights through shared memory: a GPU's (CUDA IPC), or the machine's; headers over a connection to each receiver, a socket in
-the run's private folder.
+"""Weights through shared memory of a GPU (CUDA IPC) or of the host; headers over a socket to each receiver.
 
-For processes of one machine, also if they share a GPU, which NCCL refuses. The sender fills two buffers in turn, and
-refills a buffer when every receiver has confirmed its copy. On GPUs the buffers are on the sender's GPU, and each
-receiver that sees that GPU copies from there to its own; otherwise they are memory files without a name.
+The sockets are in the run's private folder. The transport works between processes of one machine, even if they share a
+GPU, which NCCL refuses. The sender fills two buffers in turn, and refills a buffer when every receiver has confirmed
+its copy. The buffers are on the sender's GPU if every receiver sees that GPU; otherwise they are anonymous memory
+files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_SOCKET_PATH = 100  # bytes of the path of a socket that every system takes
 
 
 class IPC(TCP):
-    """The transport ``ipc``: buffers that the sender and all receivers see."""
+    """The transport ``ipc``: buffers shared by the sender and all receivers."""
 
     buffers: tuple[Any, Any] | None = None  # of the sender
     on_device = False
@@ -49,7 +49,7 @@ class IPC(TCP):
 
     def __init__(self, options: Options, endpoint: TransportEndpoint) -> None:
         super().__init__(options, endpoint)
-        self._opened: dict[int, tuple[Any, Any]] = {}  # by buffer: its path or handle, and the open memory
+        self._opened: dict[int, tuple[Any, Any]] = {}  # buffer -> its path or handle, and the open memory
 
     @classmethod
     def check(cls, options: Any, one_machine: bool) -> None:
@@ -65,6 +65,7 @@ class IPC(TCP):
             )
 
     def open(self) -> Any:
+        """Return this endpoint's address, its GPU, the GPUs that it sees, and whether its GPU memory can be shared."""
         device = self.endpoint.device
         return {
             "listens": super().open(),
@@ -74,6 +75,7 @@ class IPC(TCP):
         }
 
     def join(self, peers: Sequence[Any]) -> None:
+        """Keep the receivers' addresses; use the sender's GPU memory if every receiver sees that GPU."""
         super().join([each["listens"] for each in peers])
         gpu = peers[0]["gpu"]
         self.on_device = (
@@ -83,6 +85,7 @@ class IPC(TCP):
             self.source = torch.device("cuda", visible_gpus().index(gpu))
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
+        """Copy weights [D_1, D_2, ...] to the shared buffers, bucket by bucket; return their bytes."""
         channels: list[Channel] = []
         sent = waiting = 0
         self.buffers = self.buffers or (self._buffer(), self._buffer())
@@ -115,6 +118,7 @@ class IPC(TCP):
         return path if usable else self.endpoint.host
 
     def close(self) -> None:
+        """Close the socket and release the shared memory."""
         super().close()
         opened = [memory for _, memory in self._opened.values()]
         for memory in (*(self.buffers or ()), *opened):

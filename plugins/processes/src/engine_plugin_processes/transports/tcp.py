@@ -53,6 +53,7 @@ class TCP(WeightTransport):
         return self.endpoint.host
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
+        """Send weights [D_1, D_2, ...] in buckets to each receiver; return their bytes without the copies."""
         channels: list[Channel] = []
         sent = 0
         with ThreadPoolExecutor(1) as sender:  # the next bucket is gathered while the last one is sent
@@ -77,6 +78,11 @@ class TCP(WeightTransport):
         return sent
 
     def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the weights [D_1, D_2, ...] of an update from the sender.
+
+        Raises:
+            TrainingFailed: the connection broke off or timed out, or a bucket is not the expected one.
+        """
         channel = self._accepted(update)
         expected = 0
         try:
@@ -97,6 +103,7 @@ class TCP(WeightTransport):
             channel.close()
 
     def close(self) -> None:
+        """Close the listening socket and remove its path."""
         if self.listener is not None:
             if isinstance(path := self.listener.getsockname(), str):
                 Path(path).unlink(missing_ok=True)
