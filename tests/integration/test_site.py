@@ -95,10 +95,17 @@ def test_a_page_that_is_out_of_date_is_named_and_left_alone(tmp_path, monkeypatc
 
 
 def test_the_reference_has_every_key_with_its_default():
-    text = (DOCS / "reference" / "config.md").read_text("utf-8")
+    text = "".join(page.read_text("utf-8") for page in (DOCS / "reference" / "config").glob("*.md"))
     assert "| `group_size` | `integer > 0` | `8` | G: responses sampled for each prompt. |" in text
     assert "## `[reward.length]`" in text
     assert "| `max_tokens` | `integer > 0` | required |" in text
+    for heading in (
+        "## `[sft]`",
+        "## `[async]`",
+        "## `[actor.fsdp]`",
+    ):  # tables of trainers too, and a backend's once
+        assert text.count(heading + "\n") == 1
+    assert "## `[critic.fsdp]`" not in text
 
 
 def test_the_glossary_defines_each_term_once():

@@ -289,7 +289,6 @@ class TorchEngine(TrainEngine):
         return max(float(group["lr"]) for group in self._trained().param_groups)
 
     def set_lr(self, lr: float) -> None:
-        """Set the peak learning rate of the optimizer and its schedule."""
         set_peak_lr(self._trained(), self.lr_scheduler, lr)
 
     def _trainable_parameters(self) -> list[nn.Parameter]:
@@ -312,7 +311,6 @@ class TorchEngine(TrainEngine):
     # -- forward and backward -----------------------------------------------
 
     def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        """Measure each collective over ``communicators``."""
         return measure(self.communicators(), self.device, sizes, repeats)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
@@ -413,7 +411,6 @@ class TorchEngine(TrainEngine):
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
-        """Clip the gradients, step the optimizer and its schedule, and clear the gradients."""
         self.store.need(*PARTS)
         optimizer, lr = self._trained(), self.lr
         norm_tensor = self._grad_norm()
@@ -442,7 +439,6 @@ class TorchEngine(TrainEngine):
     # -- weights ------------------------------------------------------------
 
     def adapter_config(self) -> bytes:
-        """Return the content of the adapter's ``adapter_config.json``."""
         return self._adapted().config_file()
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -460,7 +456,6 @@ class TorchEngine(TrainEngine):
             self.adapter.take(stream, mix)
 
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """Disable the adapter, if the role has one, within the context."""
         return contextlib.nullcontext() if self.adapter is None else self.adapter.off()
 
     @contextlib.contextmanager
@@ -478,31 +473,24 @@ class TorchEngine(TrainEngine):
     # -- state --------------------------------------------------------------
 
     def mark(self) -> None:
-        """Keep the present random state for the next ``save``."""
         self.store.mark()
 
     def save(self, folder: Path) -> Future[None]:
-        """Write a checkpoint through ``store``."""
         return self.store.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint through ``store``."""
         self.store.load(folder)
 
     def export(self, folder: Path, adapter: bool = False) -> None:
-        """Write a model folder, or an adapter folder, through ``store``."""
         self.store.export(folder, adapter)
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Move the parts that are not in ``keep`` to the CPU; drop gradients."""
         self.store.sleep(keep)
 
     def wake(self, only: Sequence[str] | None = None) -> None:
-        """Move the sleeping parts, or those in ``only``, back to the device."""
         self.store.wake(only)
 
     def close(self) -> None:
-        """Wait for the store, then release the model, the optimizer and the offload folder."""
         self.store.close()
         self.optimizer = self.lr_scheduler = None
         for name in ("module", "forward"):

@@ -119,23 +119,16 @@ class SamplerEngine(RolloutEngine):
 
     @property
     def capacity(self) -> int:
-        """Requests that all processes take at one time."""
         return int(self._about.get("capacity", 0)) * len(self.devices)
 
     # -- requests -----------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that were added and not returned."""
         return len(self._asked)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests to the processes.
-
-        Raises:
-            ValueError: an id is already queued, or occurs twice.
-            SamplerLost: processes were lost too often.
-        """
+        """Send requests to the processes; raise ``ValueError`` for an id that is queued or occurs twice."""
         known = set(self._asked)
         for request in requests:
             if request.id in known:
@@ -159,7 +152,6 @@ class SamplerEngine(RolloutEngine):
         Raises:
             RuntimeError: the sampler is paused.
             DataError: a process may not have all of the current weights.
-            SamplerLost: processes were lost too often.
         """
         if self._paused:
             raise RuntimeError("The sampler is paused; call resume() first.")
@@ -235,25 +227,20 @@ class SamplerEngine(RolloutEngine):
             self._changed.notify_all()
 
     def pause(self, mode: str = "drain") -> None:
-        """Pause every engine."""
         self._call("pause", mode=mode)
         self._paused = mode
 
     def resume(self) -> None:
-        """Resume every engine."""
         self._call("resume")
         self._paused = ""
 
     # -- weights and device memory ------------------------------------------
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Update every engine with weights [D_1, D_2, ...]; return the checksum of the first.
-
-        A process that is lost meanwhile is replaced.
+        """Update every engine with weights [D_1, D_2, ...]; replace a lost process; return the checksum of the first.
 
         Raises:
             RuntimeError: the sampler's weights are asleep.
-            TrainingFailed: the update failed, and not because a process was lost.
         """
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
@@ -275,19 +262,16 @@ class SamplerEngine(RolloutEngine):
         return found
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Make every engine sleep; a replaced process sleeps, too."""
         self._call("sleep", keep=list(keep))
         self._asleep = tuple(keep)
 
     def wake(self, only: Sequence[str] | None = None) -> None:
-        """Wake every engine, completely or the parts in ``only``."""
         self._call("wake", only=None if only is None else list(only))
         if self._asleep is not None:
             kept = {*self._asleep, *(only or ())}
             self._asleep = None if only is None else tuple(sorted(kept))
 
     def close(self) -> None:
-        """End the processes and remove the private folder."""
         while self._closers:
             self._closers.pop()()
         self._asked.clear()
