@@ -27,9 +27,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from learn import EXAMPLE
 from setting import alone, device, keep_multicast_off, median, write, write_model
 from step import COIN
+
+from engine_plugin_tools.demo.prepare import prepare
+from engine_plugin_tools.scaffold import new_demo
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "plugins" / "megatron" / "tests"
@@ -116,10 +118,8 @@ def layout(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def warm_start(folder: Path, log: Path, end: float, steps: int) -> None:
-    """The demo's data, its model, and a short look at worked solutions, as ``learn.py`` makes them."""
-    sys.path.insert(0, str(EXAMPLE))
-    from prepare import prepare
-
+    """Make the demo's run files, data and model, and train it for a few steps on worked solutions."""
+    new_demo(folder)
     prepare(folder)
     settings = {
         "model.path": str(folder / "model"),
@@ -127,13 +127,13 @@ def warm_start(folder: Path, log: Path, end: float, steps: int) -> None:
         "run.dir": str(folder / "runs"),
         "run.steps": steps,
     }
-    engine(end, log, folder, ["train", str(EXAMPLE / "sft.toml")], settings)
+    engine(end, log, folder, ["train", str(folder / "sft.toml")], settings)
     engine(end, log, folder, ["export", "runs/sft", str(folder / "sft")], {})
 
 
 def demo(folder: Path, arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The run file of the word problems, and what is other here."""
-    return str(EXAMPLE / "grpo_vllm.toml"), {
+    return str(folder / "grpo_vllm.toml"), {
         "model.path": str(folder / "sft"),
         "data.train": str(folder / "data" / "train.jsonl"),
         "data.validation": str(folder / "data" / "heldout.jsonl"),

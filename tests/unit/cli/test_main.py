@@ -43,7 +43,7 @@ def test_an_unknown_command_suggests_the_nearest(engine):
     answer = engine("trian")
     assert answer.code == 2
     assert answer.err.startswith(
-        "engine: Unknown command 'trian'. Did you mean 'train'? Known: bench, check-template, compare, config, doctor,"
+        "engine: Unknown command 'trian'. Did you mean 'train'? Known: bench, check-template, compare, config, demo,"
     )
     assert engine("new", "plugn").err == (
         "engine: Unknown command 'plugn'. Did you mean 'plugin'? Known: plugin, run.\n"
