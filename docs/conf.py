@@ -4,7 +4,11 @@ import re
 
 project = "Engine"
 copyright = "the authors of Engine"
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_member_order = "bysource"
+autodoc_class_signature = "separated"  # fields are listed with their docs; a signature would repeat them
+default_role = "literal"  # single back ticks in a docstring
+suppress_warnings = ["ref.python"]  # a class that a package exports has two addresses
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # every heading can be linked as page.md#heading, and is checked
 html_theme = "furo"
@@ -25,5 +29,16 @@ def file_names(app, page, source):
     )
 
 
+def markdown_tables(app, what, name, thing, options, lines):
+    """Show a Markdown table of a docstring as it is written."""
+    text = re.sub(
+        r"(?m)^(\|.*\n)+",
+        lambda table: f"::\n\n{re.sub(r'(?m)^', '    ', table[0])}\n",
+        "\n".join(lines) + "\n",
+    )
+    lines[:] = text.splitlines()
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", markdown_tables)
     app.connect("source-read", file_names)

@@ -345,6 +345,34 @@ def errors_page() -> str:
     )
 
 
+# -- Python API -------------------------------------------------------------
+
+ON_OTHER_PAGES = ("engine_core.hooks", "engine_core.errors", "engine_core.config", "engine_core.config.roles")
+
+
+def public_modules() -> dict[str, list[str]]:
+    """Return the public modules of ``api.md`` by the heading that they are listed under."""
+    public = (DOCS / "reference" / "api.md").read_text("utf-8").split("## Internal modules")[0]
+    sections = re.findall(r"^###? (.+)\n((?:(?!#).*\n)*)", public, re.MULTILINE)
+    found = {title: re.findall(r"^\| `(engine_[\w.]+)`", text, re.MULTILINE) for title, text in sections}
+    return {title: names for title, names in found.items() if names}
+
+
+def api_file(title: str) -> str:
+    return f"api/{re.sub(r'[^a-z]+', '_', title.lower())}.md"
+
+
+def api_page(title: str) -> str:
+    """Return the page on which Sphinx puts the docstrings of the modules below one heading of ``api.md``."""
+    parts = [
+        f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```"
+        for name in public_modules()[title]
+        if name not in ON_OTHER_PAGES
+    ]
+    intro = "The docstrings of [public modules](../api.md); `make docs` builds this page from the code."
+    return page(f"Python API: {title.removeprefix('The ')}", intro, *parts)
+
+
 # -- compatibility ----------------------------------------------------------
 
 
@@ -393,6 +421,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "errors.md": errors_page,
     "compatibility.md": compatibility_page,
+    **{api_file(title): partial(api_page, title) for title in public_modules()},
     "../../engine_core/plugins/known_plugins.json": install_hints,
 }
 

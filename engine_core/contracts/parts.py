@@ -1,18 +1,18 @@
 """Parts of a run that the core calls by name and that a plugin offers (hook ``engine_parts``).
 
-=====================  =======================  ==================================================
+=====================  =======================  ========================================================
 name                   protocol                 needed by
-=====================  =======================  ==================================================
+=====================  =======================  ========================================================
 ``reward_workers``     ``RewardWorkers``        ``[[reward]]`` with ``workers`` above 0
 ``reward_models``      ``RewardModels``         ``[reward.model]``, ``[reward.judge]``, ``[reward.verdict]``
-``episodes``           ``Episodes`` (a class)   ``[environment]``
-``row_workers``        ``RowWorkers`` (a class) ``data.num_workers`` above 0
-``early_stop``         ``EarlyStop`` (a class)  ``rollout.over_sampling`` above 1
-``advice``             a function             the log after ten steps, where it is installed
-``faults``             a class                ``ENGINE_FAULT``, in tests
+``episodes``           ``Episodes`` (class)     ``[environment]``
+``row_workers``        ``RowWorkers`` (class)   ``data.num_workers`` above 0
+``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
+``advice``             a function               the log after ten steps, where it is installed
+``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``
 ``launcher``           ``Launcher``             a command that ``torchrun`` starts on every rank
-=====================  =======================  ==================================================
+=====================  =======================  ========================================================
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A page is a session in a folder of its own, read from top to bottom:
 * a ``python`` or ``toml`` block that names a file (``` ```python first/short.py ```) is written there;
 * any other ``python`` block is run, any other ``toml`` block must be a valid part of a run file;
 * ``json`` must parse, and ``text`` is a picture;
-* ``py`` and ``sh`` are other programs' code, which must parse and is not run; ``{toctree}`` is for the site;
+* ``py`` and ``sh`` are other programs' code, which must parse and is not run; ``{toctree}`` and ``{eval-rst}`` are for the site;
 * ``pip install -e FOLDER`` of a folder of the page makes its entry points and modules known until the page ends.
 
 The folder holds copies of ``examples/``, the ``demo/`` that a short demo leaves, a small ``run.toml``,
@@ -106,7 +106,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    found = re.finditer(r"^```([\w{}]*)(?: +(\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.finditer(r"^```([\w{}-]*)(?: +(\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Block(text[: m.start()].count("\n") + 1, m[1], m[2] or "", m[3]) for m in found]
 
 
@@ -161,7 +161,7 @@ class Session:
     def run(self, block: Block) -> None:
         """Do with a block what its language asks for."""
         try:
-            getattr(self, f"_{block.language.strip('{}') or 'text'}")(block)
+            getattr(self, f"_{block.language.strip('{}').replace('-', '_') or 'text'}")(block)
         except Exception as error:
             shown = self.capsys.readouterr()
             told = "".join(shown)[-2000:]
@@ -243,7 +243,7 @@ class Session:
     def _text(self, block: Block) -> None:
         pass
 
-    _toctree = _text
+    _toctree = _eval_rst = _text
 
     def _py(self, block: Block) -> None:
         ast.parse(block.text)
@@ -328,7 +328,7 @@ def test_every_exception_from_running_is_used_and_every_language_is_known():
     assert used == set(NOT_RUN_HERE.values())
     ours = {"bash", "console", "python", "toml", "json", "text"}
     assert set(LONG) < set(NAMES)
-    assert {block.language for block in blocks} <= ours | {"py", "sh", "{toctree}"}
+    assert {block.language for block in blocks} <= ours | {"py", "sh", "{toctree}", "{eval-rst}"}
 
 
 def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):
