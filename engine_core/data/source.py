@@ -4,7 +4,8 @@ The order is an endless row of epochs, each the permutation that (seed, epoch) g
 rows of that order, usable or not, up to the last one handed out: it does not depend on what was prepared
 ahead, on the number of workers, or on which rows are skipped.
 
-A `Preparer` turns a row number into an `Outcome`, in a worker or in the controller."""
+A `Preparer` turns a row number into an `Outcome`, in a worker or in the controller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The run folder, and the metrics and trackers of a run::
+"""The run folder, and the metrics and trackers of a run.
+
+The files::
 
     runs/latest -> math-20260102-030405
     runs/math-20260102-030405/

@@ -131,9 +131,7 @@ VECTORS = (Tensor, Pieces)
 
 
 def _counts(column: Any) -> bool:
-    """Return whether a column of ``_Writer._rows`` determines the number of rows: neither omitted nor one value for
-    all.
-    """
+    """Return whether a column of ``_Writer._rows`` determines the number of rows: not omitted, not one value for all."""
     return column is not None and not (isinstance(column, dict) and column["$"] == "each")
 
 

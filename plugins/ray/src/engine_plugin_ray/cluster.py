@@ -268,9 +268,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def _short_folder() -> str | None:
-    """Return the parent for a private cluster's folder: None (the temporary folder), or ``/tmp`` if socket names would
-    be too long there.
-    """
+    """Return the parent of a private cluster's folder: None (the temporary folder), or ``/tmp`` for shorter socket names."""
     return None if len(os.fsencode(f"{tempfile.gettempdir()}{SOCKET}")) <= SOCKET_BYTES else "/tmp"
 
 

@@ -81,8 +81,7 @@ def sent_whole(function: FunctionType) -> FunctionType:
 
 
 def look(python: str, nodes: bool = False) -> dict[str, Any]:
-    """Return the versions of a Python of this machine: ``python``, ``ray``, ``missing``; or ``error`` if it does not
-    run.
+    """Return the versions of a Python of this machine: ``python``, ``ray``, ``missing``; ``error`` if it does not run.
 
     Args:
         python: the path of the Python.

@@ -37,8 +37,7 @@ def resources(options: RayOptions, gpu: bool) -> dict[str, float]:
 
 
 def problems(config: EngineConfig) -> Iterator[str]:
-    """Yield what is wrong with ``[runtime.ray]`` on any cluster: unknown pools, and what one machine can never
-    provide.
+    """Yield what is wrong with ``[runtime.ray]`` on any cluster: unknown pools, and requests beyond any machine.
 
     Args:
         config: the run's config. Processes whose number the machine decides (``"auto"``) are not counted.

@@ -248,9 +248,7 @@ class RayRuntime(MultiProcessRuntime):
         return "" if self.cluster.folder is None else str(self.cluster.folder)
 
     def _meeting(self, name: str) -> dict[str, Any]:
-        """Return a rendezvous: a file of a private cluster, or a store of the controller if ranks may be on other
-        nodes.
-        """
+        """Return a rendezvous: a file of a private cluster, or a store of the controller if ranks may be on other nodes."""
         if self.cluster.folder is not None:
             return {"file": str(Path(self.cluster.folder) / f"meet-{name}"), "tcp": None}
         import ray

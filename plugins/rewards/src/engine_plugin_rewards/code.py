@@ -149,8 +149,9 @@ class Judge:
         entry_point: str | None = None,
         test_setup: str | None = None,
     ) -> dict[str, float | str] | None:
-        """Return the share of the tests that pass, or 1 and 0; None for a row without tests. ``pred`` counts the
-        verdicts.
+        """Return the share of the tests that pass, or 1 and 0; None for a row without tests.
+
+        ``pred`` counts the verdicts.
 
         Args:
             completion: the response.

@@ -256,8 +256,7 @@ def _of_code(test: str, entry_point: str, setup: str) -> Iterator[Case]:
 
 
 def _check_that_it_tests(tree: ast.Module, test: str, called: bool, needs_entry_point: bool) -> None:
-    """Raise ``BadTests`` for code that any program would pass, because it asserts nothing, or nothing calls its
-    assertions.
+    """Raise ``BadTests`` for code that any program would pass: no assertions, or none that is called.
 
     Args:
         tree: the code's syntax tree.
@@ -344,8 +343,6 @@ def _expression(asserted: ast.expr, setup: str) -> Expression | None:
 
 
 def _calls_the_program(call: ast.Call) -> bool:
-    """Return whether a call's truth is the program's own answer: that of ``f(...)``, not of a builtin or
-    ``math.isclose(...)``.
-    """
+    """Return whether a call's truth is the program's own answer: of ``f(...)``, not of a builtin or ``math.isclose(...)``."""
     builtin = {"all", "any", "isinstance", "callable", "hasattr", "issubclass", "len", "set", "bool"}
     return isinstance(call.func, ast.Name) and call.func.id not in builtin

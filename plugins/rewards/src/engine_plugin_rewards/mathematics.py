@@ -18,13 +18,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about th
 def same_mathematics(
     completion: str, answer: object, *, precision: int, strict: bool
 ) -> dict[str, float | str | None] | None:
-    """Return 1 if the response's final expression equals the answer, else 0; None for a row without answer.
+    r"""Return 1 if the response's final expression equals the answer, else 0; None for a row without answer.
 
     ``pred`` is the expression as text: that of the answer if the two are equal, so that all correct responses have the
     same ``pred``.
 
     Args:
-        completion: the response; the last ``\\boxed{}``, formula or number is taken.
+        completion: the response; the last ``\boxed{}``, formula or number is taken.
         answer: LaTeX with or without dollars, a plain number, or a solution that ends in ``#### answer``.
         precision: decimals to which floating-point results are compared.
         strict: compare names of variables and kinds of brackets, too.

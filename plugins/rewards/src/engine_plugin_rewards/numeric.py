@@ -24,10 +24,10 @@ _WIDE = Context(Emax=MAX_EMAX, Emin=MIN_EMIN)  # a million digits are a wrong an
 def numeric(
     completion: str, answer: object, *, tolerance: float, relative_tolerance: float, boxed: str
 ) -> dict[str, float | str | None] | None:
-    """Return 1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
+    r"""Return 1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
 
     Numbers may have thousands separators (``1,234.5``), an exponent, or be a ratio (``3/4``,
-    ``\\frac{3}{4}``).
+    ``\frac{3}{4}``).
 
     Args:
         completion: the response.
@@ -82,7 +82,7 @@ def _ratio(found: re.Match[str]) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{...}``, with balanced braces; None without one."""
+    r"""Return the content of the last ``\boxed{...}``, with balanced braces; None without one."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None

@@ -12,8 +12,7 @@ LEAST_RANKS = 2
 
 
 class TransportSuite(Suite, modules=(imports, transport_updates, transport_failures)):
-    """A suite: the contracts of ``engine_core.contracts.weight_transport.WeightTransport``. ``Suite`` has the other
-    attributes.
+    """A suite: the contracts of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Each rank is a process with one endpoint of the link, as in a run: rank 0 sends, the other ranks receive.
 

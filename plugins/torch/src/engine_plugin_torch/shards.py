@@ -1,4 +1,4 @@
-"""Sharded tensors as safetensors files, one per rank, which any number of ranks can read.
+r"""Sharded tensors as safetensors files, one per rank, which any number of ranks can read.
 
 The metadata of torch.distributed.checkpoint is a pickle, so it is not used. Here each file's own header (JSON)
 says where its parts lie in the whole tensors::

@@ -1,6 +1,4 @@
-"""The base of both kinds of judge: questions about all samples of a round, and failures kept apart from missing
-values.
-"""
+"""The base of both kinds of judge: all questions of a round, with failures separate from missing values."""
 
 from __future__ import annotations
 

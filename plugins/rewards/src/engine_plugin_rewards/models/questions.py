@@ -59,8 +59,7 @@ class Questions:
         return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), self.table.prompt)
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the filled-in template as a prompt that the judge answers; with a chat template, control tokens are
-        plain text.
+        """Return the filled-in template as a prompt of the judge; with a chat template, control tokens are plain text.
 
         Raises:
             BadRow: the chat template or the tokenizer refuses it.

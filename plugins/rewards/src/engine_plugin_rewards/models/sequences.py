@@ -63,8 +63,7 @@ class Sequences:
         return ids + (ending[1:] if ending and ids[-1:] == ending[:1] else ending)
 
     def from_text(self, prompt: str, messages: list[Message] | None, completion: str) -> list[int]:
-        """Return the tokens of a prompt and its response, rendered as text; control tokens in messages and the
-        response are text.
+        """Return the tokens of a prompt and its response; control tokens in messages and the response are plain text.
 
         Args:
             prompt: the prompt as the actor saw it; used if there are no messages.
@@ -107,9 +106,7 @@ class Sequences:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text_ids(self, text: str) -> list[int]:
-        """Return the tokens with the tokenizer's own special tokens, except an end of sequence, since the response
-        follows.
-        """
+        """Return the tokens with the tokenizer's special tokens, except an end of sequence, since the response follows."""
         ids, end = list(self.tokenizer(text)["input_ids"]), self.tokenizer.eos_token_id
         plain = self._ids(text)
         return ids[:-1] if ids[-1:] == [end] and plain[-1:] != [end] else ids

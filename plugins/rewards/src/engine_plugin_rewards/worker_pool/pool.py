@@ -87,9 +87,7 @@ class Worker(ChildProcess):
                 _ARRIVED.notify_all()
 
     def stacks(self) -> str:
-        """Return the worker's stack at its end (faulthandler prints the innermost frame first),
-        else its last output.
-        """
+        """Return the worker's stack at its end (faulthandler prints the innermost frame first), else its last output."""
         text = self.tail(KEPT_LINES).strip()
         start = max(text.rfind("Timeout ("), text.rfind("Fatal Python error"))
         return text[start:][:SHOWN_CHARACTERS] if start >= 0 else text[-SHOWN_CHARACTERS:]

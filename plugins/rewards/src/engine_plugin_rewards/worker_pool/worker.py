@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(number: int) -> None:
-    """Serve the socket of that number until it is closed: by the controller's end, or in a fork
-    made by the function.
-    """
+    """Serve the socket of that number until it is closed, by the controller's end or in a fork that the function made."""
     print_stacks_on_request()
     channel = JsonChannel(socket.socket(fileno=number))
     with contextlib.suppress(Closed):

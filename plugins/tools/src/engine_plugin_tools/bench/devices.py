@@ -82,8 +82,7 @@ def decode_floor(
     ranks: int = 1,
     itemsize: int = 2,
 ) -> float:
-    """Return the least seconds to sample ``response`` tokens for each of ``sequences`` of ``prompt`` tokens, all at
-    once.
+    """Return the least seconds to sample ``response`` tokens for each of ``sequences`` prompts at the same time.
 
     ``sum over t < R of (W + B k (prompt + t)) / bandwidth``: W bytes of the weights, k of a token's keys and values.
 

@@ -15,8 +15,7 @@ LOWEST = 3  # tokens below are likely to be special ones
 
 
 def train_batch(lengths: Sequence[int], prompt: int, vocabulary: int, seed: int) -> Batch:
-    """Make a batch of random tokens, with the loss on those after the first ``prompt`` of each sequence, all of one
-    weight.
+    """Make a batch of random tokens, with equal loss weights on those after the first ``prompt`` of each sequence.
 
     Args:
         lengths: [B] tokens of each sequence.

@@ -1,3 +1,1 @@
-"""The process in the box. It is started by path and without site packages; its modules import each
-other by bare name.
-"""
+"""The process in the box: started by path, without site packages; its modules import each other by bare name."""

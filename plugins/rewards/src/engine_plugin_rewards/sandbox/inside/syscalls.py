@@ -57,7 +57,7 @@ def join(descriptor: int, flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Call mount(2)."""
+    """Mount a file system with the system call ``mount``."""
     text = [None if value is None else value.encode() for value in (source, target, kind)]
     _checked(_libc.mount(*text, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
 
@@ -118,8 +118,7 @@ def landlock_version() -> int:
 
 
 def landlock(readable: list[str], writable: list[str]) -> int:
-    """Return a ruleset, for ``enter_landlock``, that allows reading ``readable``, everything in ``writable``, and no
-    TCP.
+    """Return a ruleset, for ``enter_landlock``, that allows reading ``readable``, everything in ``writable``, no TCP.
 
     Args:
         readable: files and folders; those that do not exist are left out.

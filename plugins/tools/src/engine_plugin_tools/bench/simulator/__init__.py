@@ -1,3 +1,1 @@
-"""Simulation of a run on many workers: the project's own controller over simulated workers that take only virtual
-time.
-"""
+"""Simulation of a run on many workers: the real controller over simulated workers that take only virtual time."""

@@ -1,6 +1,4 @@
-"""A simulated run: the trainer of a run file's `trainer`, its source of rollouts and its threads,
-on a virtual clock.
-"""
+"""A simulated run: the trainer of a run file, its source of rollouts and its threads, on a virtual clock."""
 
 from __future__ import annotations
 

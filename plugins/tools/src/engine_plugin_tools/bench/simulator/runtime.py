@@ -1,5 +1,4 @@
-"""The runtime of a simulation: the groups and messages of ``MultiProcessRuntime``, with workers that take virtual
-time.
+"""The runtime of a simulation: groups and messages of ``MultiProcessRuntime``, workers that take virtual time.
 
 The controller's work for a call is real: splitting, encoding, decoding of the answers, merging. A worker's work is not
 counted as the controller's (``VirtualClock.aside``), and there are no system calls of sockets.
@@ -79,9 +78,7 @@ class Stretch:
         return self.start + self.prefill + self.count * self.each
 
     def tokens_by(self, moment: float, at_once: int) -> int:
-        """Return the tokens of each response at the end of the engine call (``at_once`` tokens) that runs at
-        ``moment``.
-        """
+        """Return the tokens of each response after the engine call (``at_once`` tokens) that runs at ``moment``."""
         calls = max(math.ceil((moment - self.start - self.prefill) / self.each / at_once), 1)
         return min(calls * at_once, self.count)
 

@@ -133,17 +133,13 @@ class SimulatedSampler:
         return bool(self._running or self._waiting)
 
     def _step(self, most: int) -> tuple[list[Rollout], float]:
-        """Sample until a response finishes, at most ``most`` tokens of each; return the finished
-        ones and the seconds.
-        """
+        """Sample until a response finishes, at most ``most`` tokens of each; return the finished ones and the seconds."""
         prefill, each, count = self.begin()
         count = min(count, most)
         return self.run(count), prefill + count * each
 
     def begin(self) -> tuple[float, float, int]:
-        """Start waiting requests; return the seconds of new prompts, of a token, and the tokens until a response
-        finishes.
-        """
+        """Start waiting requests; return the seconds of new prompts, of a token, and the tokens until one finishes."""
         prompts: dict[str, int] = {}
         while self._waiting and len(self._running) < self.speeds.capacity:
             new = self._waiting.popleft()
