@@ -1,4 +1,4 @@
-"""Commands that answer about a configuration without running it: validate, config show, schema."""
+"""Commands that check or print a configuration without running it: ``validate`` and ``config show``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 def validate(
     files: Files, more: More = None, sets: Sets = None, allow_code: AllowCode = False, as_json: Json = False
 ) -> int:
-    """Check a run file: keys, types, names, plugins, files and their columns. Loads no torch."""
+    """Check a run file: keys, types, names, plugins, files and their columns. Loads no torch.
+
+    Raises:
+        EngineError: the run file is not valid; with ``--json`` the problems are printed instead.
+    """
     try:
         config = read(files, more, sets, allow_code=allow_code)
         plugins = plugins_for(config)
@@ -47,7 +51,7 @@ def validate(
 
 
 def _check_rewards(config: EngineConfig, plugins: PluginSet) -> None:
-    """The functions of rewards that the run's trainer reads."""
+    """Check the reward functions of a run whose trainer reads ``[[reward]]``."""
     trainer: Any = plugins.spec("trainers", config.trainer)
     if config.reward and (trainer.sections is None or "reward" in trainer.sections):
         check_functions(config.reward, plugins)

@@ -25,7 +25,7 @@ def export(
 ) -> None:
     """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
 
-    Of a run with [actor.lora] the adapter is merged into the model; '--adapter' writes it alone.
+    A LoRA adapter ([actor.lora]) is merged into the model; '--adapter' writes the adapter alone.
     """
     check_new(out)
     folder = RunFolder.open(run)

@@ -1,4 +1,4 @@
-"""From arguments to a config, a trainer, a checkpoint."""
+"""Loaders of the config, the trainer and the checkpoint that a command's arguments name."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ def read(
     steps: int | None = None,
     allow_code: bool = False,
 ) -> EngineConfig:
-    """The validated config of these arguments; ``steps`` stands for ``--set run.steps=N``."""
+    """Return the validated config of a command's arguments; ``steps`` means ``--set run.steps=N``."""
     overrides = [*(sets or ()), *([] if steps is None else [f"run.steps={steps}"])]
     return load_config(*files, *(more or ()), overrides=overrides, allow_code=allow_code)
 
 
 def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None) -> EngineConfig:
-    """The config that a run was last started or resumed with, and changes to it.
+    """Return the config that a run was last started or resumed with, changed by ``sets`` and ``steps``.
 
-    The plugin files it names were allowed when it was started and are named by their full paths, so
-    they are allowed again; their hashes are logged.
+    The plugin files that the config names were allowed when the run was started, and they have absolute paths.
+    They are therefore allowed again; their hashes are logged.
     """
     file = str(folder.config_file)
     config = read([file], sets=sets, steps=steps, allow_code=True)
-    config._source.unread.clear()  # every key stands in this file: that some are not read is no news
+    config._source.unread.clear()  # the file has every key, so a report of unread ones is useless
     return config
 
 
 def checkpoint_of(folder: RunFolder, step: int | None) -> Path:
-    """The verified checkpoint of ``step``; default: the newest one that verifies."""
+    """Return the verified checkpoint of ``step``; default: the newest one that verifies.
+
+    Raises:
+        DataError: the run has no usable checkpoint of this step.
+    """
     checkpoints = Checkpoints(folder.checkpoints)
     if step is None:
         return checkpoints.latest()
@@ -60,9 +64,10 @@ def checkpoint_of(folder: RunFolder, step: int | None) -> Path:
 
 
 def trainer_of(config: EngineConfig) -> Any:
-    """The trainer that the config names; what is missing on the disk is told now, all at once.
+    """Return the trainer that the config names. Models are built later, in its ``setup`` or ``train``.
 
-    Nothing is built before its ``setup`` or ``train``.
+    Raises:
+        DataError: every problem of the files and folders that the config names.
     """
     if problems := check_inputs(config):
         raise DataError("\n".join(problems))
@@ -70,7 +75,7 @@ def trainer_of(config: EngineConfig) -> Any:
 
 
 def print_remarks(config: EngineConfig) -> None:
-    """Print what a config says in vain or hardly means, one line each."""
+    """Print the config's warnings and its keys without effect, one line each."""
     for kind, entries in (("warning", config.warnings), ("not read", config.unread)):
         for entry in entries:
             print(f"{kind}: {entry}")

@@ -1,9 +1,9 @@
-"""``engine COMMAND``: what each command is called, where it lives, and how it ends.
+"""The ``engine`` command line: command lookup, exit codes and error output.
 
-A command's module is imported when the command is used, so that the quick ones stay quick. Results
-go to stdout, progress and messages to stderr. Exit codes: 0 ok, 1 a bug of ours (with its
+A command's module is imported when the command is used, so that short commands start fast. Results
+go to stdout, progress and messages to stderr. Exit codes: 0 success, 1 a bug in the engine (with its
 traceback), 2 usage or configuration, 3 plugin, 4 data, 5 environment, 6 training failed, 130
-interrupted, 143 terminated, 75 a training that was told to stop and has saved.
+interrupted, 143 terminated, 75 training stopped on request after saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from engine_core.redaction import show_uncaught, without_secrets
 from engine_core.specs import Command
 from engine_core.train.stopping import Terminated
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no bug of ours, whoever met it
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full or read-only disk: reported without a traceback
 FIRST = (
     "train",
     "resume",
@@ -50,7 +50,7 @@ FIRST = (
     "compare",
     "export",
 )
-"""Commands that the help shows first, in this order; others follow by name."""
+"""Commands that the help lists first, in this order. The others follow in alphabetical order."""
 PLAIN: Mapping[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,
@@ -59,10 +59,12 @@ PLAIN: Mapping[str, Any] = {
 
 
 class CommandGroup(TyperGroup):
-    """Commands by name, from the metadata of what is installed; a command's plugin is imported when the command is used.
+    """A group of commands, listed from the metadata of the installed distributions.
+
+    The plugin of a command is imported when the command is used.
 
     Args:
-        prefix: of the group's commands: ``bench.``; empty: all of them.
+        prefix: start of the names of the group's commands, such as ``bench.``; empty: all commands.
     """
 
     def __init__(self, *, prefix: str = "", **settings: Any) -> None:
@@ -70,12 +72,14 @@ class CommandGroup(TyperGroup):
         self.prefix = prefix
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands of the group, those of ``FIRST`` before the others."""
         offered = (name for name in known_names("commands") if name.startswith(self.prefix))
         found = dict.fromkeys(name.removeprefix(self.prefix).partition(".")[0] for name in offered)
         rank = {name: number for number, name in enumerate(FIRST)}
         return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command or an inner group by name; raise ``ConfigError`` if the name is unknown."""
         distribution, short = split(cmd_name)
         full = self.prefix + short
         if any(find("commands", full)):
@@ -86,7 +90,7 @@ class CommandGroup(TyperGroup):
         return CommandGroup(name=short, prefix=f"{full}.", help=_group_help(inner), rich_markup_mode=None)
 
     def _unknown(self, name: str, known: Sequence[str]) -> str:
-        """Return why there is no such command, and what to type or to install instead."""
+        """Return the message about an unknown command, with the nearest name and what to install."""
         to_install = {
             command.removeprefix(self.prefix).partition(".")[0]: distribution
             for (kind, command), distribution in our_plugins().items()
@@ -104,24 +108,28 @@ class CommandGroup(TyperGroup):
         )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Show the help if there are no arguments."""
         return super().parse_args(ctx, args or ["--help"])
 
 
 def _loaded(name: str, full: str) -> Any:
-    """Return a command, its plugin imported; where that fails, a command that says so, for the help of all others to be readable.
+    """Import the plugin of a command and return the command.
+
+    If the import fails, return a command that raises the error, so that the help still lists the other commands.
 
     Args:
-        name: what the user types.
-        full: with the group, and the distribution where the user wrote one.
+        name: the name as the user typed it.
+        full: the name with its group, and with the distribution if the user wrote one.
     """
     single = typer.Typer(**PLAIN)
     settings = {}
     try:
         function = PluginSet.load({"commands": [full]}).resolve("commands", full)
     except EngineError as error:
-        problem = error  # Python forgets `error` where this block ends
+        problem = error  # Python deletes `error` at the end of this block
 
         def function() -> None:
+            """Raise the error of the import."""
             raise problem
 
         function.__doc__ = f"Cannot be used: {problem}"
@@ -131,7 +139,7 @@ def _loaded(name: str, full: str) -> Any:
 
 
 def _group_help(commands: Sequence[str]) -> str:
-    """Return the line about a group that the first of its commands to have one gives."""
+    """Return the group help of the first command that gives one; empty if none does."""
     for name in commands:
         with suppress(EngineError):
             spec = PluginSet.load({"commands": [name]}).spec("commands", name)
@@ -156,21 +164,24 @@ def engine(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Post-training of language models, every heavy part of which is a plugin."""
+    """Post-training of language models; every heavy part is a plugin."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words after ``engine``; default: those of the process.
+        argv: the arguments after ``engine``; default: those of this process.
 
     Returns:
-        The exit code. An exception that is no ``EngineError`` is a bug of ours and passes through.
+        The exit code.
+
+    Raises:
+        Exception: any error that is not an ``EngineError``, a usage error or a full disk: a bug in the engine.
     """
     try:
         with _sigterm_ends_cleanly(), controlling() as controls:
-            if not controls:  # a rank of torchrun that is not the first: it serves the first one's command
+            if not controls:  # a torchrun rank other than 0 executes the commands of rank 0
                 return serve()
             code = get_command(app).main(args=argv, prog_name="engine", standalone_mode=False)
             sys.stdout.flush()
@@ -188,9 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Terminated:
         return Terminated.code
-    except BrokenPipeError:  # the reader of our output has gone, as in `engine plugins | head -1`
+    except BrokenPipeError:  # the reader of stdout has exited, as in `engine plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as Typer does where it meets this first
+        return 1  # the exit code that Typer uses for a broken pipe
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK:
             _complain(f"{error}. What was written before is untouched.")
@@ -205,8 +216,8 @@ def _complain(message: str) -> None:
 
 @contextmanager
 def _sigterm_ends_cleanly() -> Iterator[None]:
-    """SIGTERM raises ``Terminated``, so that workers are stopped and files are closed on the way out."""
-    if threading.current_thread() is not threading.main_thread():  # only it may handle signals
+    """Make SIGTERM raise ``Terminated``, so that workers are stopped and files are closed."""
+    if threading.current_thread() is not threading.main_thread():  # only it may set signal handlers
         yield
         return
     previous = signal.signal(signal.SIGTERM, _terminate)

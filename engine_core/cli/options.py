@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sets = Annotated[
     ),
 ]
 AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Let the run file name Python files outside of its own folder.")
+    bool, typer.Option("--allow-code", help="Allow the run file to name Python files outside its folder.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name below runs/, or 'latest'.")]

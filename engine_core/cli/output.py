@@ -1,4 +1,4 @@
-"""Results: aligned columns for people and JSON for programs on stdout, files where they can be written."""
+"""Output of commands: aligned tables and JSON on stdout, and checks of output paths."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 def print_json(value: Any) -> None:
-    """One JSON document; what JSON has not (a path, a date) as text."""
+    """Print one JSON document. A value that JSON cannot represent (a path, a date) is printed as text."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
 def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> None:
-    """Left-aligned columns, two spaces apart; nothing for no rows."""
+    """Print left-aligned columns, two spaces apart. Print nothing if there are no rows."""
     if not rows:
         return
     lines = [header, *rows] if header else list(rows)
@@ -31,7 +31,7 @@ def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> No
 
 
 def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
-    """Metrics by name; one with a 95% interval as ``0.83 ± 0.04``, in JSON with its bounds."""
+    """Print metrics by name. One with a 95% interval is shown as ``0.83 ± 0.04``, in JSON with its bounds."""
     if as_json:
         print_json(dict(metrics))
         return
@@ -41,7 +41,12 @@ def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
 
 
 def check_new(path: Path) -> None:
-    """An error where ``path`` is there already, unless as an empty folder, or where it cannot be made."""
+    """Check that an output folder can be created at ``path``. An empty folder there is accepted.
+
+    Raises:
+        ConfigError: ``path`` exists and is not an empty folder.
+        EnvironmentProblem: ``path`` cannot be created.
+    """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"'{path}' exists already, and nothing is overwritten. Choose another name.")
     if problem := writing_problem(path):
@@ -49,7 +54,7 @@ def check_new(path: Path) -> None:
 
 
 def writing_problem(path: Path) -> str | None:
-    """Why nothing can be written at ``path``, which need not exist; None when it can."""
+    """Return why nothing can be written at ``path``, which need not exist; None if it can be written."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not existing.is_dir():
         return f"'{existing}' is no folder"
@@ -57,7 +62,7 @@ def writing_problem(path: Path) -> str | None:
 
 
 def _colored(cell: str, width: int) -> str:
-    """The cell at its width; a status word has its colour on a terminal that wants colours."""
+    """Return the padded cell. A status word is colored if stdout is a terminal and ``NO_COLOR`` is not set."""
     padded = cell.ljust(width)
     if cell not in COLORS or os.environ.get("NO_COLOR") or not sys.stdout.isatty():
         return padded

@@ -1,4 +1,4 @@
-"""``engine plugins``: what is installed, healthy or not and why."""
+"""``engine plugins``: the installed plugins and their state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def plugins(
         typer.Option("--check", help="Import all plugins in another process; exit code 3 if one fails."),
     ] = False,
 ) -> int:
-    """List the installed plugins: name, kind, distribution, version, healthy or why not.
+    """List the installed plugins: name, kind, distribution, version and state.
 
-    Reads metadata only; nothing of a plugin is imported without --check.
+    Reads metadata only. Without --check no plugin is imported.
     """
     found = list_plugins(check=check)
     if as_json_:
@@ -43,7 +43,7 @@ def plugins(
 
 
 def _state(info: PluginInfo) -> str:
-    """``ok``, or what is wrong: with the plugin, or with what this machine has for it."""
+    """Return ``ok``, the problem of the plugin, or a warning about what this machine lacks for it."""
     if not info.healthy:
         return f"problem: {info.problem}"
     return "ok" if info.fit else f"warning: {info.health}"

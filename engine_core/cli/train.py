@@ -56,15 +56,13 @@ def resume(
     ] = False,
     force: Annotated[
         list[str] | None,
-        typer.Option(
-            "--force", metavar="KEY", help="Go on though KEY changed and would be refused. Repeat it."
-        ),
+        typer.Option("--force", metavar="KEY", help="Continue although KEY changed; may be repeated."),
     ] = None,
 ) -> None:
-    """Go on with a run from its newest checkpoint that verifies; prints the run folder at the end.
+    """Resume a run from its newest checkpoint that verifies; prints the run folder at the end.
 
-    The config is that of its last attempt, with --set on top. What changed since the checkpoint is
-    listed; what would not fit is refused.
+    The config is that of the run's last attempt, changed by --set. Changes since the checkpoint are
+    listed; a change that does not fit the checkpoint is refused.
     """
     from engine_core.train.checkpointing import Resume
 
@@ -73,10 +71,10 @@ def resume(
     found = Resume.find(folder.path, strict, force or ())
     state = found.state
     done = state["step"]
-    # A checkpoint from before its step's evaluation stays as it is; the step's line says that it is complete.
+    # A checkpoint written before its evaluation is not rewritten; the metrics line shows that its step is complete.
     complete = state["unfinished"] is None or any(line["step"] == done for line in folder.read_metrics())
     if config.run.steps is not None and done >= config.run.steps and complete:
-        more = f"To go on: engine resume {run} --steps N, N over {done}."
+        more = f"To continue: engine resume {run} --steps N, N over {done}."
         said = f"Nothing to do: step {done} is done, and run.steps is {config.run.steps}. {more}"
         print(said, file=sys.stderr)
     else:
@@ -85,10 +83,12 @@ def resume(
 
 
 def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
-    """Train; the run folder. A run that lost a worker goes on from its newest checkpoint, `max_restarts` times.
+    """Train to the end and return the run folder.
+
+    After the loss of a worker, training resumes from the newest checkpoint, at most `max_restarts` times.
 
     Raises:
-        WorkerLost: no restarts are left, or there is no checkpoint to go on from.
+        WorkerLost: no restarts are left, or no checkpoint exists.
     """
     from engine_core.train.checkpointing import Resume
 
@@ -102,10 +102,10 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 if not left or trainer.folder is None:
                     raise
                 try:
-                    good = trainer.verified  # now, at the end of the attempt
+                    good = trainer.verified  # read after the attempt has failed
                     resume = Resume.at(good) if good else Resume.find(trainer.folder.path)
                 except DataError:  # nothing was saved
                     raise lost from None
                 left -= 1
-                again = f"goes on from {resume.path.name} with new workers ({left} restarts left)"
+                again = f"resuming from {resume.path.name} with new workers ({left} restarts left)"
                 print(without_secrets(f"engine: {lost}\nengine: {again}"), file=sys.stderr)

@@ -79,7 +79,7 @@ def test_a_restart_goes_on_from_the_checkpoint_that_the_end_has_verified(engine,
     assert run.code == 0, run.err
     found = re.search(VERIFIED, run.err)
     assert found, run.err
-    assert f"goes on from step_{int(found[1]):08d} with new workers" in run.err
+    assert f"resuming from step_{int(found[1]):08d} with new workers" in run.err
 
 
 def test_a_failure_whose_newest_checkpoint_is_damaged_names_the_file_and_the_older_one_that_is_good(

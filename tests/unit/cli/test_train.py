@@ -53,7 +53,7 @@ def test_resume_of_a_finished_run_says_so_and_is_no_error(engine, sft_run):
     engine("train", "run.toml")
     answer = engine("resume", "latest")
     assert answer.code == 0
-    more = "To go on: engine resume latest --steps N, N over 2.\n"
+    more = "To continue: engine resume latest --steps N, N over 2.\n"
     assert answer.err == f"Nothing to do: step 2 is done, and run.steps is 2. {more}"
     answer = engine("resume", "latest", "--steps", "1")
     assert (answer.code, answer.err) == (0, f"Nothing to do: step 2 is done, and run.steps is 1. {more}")
