@@ -1,9 +1,9 @@
-"""What a table hook returns for each name: cheap to import, resolved where it is used.
+"""Specs: the entries that table hooks return by name. They are cheap to import and resolved on use.
 
 ``load`` is ``"module:attribute"`` (imported on first use, in the worker) or the object itself.
-``config`` is the pydantic model of the option table that stands beside the name in the TOML:
-``backend = "torch"`` with ``[actor.torch]``, ``name = "format"`` with ``[reward.format]``,
-``loss = "ppo_clip"`` with ``[algorithm.ppo_clip]``. The rule is the same everywhere.
+``config`` is the pydantic model of the option table of the name in the TOML:
+``backend = "torch"`` has ``[actor.torch]``, ``name = "format"`` has ``[reward.format]``,
+``loss = "ppo_clip"`` has ``[algorithm.ppo_clip]``. The rule is the same for all tables.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine_core.tables import BASE_SAMPLING
 
 
 class Options(BaseModel):
-    """Base of every option table: unknown keys are refused, every field has a docstring below it.
+    """The base class of option tables: unknown keys are refused, each field has a docstring below it.
 
     Attributes:
-        chooses: keys of the table that choose something by name, and the kind of these names, of the core or of a
-            plugin (``{"loss": "pair_losses"}``). The schema of run files lists the names; the plugins behind those that
-            a trainer's table chooses are loaded with the run.
-        renamed: old names of keys of this table, each with its new name; a run file with an old name is refused
-            with an error that names the new one.
+        chooses: keys whose value is a name of a table hook, each with the kind of that hook
+            (``{"loss": "pair_losses"}``). The schema of run files lists the names. The plugins of the names that a
+            trainer's table chooses are loaded with the run.
+        renamed: old names of keys, each with the new name; a run file with an old name is refused with an
+            error that names the new one.
     """
 
     chooses: ClassVar[Mapping[str, str]] = {}
@@ -36,25 +36,25 @@ class Options(BaseModel):
 
     @property
     def updates_weights_in_flight(self) -> bool:
-        """Of a trainer's table: weights may change while responses are being sampled, which go on with the new ones."""
+        """Whether a trainer updates weights during sampling; responses then continue with the new weights."""
         return False
 
 
 class NoOptions(Options):
-    """For a name that takes no options."""
+    """The option table of a name without options."""
 
 
 class RefillOptions(Options):
-    """Base of the option table of a stage that drops groups for the trainer to replace by others.
+    """The base option table of a stage that drops groups, which the trainer replaces.
 
-    The stage runs on each round's new rollouts; its function does not receive these options. Stages
-    after it see the rollouts of all rounds at once.
+    The stage runs on each round's new rollouts; its function does not receive these options. Later stages
+    receive the rollouts of all rounds at once.
     """
 
     max_rounds: int = Field(10, gt=0)
-    """Rounds of sampling in one step, the first included; after the last the step goes on with the groups that it has."""
+    """Maximum rounds of sampling in one step; after the last the step continues with the groups that it has."""
     oversample: float = Field(1.0, ge=1)
-    """A round samples this many times the prompts that are missing; what is then too much is dropped."""
+    """Each round samples the number of missing prompts times this factor; surplus groups are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,14 @@ class Spec:
 
     kind: ClassVar[str] = ""  # the table: "train_engines", "rewards", ...
     noun: ClassVar[str] = ""  # for messages: "train engine", "reward", ...
-    given: ClassVar[tuple[str, ...]] = ()  # what a function of this kind is called with, before its options
-    makes_objects: ClassVar[bool] = False  # a class may stand for the function: see ``Stage``
-    internal: ClassVar[bool] = False  # code asks for a name of this kind, never a key of a run file
+    given: ClassVar[tuple[str, ...]] = ()  # positional arguments of a function of this kind
+    makes_objects: ClassVar[bool] = False  # a class may replace the function: see ``Stage``
+    internal: ClassVar[bool] = False  # names of this kind are used by code, never by a key of a run file
 
     load: str | Callable[..., Any]
     config: type[BaseModel] = NoOptions
     health: str | Callable[[], str] | None = None
-    """Asked by ``engine doctor``: a line about this machine, or an ``EngineError`` that says what it lacks."""
+    """Called by ``engine doctor``: returns a line about this machine, or raises an ``EngineError``: what it lacks."""
 
     def resolve(self) -> Any:
         """The class or function behind ``load``."""
@@ -78,7 +78,7 @@ class Spec:
 
 
 def resolve(load: str | Callable[..., Any]) -> Any:
-    """What ``"module:attribute"`` names, or the object itself."""
+    """Import and return the object that ``"module:attribute"`` names; return any other object unchanged."""
     if not isinstance(load, str):
         return load
     module, _, attribute = load.partition(":")
@@ -89,17 +89,17 @@ def resolve(load: str | Callable[..., Any]) -> Any:
 class TrainBackend(Spec):
     """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
-    Each capability must be implemented by the class (a method that is not the base's):
+    The class must implement each of its capabilities (override the base's method):
     see ``engine_core.plugins.modules.TRAIN_CAPABILITIES``.
 
     Args:
-        frozen_only: it runs models that are never trained, a teacher and those of rewards, at temperature 1; no other role may
-            name it.
-        remote: the model is held by somebody else: of its folder only config and tokenizer are read here.
-        own_model: ``_build_model_optimizer`` builds another model than that of ``[model]``. A sampler with weights of its own then
-            needs a hook of the plugin: ``engine_build_model`` or ``engine_map_weights``.
-        check_checkpoint: ``f(folder, was, now) -> str``: what keeps this engine (named ``now``) from reading a role's
-            checkpoint in the common format that the engine ``was`` wrote; empty where nothing does. None: nothing ever does.
+        frozen_only: the engine runs only models that are never trained (a teacher, models of rewards), at
+            temperature 1; other roles may not use it.
+        remote: a server holds the model; only config and tokenizer are read from the model's folder.
+        own_model: ``_build_model_optimizer`` builds a model other than that of ``[model]``. A sampler with separate
+            weights then needs a hook of the plugin: ``engine_build_model`` or ``engine_map_weights``.
+        check_checkpoint: ``f(folder, was, now) -> str``: the reason why this engine (named ``now``) cannot read the
+            common-format checkpoint of a role that the engine ``was`` wrote; empty if it can. None: it always can.
     """
 
     kind = "train_engines"
@@ -115,15 +115,16 @@ class TrainBackend(Spec):
 class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    For capabilities see ``engine_core.plugins.modules.ROLLOUT_CAPABILITIES``. Its option model may have a property ``other_policy``:
-    the keys by which it samples from another policy than the weights that it is given (fewer bits), empty where
-    there are none. Tokens are then always weighed; a run that switches this off is refused. And a field ``adapter``: true
-    where the engine has the base and ``update_weights`` takes ``contracts.weight_sync.stream_of`` an adapter alone. And a field
-    ``max_model_len``: tokens of a prompt and its response together that the engine is told to hold; a run with longer ones is refused.
+    ``engine_core.plugins.modules.ROLLOUT_CAPABILITIES`` lists the capabilities. The option model may have:
+
+    * a property ``other_policy``: the keys in use that make the sampling policy differ from the received weights (fewer
+      bits), or empty. Tokens are then always weighed; a run that switches weighing off is refused.
+    * a field ``adapter``: True if ``update_weights`` takes ``contracts.weight_sync.stream_of`` an adapter alone.
+    * a field ``max_model_len``: the maximum tokens of a prompt with its response; a run with longer ones is refused.
 
     Args:
-        sampling: sampling options that it implements (``engine_core.tables.SamplingOptions``); a run that sets another is refused.
-        frozen_only: its weights cannot be replaced: it samples for a judge alone.
+        sampling: the supported ``engine_core.tables.SamplingOptions``; a run that sets another one is refused.
+        frozen_only: the weights cannot be updated: the engine samples only for a judge.
     """
 
     kind = "rollout_engines"
@@ -137,22 +138,22 @@ class RolloutBackend(Spec):
 class Reward(Spec):
     """A reward function; it receives the arguments that it names (see ``engine_core.rewards``).
 
-    Options of ``config`` reach the function as keyword arguments of the same names.
+    Options of ``config`` are passed to the function as keyword arguments of the same names.
 
     Args:
-        factory: ``load`` is no reward but makes one: it is called once in each worker with the
+        factory: ``load`` is a function that makes the reward function. It is called once in each worker with the
             options, and with ``root`` (folder of the run file), ``allow_code``, ``timeout`` (seconds that a call may
             take) and ``modules`` (`plugins` of the run file) if it names them.
-        answers: the function gives ``{"score": number, "pred": text}``, where equal texts are the same
-            answer: a majority vote (`eval.majority`) can be held on them.
-        workers: default of `workers`. ``cores`` is for a function that keeps a core busy, has no state, and takes
-            little memory: each worker has its own copy.
-        on_timeout: default of `on_timeout`: ``zero`` where the time depends on the response alone, so that a hang is no way around
-            a bad reward.
-        check: called with what a factory is called with, by ``engine validate`` and when a run starts, before any
-            model is built; it raises an ``EngineError`` that says what this machine or the options lack. It gives None, or a function
-            ``f(columns)`` that is asked about rows: it raises a LookupError where a row lacks what the reward reads, and
-            a ValueError where that is of no use. Both end a sentence that begins with the row and the reward.
+        answers: the function returns ``{"score": number, "pred": text}``; equal texts are the same
+            answer, so a majority vote (`eval.majority`) can use them.
+        workers: default of `workers`. ``cores`` is for a CPU-bound function without state that takes
+            little memory: each worker has a copy.
+        on_timeout: default of `on_timeout`; ``zero`` if the time depends on the response alone, so that a response
+            cannot avoid a bad reward by a hang.
+        check: called with a factory's arguments, by ``engine validate`` and at the start of a run, before any model is
+            built. It raises an ``EngineError`` that says what this machine or the options lack. It returns None or
+            ``f(columns)``, which checks a row: a LookupError if the row lacks what the reward reads, a ValueError if
+            that value is unusable. Both messages end a sentence that begins with the row and the reward.
     """
 
     kind = "rewards"
@@ -169,12 +170,12 @@ class Advantage(Spec):
     """An advantage estimator ``f(batch, **options) -> [T] float32``, or a mapping of such columns.
 
     Args:
-        needs: columns that must be in the batch; the core schedules who makes them
-            (``ref_log_probs``, ``old_log_probs``, ``greedy_rewards``, ...) and refuses what nobody can
-            make. Without ``rewards`` a KL in the reward is refused: it would have no effect.
-        makes: the columns it gives; more than ``advantages`` come as a mapping.
-        min_group_size: fewest responses to a prompt with which it gives anything but 0: 2 where it compares the responses of
-            a group. A run with fewer (`rollout.group_size`) would learn nothing and is refused.
+        needs: columns that must be in the batch; the core has them computed (``ref_log_probs``,
+            ``old_log_probs``, ``greedy_rewards``, ...) and refuses a run that cannot compute one of
+            them. Without ``rewards`` a KL in the reward is refused: it would have no effect.
+        makes: the columns that it returns; as a mapping if there are others than ``advantages``.
+        min_group_size: the smallest group size with advantages other than 0; 2 if the estimator compares the
+            responses of a group. A run with a smaller `rollout.group_size` would learn nothing and is refused.
     """
 
     kind = "advantages"
@@ -192,13 +193,13 @@ class Loss(Spec):
     Args:
         outputs: what the train engine computes with gradient: ``log_probs``, ``entropy``,
             ``sum_pi_squared``.
-        needs: columns read from the batch. Besides those of an advantage: ``current_log_probs`` and
-            ``current_entropy``, of the policy as the update of a mini-batch finds it.
+        needs: columns read from the batch. In addition to those of an advantage: ``current_log_probs`` and
+            ``current_entropy``, of the policy just before the update of a mini-batch.
         prepare: ``f(batch, seed, **options) -> {column: [T]}``, called with each whole mini-batch before
-            its update: what is a statistic over the mini-batch (a rank, a quantile) is made here and read
-            by the loss as a column, so that the loss does not depend on how the mini-batch is split.
-        aggregation: what `algorithm.loss_aggregation = "auto"` is with this loss.
-        ratio: the loss weighs each token by the ratio to ``old_log_probs`` itself. Where it does not,
+            its update. It computes statistics over the mini-batch (a rank, a quantile) as columns that the
+            loss reads, so that the loss does not depend on how the mini-batch is split.
+        aggregation: the value of `algorithm.loss_aggregation = "auto"` with this loss.
+        ratio: the loss itself weighs each token by the ratio to ``old_log_probs``. If it does not,
             the correction does, also with `algorithm.correction.bypass`.
     """
 
@@ -221,18 +222,18 @@ class PairLoss(Spec):
     """A loss of pairs of responses, ``f(chosen, rejected, beta=..., **keys) -> [P]``, for trainer ``dpo``.
 
     ``chosen`` and ``rejected`` [P] are the scores of the two responses, with gradient: log-ratios to the
-    reference (log-probs without one), as sums over tokens or their means.
+    reference (log-probs without a reference), summed or averaged over tokens.
 
     Args:
-        reference: it compares with a reference model.
-        divergence: `dpo.f_divergence` may be chosen.
-        normalized: scores are means over tokens, unless `dpo.length_normalize` says otherwise.
-        may_normalize: that key may say otherwise.
-        sft_coef: what `dpo.sft_coef` is unless set.
+        reference: the loss compares with a reference model.
+        divergence: `dpo.f_divergence` may be set.
+        normalized: scores are means over tokens, unless `dpo.length_normalize` is set otherwise.
+        may_normalize: `dpo.length_normalize` may be set.
+        sft_coef: the default of `dpo.sft_coef`.
         reads: other keys of ``[dpo]`` that the function receives: ``label_smoothing``, ``simpo_gamma``,
-            ``discopop_tau``. It has no option table of its own.
-        statistic: a column over the mini-batch that it needs, see ``preference_columns``: with ``order`` and
-            ``mean`` the function also receives ``shift`` [P], with ``matching`` pairs are formed anew by rank.
+            ``discopop_tau``. A pair loss has no separate option table.
+        statistic: a column over the mini-batch that the loss needs, see ``preference_columns``: with ``order`` and
+            ``mean`` the function also receives ``shift`` [P]; with ``matching`` pairs are formed again by rank.
     """
 
     kind = "pair_losses"
@@ -248,7 +249,7 @@ class PairLoss(Spec):
 
     @property
     def keywords(self) -> frozenset[str]:
-        """What the function receives by name."""
+        """The names of the function's keyword arguments."""
         shift = {"shift"} if self.statistic in ("order", "mean") else set()
         return frozenset({"beta", *self.reads, *shift})
 
@@ -257,16 +258,16 @@ class PairLoss(Spec):
 class Stage(Spec):
     """A step between rewards and advantages: ``f(rollouts, step, **options) -> (rollouts, metrics)``.
 
-    It may drop rollouts, reorder and repeat them. Where ``config`` is a ``RefillOptions``, groups that
+    A stage may drop, reorder and repeat rollouts. If ``config`` is a ``RefillOptions``, the groups that
     it drops are replaced: further prompts are sampled and scored until the step has all its groups.
 
-    A stage that keeps something from step to step is a class: made once for a run with its options, then
-    called with ``(rollouts, step)``. Its ``state() -> StageState`` goes into every checkpoint, and a resumed
-    run gives it back by ``load_state(state)`` before the next call.
+    A stage with state is a class: it is created once per run with its options, then called with
+    ``(rollouts, step)``. ``state() -> StageState`` is saved in every checkpoint, and a resumed
+    run calls ``load_state(state)`` before the next step.
 
     Args:
-        off_policy: it brings in rollouts of older policies. `algorithm.correction.level = "auto"` then
-            weighs tokens, and the stage must stand after those that refill.
+        off_policy: the stage adds rollouts of older policies. `algorithm.correction.level = "auto"` then
+            weighs tokens, and the stage must come after all stages that refill.
     """
 
     kind = "stages"
@@ -280,13 +281,13 @@ class Stage(Spec):
 class Environment(Spec):
     """An environment ``async def f(episode, **options) -> Rollout``; see docs/environments.md.
 
-    Or a class, made once a run with the options as keyword arguments, whose instances have ``async def
-    __call__(self, episode)``; where it has ``close``, that is called at the end of the run.
+    It may be a class, created once per run with the options as keyword arguments, whose instances have ``async def
+    __call__(self, episode)``. Its method ``close``, if any, is called at the end of the run.
 
     Args:
-        rewards: names of the rewards that its episodes set themselves; each joins the weighted sum.
+        rewards: names of the rewards that its episodes set; each is part of the weighted sum.
         needs: columns of the data that it reads; a run whose data lacks one is refused.
-        tools: JSON schemas of its tools, which the chat template shows in prompts; a row may have its own.
+        tools: JSON schemas of its tools, which the chat template shows in prompts; a row may override them.
     """
 
     kind = "environments"
@@ -321,10 +322,10 @@ SHARED_SECTIONS = frozenset(
         "eval",
     }
 )
-"""Sections of a run file that every trainer reads, for ``TrainerSpec.sections``."""
+"""The sections of a run file that every trainer reads, for ``TrainerSpec.sections``."""
 
 SAMPLING_SECTIONS = frozenset({"rollout", "reward", "environment", "stage"})
-"""Sections that a trainer reads besides them where it samples."""
+"""The sections that a trainer that samples reads in addition to ``SHARED_SECTIONS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,12 +333,13 @@ class TrainerSpec(Spec):
     """A training loop: ``load`` is a class with ``train()``.
 
     Args:
-        sections: top-level TOML tables that it reads (none: all of them); another one that is
-            present is named at the start as not read.
-        required: those of them that must be present.
-        for_eval: those whose backends are needed only where ``[eval]`` asks for scores.
+        sections: top-level TOML tables that it reads (empty: all of them); any other one in the run file
+            is reported as not read at the start.
+        required: the sections that must be present.
+        for_eval: the sections whose backends are needed only if ``[eval]`` asks for scores.
         stored: `data.train` names files of rollouts, not rows.
-        concurrent: it samples while it trains: what a sampler needs of the actor it is given beforehand.
+        concurrent: the trainer samples while it trains; a sampler process then keeps a copy of its weights for a
+            restart, because the actor may be in the middle of an update.
     """
 
     kind = "trainers"
@@ -355,9 +357,9 @@ class RuntimeSpec(Spec):
 
     Args:
         in_process: every role is in the controller's process; ``[placement]`` is not read.
-        check: called with the config by ``engine validate`` and when a run starts, before anything of the run is
-            there: what its own options ask for that ``[placement]`` has not, or that can never be. Gives one text
-            a problem, beginning with the key; imports nothing heavy and looks at no cluster.
+        check: called with the config by ``engine validate`` and at the start of a run, before anything of the run
+            exists. It returns one text per problem, beginning with the key: options that ``[placement]`` does not
+            satisfy or that are impossible. It imports nothing heavy and contacts no cluster.
     """
 
     kind = "runtimes"
@@ -371,8 +373,8 @@ class TransportSpec(Spec):
     """A weight transport: ``load`` is a subclass of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Args:
-        serves: the topologies in which it works: ``colocated`` (the sampler is in the processes of the actor), ``disaggregated`` (it is
-            in processes of another pool). One that serves only ``colocated`` is never loaded: nothing crosses between processes.
+        serves: the supported topologies: ``colocated`` (sampler in the actor's processes), ``disaggregated`` (in
+            processes of another pool). One with ``colocated`` alone is never loaded: no weights cross processes.
     """
 
     kind = "weight_transports"
@@ -382,15 +384,15 @@ class TransportSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Spec):
-    """What a train engine differentiates: ``f(outputs, batch, **parameters) -> (sum, metrics)``.
+    """An objective that a train engine differentiates: ``f(outputs, batch, **parameters) -> (sum, metrics)``.
 
-    ``sum`` is a scalar with gradient: the sum of ``batch["weights"]`` [T] times the loss of each token, so that it does
-    not depend on how a mini-batch is split. ``metrics`` are scalars, reduced over micro-batches and ranks as their
-    names declare (``engine_core.metrics``). A trainer calls it by name: ``LossCall("NAME", {...})``; ``parameters`` are plain values.
+    ``sum`` is a scalar with gradient: the sum of ``batch["weights"]`` [T] times the loss of each token, so that it
+    does not depend on the split of a mini-batch. ``metrics`` are scalars, reduced over micro-batches and ranks as
+    ``engine_core.metrics`` says. A trainer names it, ``LossCall("NAME", {...})``; ``parameters`` are plain values.
 
     Args:
-        factory: ``load`` makes the objective: ``make(plugins, **parameters) -> f(outputs, batch)``, with the worker's own
-            plugins to look up functions by name. It is called once for each mini-batch.
+        factory: ``load`` makes the objective: ``make(plugins, **parameters) -> f(outputs, batch)``, where ``plugins``
+            are the worker's, to look up functions by name. It is called once for each mini-batch.
     """
 
     kind = "objectives"
@@ -404,12 +406,12 @@ class Objective(Spec):
 class Column(Spec):
     """A column that is computed after the rollouts, for estimators and losses that need it.
 
-    Either a role's ``infer`` gives it (``role`` and ``output``), or ``load`` is a function
-    ``f(batch) -> [T] or [B] float32`` of columns that are there already (``needs``).
+    The column is an output of a role's ``infer`` (``role`` and ``output``), or of a function ``load``,
+    ``f(batch) -> [T] or [B] float32``, of columns that exist already (``needs``).
 
     Args:
-        role: whose ``infer`` gives it: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes it.
-        output: the output of ``infer`` that it is: ``log_probs``, ``entropy``, ``sum_pi_squared``; of the critic ``values``,
+        role: the role of ``infer``: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes the column.
+        output: the output of ``infer``: ``log_probs``, ``entropy``, ``sum_pi_squared``; of the critic ``values``,
             ``scores``, for an estimator that needs ``values`` and makes ``returns``.
         needs: columns that ``load`` reads.
     """
@@ -428,12 +430,12 @@ class Column(Spec):
 class DataSource(Spec):
     """A source of rows: ``f(split, **options) -> sequence of dicts``, for ``[data] source = "NAME"``.
 
-    A preset of a public data set is one. Rows are prepared as rows of files are: layout, chat template, limits.
+    An example is a preset of a public data set. Rows are prepared like rows of files: layout, chat template, limits.
 
     Args:
-        license: of the data, an SPDX identifier or a sentence; logged once at the start.
-        revision: of the data that the source was made for.
-        url: where the data comes from.
+        license: the data's license, an SPDX identifier or a sentence; logged once at the start.
+        revision: the revision of the data that the source was made for.
+        url: the data's origin.
     """
 
     kind = "data_sources"
@@ -448,10 +450,10 @@ class DataSource(Spec):
 class Command(Spec):
     """A command of ``engine``: ``load`` is a function whose signature Typer reads and whose docstring is the help.
 
-    The name is the command's; ``"bench.step"`` is the command ``step`` of the group ``bench``.
+    The spec's name is the command's name; ``"bench.step"`` is the command ``step`` of the group ``bench``.
 
     Args:
-        group_help: one line about the group, for the help.
+        group_help: a one-line description of the group, for the help.
     """
 
     kind = "commands"
@@ -462,7 +464,7 @@ class Command(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Spec):
-    """A part of a run that the core calls by name and does not contain; ``load`` implements the protocol of its name.
+    """A part of a run that plugins provide and the core calls by name; ``load`` implements the protocol of that name.
 
     ``engine_core.contracts.parts`` lists the names and their protocols.
     """

@@ -1,14 +1,14 @@
-"""The vocabulary: Prompt, Request, Rollout, Batch.
+"""Core data types: Prompt, Request, Rollout, Batch.
 
-Letters in shapes: P prompts of a step, G rollouts a prompt, B = P * G sequences, T tokens of all
-sequences one after another, K candidates a position, V vocabulary.
+Letters in shapes: P prompts per step, G rollouts per prompt, B = P * G sequences, T tokens of all
+sequences concatenated, K candidates per position, V vocabulary size.
 
-One convention holds everywhere: **a per-token value stands at the token it is about.**
+One convention holds everywhere: **a per-token value is stored at the index of its token.**
 ``log_probs[t]`` is the log-probability of ``token_ids[t]`` given the tokens before it in the same
 sequence; the first token of a sequence has 0 there. Logs are natural.
 
-Left out on purpose: padding. A batch is the tokens of its sequences one after another; whoever
-needs a rectangle makes one and puts it away again.
+A batch has no padding: it is the concatenated tokens of its sequences. Code that needs a padded
+[B, L] tensor makes it locally.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Prompt:
 
     id: str  # "<split>:<row>", the same in every epoch and after a resume
     token_ids: list[int]  # the prompt as the model sees it, chat template applied
-    text: str  # the same, readable
+    text: str  # the same prompt as text
     columns: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for rewards
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling(SamplingOptions):
-    """How to sample: the sampling options, as in the TOML's ``[rollout]`` table, and what only a request has."""
+    """The sampling options of a request: those of the TOML's ``[rollout]`` table and some of a request alone."""
 
     seed: int | None = None  # with a seed the same request gives the same tokens
-    # tell which tokens a cut of the distribution left, where they are at most this many; 0: do not
+    # return the tokens that top-p or top-k kept, if there are at most this many; 0: never
     max_support: int = 0
-    log_probs: bool = True  # False: nobody reads `Rollout.rollout_log_probs`, and they may be 0
-    timeout_s: float = 0.0  # from when it is queued; then it is stopped as far as it came. 0: no limit
+    log_probs: bool = True  # False: `Rollout.rollout_log_probs` is not read and may be 0
+    timeout_s: float = 0.0  # counted from queuing; the response is then stopped and kept. 0: no limit
 
     @classmethod
     def of(cls, *tables: object, **request: Any) -> Sampling:
-        """Take each option from the last table that has it.
+        """Build sampling options; each option comes from the last table that has it.
 
         Args:
-            tables: of a run file, or other sampling; None in a table is no value.
-            request: what only a request has.
+            tables: tables of a run file, or other ``Sampling`` objects; None in a table counts as missing.
+            request: fields that only a request has (``seed``, ``timeout_s``, ...).
         """
         options = {
             name: value
@@ -69,10 +69,10 @@ class Sampling(SamplingOptions):
 
 @dataclass(slots=True)
 class Request:
-    """One completion to sample. ``id`` comes back on the rollout's ``request_id``.
+    """One completion to sample. The rollout's ``request_id`` is its ``id``.
 
-    With ``begun`` a response that was stopped goes on: its rollout is the whole response, and what was sampled
-    before keeps its log-probs, policy versions and extras (capability ``partial``).
+    With ``begun`` the engine continues a stopped response. The rollout is then the whole response, and the tokens
+    sampled before keep their log-probs, policy versions and extras (capability ``partial``).
     """
 
     id: str
@@ -80,10 +80,10 @@ class Request:
     sampling: Sampling
     group_id: int = 0
     index: int = 0  # position within its group, 0..G-1
-    begun: Rollout | None = None  # what ``abort`` gave of it; `max_response_tokens` is of the whole response
+    begun: Rollout | None = None  # what ``abort`` returned; `max_response_tokens` limits the whole response
 
     def unsampled(self) -> Rollout:
-        """What there is of it before another token is sampled, with finish reason ``abort``."""
+        """Return the request's rollout before any new token is sampled, with finish reason ``abort``."""
         import torch
 
         count = len(self.prompt.token_ids)
@@ -106,14 +106,14 @@ class Request:
 
 @dataclass(slots=True)
 class Rollout:
-    """One sampled sequence: prompt, response, and what was known of each token when it was sampled.
+    """One sampled sequence: prompt, response, and per-token data recorded during sampling.
 
     A one-turn example: the prompt ``[5, 9]`` was answered by ``[7, 1]`` (1 ends the sequence)::
 
         token_ids = [5, 9, 7, 1]
         loss_mask = [0, 0, 1, 1]  # True where the policy sampled the token
         rollout_log_probs = [0, 0, -1.2, -0.1]  # under the distribution that was sampled from
-        policy_versions = [0, 0, 3, 3]  # weight updates the sampler had seen
+        policy_versions = [0, 0, 3, 3]  # weight updates the sampler had received
         finish_reason = "stop"
 
     A second turn appends an observation (``loss_mask`` False) and more sampled tokens.
@@ -131,47 +131,47 @@ class Rollout:
     text: str = ""  # the response decoded, without special tokens; for rewards and people only
     reward: float = 0.0  # weighted sum of `rewards`
     rewards: dict[str, float | None] = field(default_factory=dict)  # by reward name; None: not applicable
-    # of the most likely response to its prompt, where that was sampled too
+    # reward of the greedy response to the same prompt, if that was sampled too
     greedy_reward: float | None = None
     answers: dict[str, str] = field(default_factory=dict)  # by reward name: the answer that it extracted
-    valid: bool = True  # False: a reward or the episode failed, to be dropped; no gradient comes from it
-    # "error", "timeout" (of its episode or request); the rollout is what there was until then
+    valid: bool = True  # False: a reward or the episode failed; the rollout is dropped and gives no gradient
+    # "error" or "timeout" (of its episode or request); the rollout ends where the failure happened
     failure: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
-    # ^ of an episode: what came after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
+    # ^ of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     extras: dict[str, Tensor] = field(default_factory=dict)
-    # ^ per-token tensors the core passes on. Two it knows, both of a distribution that top-p or top-k cut:
+    # ^ per-token tensors that the core passes through. It reads two, which describe a top-p or top-k cut:
     #   "support_log_mass" [T_i] float32, the log of the probability (after temperature) that was kept;
     #   log-prob over the whole vocabulary = rollout_log_probs + support_log_mass.
-    #   "support_ids" [T_i, K] int32, the tokens that were kept, -1 behind them; a row of -1 alone where
-    #   nothing was sampled or cut, or more than `Sampling.max_support` tokens were kept.
+    #   "support_ids" [T_i, K] int32, the tokens that were kept, padded with -1; a row is all -1 if
+    #   nothing was sampled or cut, or if more than `Sampling.max_support` tokens were kept.
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first sampled one."""
+        """The number of tokens before the response."""
         return len(self.prompt.token_ids)
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, observations of later turns included."""
+        """The number of tokens after the prompt, observations of later turns included."""
         return self.token_ids.numel() - len(self.prompt.token_ids)
 
     @property
     def sampled_length(self) -> int:
-        """Tokens that the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return int(self.loss_mask.count_nonzero())
 
     def copy(self) -> Rollout:
-        """One with the same fields: what ``dataclasses.replace`` makes, in a third of the time."""
+        """Return a shallow copy, in a third of the time of ``dataclasses.replace``."""
         return Rollout(*_fields_of(self))
 
 
 def counted(mask: Tensor, lengths: Tensor) -> Tensor:
-    """[B] int64: how many tokens of each sequence are marked.
+    """Return [B] int64: the number of marked tokens of each sequence.
 
     Args:
-        mask: [T] bool, of sequences one after another.
-        lengths: [B] of them.
+        mask: [T] bool, over the concatenated sequences.
+        lengths: [B] int64, tokens of each sequence.
     """
     import numpy as np
     import torch
@@ -182,7 +182,7 @@ def counted(mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sampled_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Tokens of all of them that the policy sampled."""
+    """Return the number of tokens of all rollouts that the policy sampled."""
     import torch
 
     return int(torch.cat([rollout.loss_mask for rollout in rollouts]).count_nonzero()) if rollouts else 0
@@ -192,11 +192,11 @@ _fields_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Ro
 
 
 def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
-    """Give their ``text`` to those that came without: the response, without special tokens.
+    """Fill in missing ``text``: decode the response without special tokens.
 
     Args:
-        rollouts: changed in place.
-        tokenizer: of the run.
+        rollouts: rollouts, changed in place.
+        tokenizer: the run's tokenizer.
     """
     for rollout in rollouts:
         if not rollout.text and rollout.response_length:
@@ -205,11 +205,13 @@ def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
 
 
 def decode_ended(result: Any, tokenizer: Any) -> None:
-    """``decode_texts`` of those that have ended: what a worker does before it answers, for samplers are many and the controller is one.
+    """Call ``decode_texts`` for the finished rollouts of a command's result.
+
+    Workers call it before they reply: there are many workers and only one controller.
 
     Args:
-        result: of any command; the rollouts in it, where it is a list of such, are changed in place.
-        tokenizer: of the run.
+        result: result of any command; if it is a list, the rollouts in it are changed in place.
+        tokenizer: the run's tokenizer.
     """
     if isinstance(result, list):
         found = (each for each in result if isinstance(each, Rollout))
@@ -218,19 +220,19 @@ def decode_ended(result: Any, tokenizer: Any) -> None:
 
 @dataclass(slots=True, frozen=True)
 class StageState:
-    """What a stage keeps from step to step; a checkpoint holds it.
+    """The state that a stage keeps between steps; it is part of a checkpoint.
 
-    Neither the values nor the rollouts may change afterwards: a stage gives copies of what it goes on with
-    (``dataclasses.replace(rollout)``; the tensors may be shared).
+    Neither the values nor the rollouts may change afterwards: a stage returns copies of objects that it
+    continues to change (``dataclasses.replace(rollout)``; the tensors may be shared).
     """
 
-    values: dict[str, Any] = field(default_factory=dict)  # plain values, as JSON knows them
+    values: dict[str, Any] = field(default_factory=dict)  # plain values that JSON can hold
     rollouts: Sequence[Rollout] = ()
 
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences one after another without padding, with their columns.
+    """A batch of concatenated sequences, without padding, and their columns.
 
     Two sequences ``[5, 9, 7]`` and ``[5, 1]``::
 
@@ -245,20 +247,20 @@ class Batch:
     tokens: dict[str, Tensor] = field(default_factory=dict)
     sequences: dict[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0  # log-probs and entropies are of softmax(logits / temperature)
-    keep_together: Tensor | None = None  # [B] int64: sequences with one id are never split
-    top_k: int = 0  # K of the outputs ``top_...``: how many of the likeliest tokens a position
+    keep_together: Tensor | None = None  # [B] int64: sequences with equal ids are never separated
+    top_k: int = 0  # K of the outputs ``top_...``: the number of most likely tokens per position
 
     def __len__(self) -> int:
-        """B, the number of sequences."""
+        """Return B, the number of sequences."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """T, all tokens."""
+        """T, the number of tokens."""
         return len(self.token_ids)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The column ``name``, per token or per sequence."""
+        """Return the column ``name``, per token ([T, ...]) or per sequence ([B])."""
         if name in self.tokens:
             return self.tokens[name]
         if name in self.sequences:
@@ -271,11 +273,11 @@ class Batch:
 
     @property
     def sequence_index(self) -> Tensor:
-        """[T] int64: which sequence each token belongs to."""
+        """[T] int64: the index of each token's sequence."""
         import torch
 
         index = torch.arange(len(self.lengths), device=self.lengths.device)
-        # on a device the size is told, which would else be waited for
+        # passing the size avoids a synchronization with the device
         size = None if self.lengths.device.type == "cpu" else len(self.token_ids)
         return torch.repeat_interleave(index, self.lengths, output_size=size)
 
@@ -288,26 +290,26 @@ class Batch:
         return torch.cat([zero, self.lengths.cumsum(0)])
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """[T] -> [B]: the sum of ``values`` over each sequence."""
+        """Return [B]: the sum of ``values`` [T] over each sequence."""
         total = values.new_zeros(len(self.lengths))
         return total.index_add(0, self.sequence_index.to(values.device), values)
 
     def to_tokens(self, values: Tensor) -> Tensor:
-        """[B] -> [T]: each sequence's value at all its tokens."""
+        """Return [T]: the value of its sequence, from ``values`` [B], at each token."""
         import torch
 
         plain = values.is_cpu and self.lengths.is_cpu and values.dim() == 1 and not values.requires_grad
-        if plain and values.dtype is torch.float32:  # a tenth of what an index and a look-up of it take
+        if plain and values.dtype is torch.float32:  # a tenth of the time of indexing
             return torch.from_numpy(values.numpy().repeat(self.lengths.numpy()))
         return values[self.sequence_index.to(values.device)]
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
-        """The sequences ``indices``, in that order, with all columns."""
+        """Return a batch of the sequences ``indices`` ([N] int64), in that order, with all columns."""
         import torch
 
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[chosen]
-        # position of each token = its own number + how far its sequence moved
+        # old position of each token = its new position + the shift of its sequence
         moved = self.offsets[:-1][chosen] - (lengths.cumsum(0) - lengths)
         positions = torch.repeat_interleave(moved, lengths)
         positions += torch.arange(len(positions), device=positions.device)
@@ -324,7 +326,7 @@ class Batch:
         )
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[Batch]:
-        """``select`` of each part; together they are copied once."""
+        """Return ``select`` of each part; all parts together are copied once."""
         whole = self.select([index for part in parts for index in part])
         counts = [len(part) for part in parts]
         lengths = whole.lengths.split(counts)
@@ -347,7 +349,7 @@ class Batch:
     def with_columns(
         self, tokens: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None
     ) -> Batch:
-        """A batch of the same sequences with these columns added or replaced."""
+        """Return a batch with columns added or replaced: ``tokens`` [T, ...] and ``sequences`` [B]."""
         return dataclasses.replace(
             self,
             tokens={**self.tokens, **(tokens or {})},
@@ -355,7 +357,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy whose tensors lie on ``device``."""
+        """Return a copy with all tensors on ``device``."""
         return dataclasses.replace(
             self,
             token_ids=self.token_ids.to(device),
@@ -373,7 +375,7 @@ class Batch:
         replay: bool = False,
         joined: Mapping[str, Tensor] | None = None,
     ) -> Batch:
-        """Pack rollouts, in their order.
+        """Pack rollouts into a batch, in their order.
 
         Token columns: ``loss_mask`` (bool; all False for a rollout that is not ``valid``),
         ``rollout_log_probs`` (over the whole vocabulary, see ``Rollout.extras``), ``policy_versions``
@@ -381,26 +383,28 @@ class Batch:
         ``response_lengths`` (sampled tokens), ``truncated`` (bool), ``valid`` (bool), and
         ``reward/NAME`` for each reward (NaN where it did not apply).
 
-        With ``replay``, and where a rollout tells which tokens were left to sample from, there is the column
-        ``support_ids`` [T, K] int32 too: ``log_probs`` of train engines, and ``rollout_log_probs``, are then
-        over those tokens alone; where its row is -1, over the whole vocabulary.
+        With ``replay``, and if a rollout has the extra ``support_ids``, the batch has the column
+        ``support_ids`` [T, K] int32 too. ``rollout_log_probs`` and the ``log_probs`` of train engines are then
+        over those tokens alone, or over the whole vocabulary where the row is all -1.
 
-        ``joined`` are ``loss_mask`` and ``policy_versions`` of them one after another, where somebody has them: they are
-        taken as they are.
+        ``joined`` holds ``loss_mask`` [T] and ``policy_versions`` [T] of these rollouts, if the caller has
+        concatenated them already; they are used as they are.
         """
         import torch
 
         def cat(columns: list[Tensor]) -> Tensor:
+            """Concatenate columns [T_i, ...] to [T, ...]."""
             return torch.cat(columns) if columns else torch.zeros(0)
 
         def column(name: str) -> Tensor:
+            """Return the field ``name`` of all rollouts, [T]."""
             return joined[name] if joined else cat([getattr(r, name) for r in rollouts])
 
-        mass = "support_log_mass"  # a rollout without it was not cut: the log of 1
-        told_extras = [r.extras for r in rollouts if r.extras]  # most runs have none
-        has_mass = any(mass in extras for extras in told_extras)
+        mass = "support_log_mass"  # 0 (the log of 1) for a rollout without it: nothing was cut
+        extras = [r.extras for r in rollouts if r.extras]  # most runs have none
+        has_mass = any(mass in each for each in extras)
         whole = [r.extras.get(mass, torch.zeros(len(r.token_ids))) for r in rollouts] if has_mass else []
-        names = set.intersection(*map(set, told_extras)) if len(told_extras) == len(rollouts) > 0 else set()
+        names = set.intersection(*map(set, extras)) if len(extras) == len(rollouts) > 0 else set()
         lengths = torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.int64)
         sampled = column("loss_mask").bool()
         valid = torch.tensor([r.valid for r in rollouts], dtype=torch.bool)
@@ -414,10 +418,10 @@ class Batch:
         if whole:
             tokens[mass] = cat(whole)
             tokens["rollout_log_probs"] = as_sampled + tokens[mass]
-        if replay and any(SUPPORT in extras for extras in told_extras):
-            told = [r.extras.get(SUPPORT, torch.empty(len(r.token_ids), 0)) for r in rollouts]
-            width = max(ids.shape[1] for ids in told)
-            tokens[SUPPORT] = cat([padded_support(ids, width) for ids in told])
+        if replay and any(SUPPORT in each for each in extras):
+            supports = [r.extras.get(SUPPORT, torch.empty(len(r.token_ids), 0)) for r in rollouts]
+            width = max(ids.shape[1] for ids in supports)
+            tokens[SUPPORT] = cat([padded_support(ids, width) for ids in supports])
             cut = (tokens[SUPPORT] >= 0).any(-1)
             tokens["rollout_log_probs"] = torch.where(cut, as_sampled, tokens["rollout_log_probs"])
         reward_names, nan = sorted({name for r in rollouts for name in r.rewards}), float("nan")
@@ -441,20 +445,20 @@ class Batch:
 
 
 TENSORS = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
-"""Fields of a rollout with a value a token."""
+"""Fields of a rollout with one value per token."""
 LOG_OF_NOTHING = -1e4
-"""Nats: the log of no probability at all; e^-1e4 is 0, and 0 times it is 0."""
+"""A finite stand-in for the log of probability 0, in nats: e^-1e4 is 0 in float32, and 0 * -1e4 is 0."""
 
 CUT = ("length", "abort")
-"""Finish reasons of responses that did not come to their own end."""
+"""Finish reasons of responses that were cut off."""
 TIMEOUT = "timeout"
 """``Rollout.failure`` of a response that was stopped at ``Sampling.timeout_s``."""
 SUPPORT = "support_ids"
-"""Extra of rollouts and column of batches: the tokens that top-p and top-k left to sample from."""
+"""Extra of rollouts and column of batches: the tokens that top-p and top-k kept."""
 
 
 def padded_support(ids: Tensor, width: int) -> Tensor:
-    """[N, k] -> [N, width] int32, -1 in what is new."""
+    """Return ``ids`` [N, k] padded with -1 to [N, width] int32."""
     import torch
 
     return torch.nn.functional.pad(ids.int(), (0, width - ids.shape[1]), value=-1)
@@ -462,17 +466,17 @@ def padded_support(ids: Tensor, width: int) -> Tensor:
 
 @dataclass(slots=True, frozen=True)
 class LossCall:
-    """A loss by name and parameters: what crosses to a worker in place of code."""
+    """A loss as name and parameters: sent to workers in place of code."""
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)  # plain values only
     outputs: tuple[str, ...] = ("log_probs",)  # what the engine must compute with gradient
-    watched: tuple[str, ...] = ()  # what it computes without gradient, for metrics
+    watched: tuple[str, ...] = ()  # what the engine computes without gradient, for metrics
 
 
 @dataclass(slots=True)
 class TrainOutput:
-    """What ``forward_backward`` returns.
+    """The result of ``forward_backward``.
 
     ``metrics`` are reduced over micro-batches and ranks as their names declare, see ``engine_core.metrics``.
     """
@@ -484,8 +488,8 @@ class TrainOutput:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What ``optimizer_step`` returns."""
+    """The result of ``optimizer_step``."""
 
     grad_norm: float  # before clipping
-    lr: float  # that this step used; the largest of its parameter groups
-    skipped: bool = False  # a gradient was not finite: weights and optimizer were left alone
+    lr: float  # the rate of this step; the largest over the parameter groups
+    skipped: bool = False  # True: a gradient was not finite, and weights and optimizer did not change
