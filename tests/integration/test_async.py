@@ -147,8 +147,8 @@ def test_a_sampler_in_its_own_process_and_the_trainer_share_the_cores(grpo, monk
     ("changes", "words"),
     [
         ({"rollout.weights": "auto"}, ["actor's own module", "[rollout.process]", 'rollout.weights = "own"']),
-        ({"runtime.local.offload_idle_roles": True}, ["runtime.local.offload_idle_roles", "pools of their own"]),
-        ({"rollout.over_sampling": 1.5}, ["rollout.over_sampling", "waits for no straggler"]),
+        ({"runtime.local.offload_idle_roles": True}, ["runtime.local.offload_idle_roles", "separate pools"]),
+        ({"rollout.over_sampling": 1.5}, ["rollout.over_sampling", "no step waits for a straggler"]),
         ({"schedule": {"rollout.temperature": [[2, 0.5]]}}, ["schedule.'rollout.temperature'", "max_staleness = 0"]),
     ],
 )  # fmt: skip

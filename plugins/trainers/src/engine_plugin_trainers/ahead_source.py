@@ -1,10 +1,11 @@
-"""Rollouts that are sampled ahead: admitted, awaited, scored, taken by a step, kept in checkpoints.
+"""Rollouts that are sampled ahead: admitted, sampled, scored, taken by a step, saved in checkpoints.
 
 The main thread takes rows from the data, admits them, and takes groups for its step. The thread of
-``sampler_thread`` samples, the thread of ``scoring_thread`` scores; both say what they have done under one lock.
+``sampler_thread`` samples and the thread of ``scoring_thread`` scores. Both report results under one lock.
 
-consumes: rows, finished rollouts, scored groups; waits for: a step's groups to be ready, and before new weights for the
-sampler; unblocked by: ``_scored``, the error of a thread; produces: requests, the groups of a step, what a checkpoint holds.
+consumes: rows, finished rollouts, scored groups; waits for: a step's groups to be ready, and for the sampler before new
+weights are sent; unblocked by: ``_scored``, the error of a thread; produces: requests, the groups of a step, the
+contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 Came = tuple["Rollout", "torch.Tensor", int, "torch.Tensor", int]
-"""A rollout, its ``loss_mask`` and its ``policy_versions`` with how often each had been changed in place."""
+"""A rollout, its ``loss_mask`` and ``policy_versions``, each followed by its count of in-place changes."""
 
-POLL_SECONDS = 0.1  # until whoever waits for groups looks whether the threads still live
+POLL_SECONDS = 0.1  # interval at which a caller that waits for groups checks that the threads are alive
 FILE = "ahead/rollouts.parquet"
 
 
 class AheadSource(RolloutSource):
-    """Groups that were sampled ahead, once ``begin`` was called; before, those of ``RolloutSource``.
+    """A source of groups that were sampled ahead; before ``begin`` it is a plain ``RolloutSource``.
 
     Args:
-        run: the trainer that it serves.
+        run: the trainer that uses the source.
     """
 
     run: AsyncTrainer
@@ -60,25 +61,26 @@ class AheadSource(RolloutSource):
         super().__init__(run)
         options, self.per_step = run.options, run.config.data.prompts_per_step
         self.queue = AheadQueue(self.per_step, options.max_staleness, options.order == "admitted")
-        self.returned: deque[Group] = deque()  # prompts of a checkpoint that wait to be admitted again
-        self.admitted = 0  # prompts taken from the data, since the beginning
-        self.tokens = 0  # sampled, of all responses that had come by the end of the last step
-        self.resampled = 0  # responses that a checkpoint knew only as asked for
+        self.returned: deque[Group] = deque()  # groups of a checkpoint that are to be admitted again
+        self.admitted = 0  # prompts taken from the data, since the start
+        self.tokens = 0  # sampled tokens of all responses that had arrived by the end of the last step
+        self.resampled = 0  # responses that were unfinished in the checkpoint
         self.thread: SamplerThread | None = None
         self.scoring: ScoringThread | None = None
         self._changed = run.clock.condition()
-        self._taken: list[Group] = []  # of this round
-        self._ages: VersionRuns | None = None  # of its rollouts, as they came
-        # these with their columns, for `batch`
+        self._taken: list[Group] = []  # groups of this round
+        self._ages: VersionRuns | None = None  # of the round's rollouts, as they arrived
+        # these rollouts and their columns, for `batch`
         self._came: tuple[list[Came], dict[str, torch.Tensor]] = [], {}
-        self._batched: VersionRuns | None = None  # of the rollouts of the batch, where they are these
-        self._uncounted: list[Rollout] = []  # that have come since then
-        self._ready = 0  # groups in the queue that are
-        self._wanted = 0  # groups that somebody waits for
+        # of the batch's rollouts, if these are unchanged since they arrived
+        self._batched: VersionRuns | None = None
+        self._uncounted: list[Rollout] = []  # rollouts that are not in `tokens` yet
+        self._ready = 0  # groups in the queue that are ready
+        self._wanted = 0  # groups that the main thread waits for
         self._before: dict[str, float] = {}  # counters at the end of the last step
 
     def begin(self) -> None:
-        """Start to sample ahead: the workers are there."""
+        """Start to sample ahead; the workers must be running."""
         self.thread = SamplerThread(self.run.groups["rollout"], self.run.clock)
         self.run.groups["rollout"] = ThreadedSampler(self.thread)
         config = self.run.config.rollout
@@ -86,7 +88,7 @@ class AheadSource(RolloutSource):
             self.scoring = ScoringThread(self.rewards, self._scored, self.run.clock)
 
     def end(self) -> None:
-        """Stop the threads; what is being sampled is left."""
+        """Stop the threads and abandon the responses in flight."""
         if self.thread is not None:
             self.thread.close()
             self.thread = None
@@ -95,7 +97,7 @@ class AheadSource(RolloutSource):
             self.scoring = None
 
     def sync(self, updated: bool = True) -> dict[str, float]:
-        """As ``RolloutSource.sync``; what is being sampled is dealt with as `async.weight_updates` says."""
+        """Send the actor's weights to the sampler; responses in flight are treated as `async.weight_updates` says."""
         if self.thread is None:
             return super().sync(updated)
         mode, clock = self.run.weight_updates, self.run.clock
@@ -111,13 +113,14 @@ class AheadSource(RolloutSource):
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """The sampler stands still with what it has; within ``held``."""
+        """Pause the sampler for the block and keep its requests; call it within ``held``."""
         assert self.thread is not None
         self.thread.group.call("pause", mode="keep").result()
         yield
         self.thread.group.call("resume").result()
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Admit groups, and take and score those of the step."""
         if self.thread is None or self.recorded is not None:
             return super().rollouts(step)
         rounds = Rounds(self, step, greedy=False)
@@ -130,23 +133,26 @@ class AheadSource(RolloutSource):
                 rounds.score()
         rollouts, metrics = rounds.finish()
         self.keep(rollouts, step)
-        return rollouts, metrics | self._told(rollouts)
+        return rollouts, metrics | self._step_metrics(rollouts)
 
     def sample_and_score(
         self, prompts: Sequence[Prompt], step: int, first_group: int = 0
     ) -> tuple[list[Rollout], EarlyScores | Known | None]:
-        """The groups that this round has taken, numbered from ``first_group`` on; what is known of their rewards."""
+        """Return the rollouts of the groups that this round took, and their rewards if these are known.
+
+        The groups are numbered from ``first_group`` on.
+        """
         if self.thread is None:
             return super().sample_and_score(prompts, step, first_group)
         found: list[Rollout] = []
         for number, group in enumerate(self._taken, first_group):
             for rollout in group.in_order():
-                found.append(taken := rollout.copy())  # a checkpoint may still be written of the group
+                found.append(taken := rollout.copy())  # the group may still be written to a checkpoint
                 taken.group_id, taken.rewards, taken.answers = number, {}, {}
         self._check_staleness(found)
         self._settle_late(found)
         if self.scoring is None:
-            return found, None  # `score` works them out
+            return found, None  # `score` computes them
         outcomes: dict[str, list[Any]] = {}
         for group in self._taken:
             for name, of_group in (group.outcomes or {}).items():
@@ -161,11 +167,12 @@ class AheadSource(RolloutSource):
         training: bool = True,
         early: EarlyScores | Known | None = None,
     ) -> dict[str, float]:
+        """Fill in the rewards while the scoring thread is not using the reward workers."""
         with self.scoring.turn() if self.scoring else contextlib.nullcontext():
             return super().score(rollouts, step, training, early)
 
     def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """``fresh`` [T] bool, True on tokens of the policy that is trained now; nothing where all are."""
+        """Return ``fresh`` [T] bool, True on tokens of the policy that is trained now; {} if all tokens are."""
         if self.thread is None:
             return super().fresh(batch)
         came = self._batched
@@ -173,11 +180,12 @@ class AheadSource(RolloutSource):
             return {}
         fresh = batch["policy_versions"] == self.version
         if came is not None and bool(batch["valid"].all()):
-            return {"fresh": fresh}  # each of these tokens is learned from, an older one, too
+            return {"fresh": fresh}  # every token is learned from, and one of them is older
         return {} if bool((fresh | ~batch["loss_mask"]).all()) else {"fresh": fresh}
 
     def known_columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, torch.Tensor] | None:
-        (came, columns), self._came = self._came, ([], {})  # nobody needs them after this
+        """Return the [T] columns of the rollouts that were just taken, if no stage has changed a rollout since."""
+        (came, columns), self._came = self._came, ([], {})  # not needed after this
         same = len(came) == len(rollouts) and all(map(_as_it_came, came, rollouts))
         self._batched = self._unchanged() if same else None
         return columns if self._batched is not None else None
@@ -185,7 +193,7 @@ class AheadSource(RolloutSource):
     # -- groups -------------------------------------------------------------
 
     def _admit(self, step: int, needed: int) -> None:
-        """Have as many groups sampled as the rule allows (``ahead``)."""
+        """Request as many groups as the rule of ``ahead`` allows."""
         assert self.thread is not None
         left = (self.run.total_steps - step) * self.per_step
         with self._changed:
@@ -201,21 +209,21 @@ class AheadSource(RolloutSource):
         self.thread.ask_all([missing for group in unasked if (missing := self._missing(group))])
 
     def _again(self, most: int) -> list[Group]:
-        """Groups that a checkpoint had asked for, before all others."""
+        """Return at most ``most`` groups of a checkpoint; they come before new ones."""
         return [self.returned.popleft() for _ in range(min(most, len(self.returned)))]
 
     def _take(self, count: int) -> list[Prompt]:
-        """Where nothing is sampled ahead any more, what an earlier attempt had taken from the data comes first, too."""
+        """Take prompts; those that an earlier attempt had already taken from the data come first."""
         again = [group.prompt for group in self._again(count)]
         return [*again, *super()._take(count - len(again))]
 
     def _missing(self, group: Group) -> tuple[Sequence[Request], Taker] | None:
-        """What is missing of a group, for the sampler; a group that lacks nothing is complete."""
+        """Return the missing requests of a group and their taker; None if the group is complete."""
         size, label = self.run.config.rollout.group_size, divmod(group.number, self.per_step)
         requests = self._requests([group.prompt], label[0] + 1, size, self._as_told(label[0] + 1), label[1])
         with self._changed:
             group.requests = requests
-            asked = {request.id for request in requests}  # of another group size, perhaps, after a resume
+            asked = {request.id for request in requests}  # after a resume the group size may differ
             group.rollouts = {id: rollout for id, rollout in group.rollouts.items() if id in asked}
             missing = [request for request in requests if request.id not in group.rollouts]
         if missing:
@@ -224,7 +232,7 @@ class AheadSource(RolloutSource):
         return None
 
     def _arrived(self, group: Group, rollouts: Sequence[Rollout]) -> None:
-        """Some responses of a group are there; in the sampler's thread."""
+        """Add finished responses to a group; called in the sampling thread."""
         with self._changed:
             for rollout in rollouts:
                 group.rollouts[rollout.request_id] = rollout
@@ -234,24 +242,26 @@ class AheadSource(RolloutSource):
             self._completed(group)
 
     def _completed(self, group: Group) -> None:
+        """Pass a complete group to scoring, or mark it ready."""
         if self.scoring is not None:
             self.scoring.put(group)
         else:
             self._scored([group])
 
     def _scored(self, groups: Sequence[Group]) -> None:
+        """Mark groups ready, and wake the main thread if it has enough of them."""
         with self._changed:
             for group in groups:
                 group.ready = True
             self._ready += len(groups)
-            if self._ready >= self._wanted:  # else it is too early to look
+            if self._ready >= self._wanted:  # fewer cannot be enough
                 self._changed.notify_all()
 
     def _await(self, step: int, count: int) -> list[Group]:
-        """The groups of a step; waits until they are ready, or the sampler has failed.
+        """Wait until the groups of a step are ready, and take them.
 
         Raises:
-            Exception: what has ended a thread.
+            Exception: the error that ended the sampling or the scoring thread.
         """
         assert self.thread is not None
         with self._changed:
@@ -265,7 +275,11 @@ class AheadSource(RolloutSource):
         return taken
 
     def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
-        """The rule of ``ahead``, held against what came."""
+        """Check that no token is older than the rule of ``ahead`` allows.
+
+        Raises:
+            TrainingFailed: a token is too old.
+        """
         most = self.run.options.max_staleness
         columns = joined(rollouts)
         found = self._ages = version_runs(rollouts, columns)
@@ -279,7 +293,7 @@ class AheadSource(RolloutSource):
         )
 
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """How many versions ago the tokens of a step were sampled."""
+        """Return metrics of the age in versions of a step's tokens."""
         found = version_runs(rollouts) if (came := self._unchanged()) is None else came
         if not len(found.versions):
             return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_version_share": 0.0}
@@ -291,21 +305,22 @@ class AheadSource(RolloutSource):
         }
 
     def _unchanged(self) -> VersionRuns | None:
-        """Of the step's rollouts as they came, where nobody has changed any: stages may mask tokens, or drop groups."""
+        """Return the version runs of the step's rollouts as they arrived; None if stages may change them."""
         return None if self.run.config_now.stage else self._ages
 
     def sampled_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        """Return the number of sampled tokens; known without another pass if no stage runs."""
         came = self._unchanged()
         return super().sampled_tokens(rollouts) if came is None else int(came.counts.sum())
 
     def _count(self) -> None:
-        """Count the tokens of what has come."""
+        """Add the tokens of the rollouts that have arrived."""
         with self._changed:
             came, self._uncounted = self._uncounted, []
         self.tokens += sampled_tokens(came)
 
-    def _told(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Metrics of what a step took and what is left."""
+    def _step_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the metrics of a step and of the queue after it."""
         assert self.thread is not None
         self._count()
         with self._changed:
@@ -332,7 +347,7 @@ class AheadSource(RolloutSource):
     # -- checkpoints --------------------------------------------------------
 
     def ahead_state(self) -> dict[str, Any]:
-        """JSON of what is queued: prompts in flight are written as to be sampled again."""
+        """Return the queue as JSON; prompts in flight are sampled again after a resume."""
         with self._changed:
             queued = [{"due": group.due, **_as_json(group)} for group in self.queue.groups]
         return {
@@ -343,37 +358,37 @@ class AheadSource(RolloutSource):
         }
 
     def ahead_files(self) -> dict[str, Callable[[Path], object]]:
-        """What writes the responses that no step has taken."""
+        """Return the writer of the responses that no step has taken yet, by file name."""
         with self._changed:
             held = [rollout for group in self.queue.groups for rollout in group.rollouts.values()]
         return {FILE: partial(write_rollouts, step=0, rollouts=held, about=self.about())}
 
     def load_ahead(self, state: Mapping[str, Any] | None, folder: Path) -> None:
-        """Take up what was queued; a checkpoint of a run that sampled nothing ahead has nothing."""
+        """Restore the queue; ``state`` is None if the checkpoint's run sampled nothing ahead."""
         if state is None:
             self.admitted = self.run.step_done * self.per_step
             return
         self.admitted = state["admitted"]
         groups = [_of_json(entry) for entry in state["queue"]]
         if any(state.get(name) != value for name, value in self._settings().items()):
-            self.returned.extend(groups)  # in the order of the data; their responses are other ones now
+            self.returned.extend(groups)  # in the order of the data; they are sampled again
         elif groups:
             self._restore(groups, folder)
         self.returned.extend(_of_json(entry) for entry in state["returned"])
         size, size_of = self.run.config.rollout.group_size, [len(group.rollouts) for group in groups]
         self.resampled = len(groups) * size - sum(size_of)
         log.info(
-            "Of %d queued prompts %d responses are there, %d are sampled again.",
+            "Of %d queued prompts %d responses are restored, %d are sampled again.",
             len(groups), sum(size_of), self.resampled,
         )  # fmt: skip
 
     def _settings(self) -> dict[str, Any]:
-        """Under which queued responses may be learned from."""
+        """Return the settings that must be unchanged for queued responses to be used."""
         about = {name: value for name, value in self.about().items() if name != "tokenizer"}
         return {"max_staleness": self.queue.max_staleness, "prompts_per_step": self.per_step, **about}
 
     def _restore(self, groups: Sequence[Group], folder: Path) -> None:
-        """Queue them, with the responses that were there."""
+        """Queue the groups with the responses of the checkpoint."""
         held: dict[int, dict[str, Rollout]] = {}
         for rollout in read_rollouts(folder / FILE):
             of_step, place, _ = map(int, rollout.request_id.split(":"))
@@ -386,12 +401,13 @@ class AheadSource(RolloutSource):
 
 
 def _seen(rollout: Rollout) -> Came:
+    """Return the rollout with its tensors and their in-place change counts."""
     mask, versions = rollout.loss_mask, rollout.policy_versions
     return rollout, mask, mask._version, versions, versions._version
 
 
 def _as_it_came(came: Came, rollout: Rollout) -> bool:
-    """Whether it is that rollout, and nobody has masked a token: a trainer of somebody else's may."""
+    """Return whether this is the same rollout with no token masked; the trainer of a plugin may mask tokens."""
     before, mask, masked, versions, changed = came
     return (
         before is rollout

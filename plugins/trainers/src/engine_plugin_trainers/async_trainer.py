@@ -1,22 +1,22 @@
-"""The loop of ``trainer``, beside a sampler that runs ahead.
+"""The loop of ``trainer`` with a sampler that runs ahead.
 
 ::
 
-    thread "sampling":  prompts -> rollouts, with whatever weights the sampler has
+    thread "sampling":  prompts -> rollouts, with the sampler's current weights
     thread "scoring":   complete groups -> rewards
-    main thread:        groups that are ready -> stages -> advantages -> update -> weight sync
+    main thread:        ready groups -> stages -> advantages -> update -> weight sync
 
-The main thread consumes: rows of the data, groups that are ready; waits for: as many of these as a step takes, in
-``update`` for the workers, in ``sync`` for the sampler to stand still; unblocked by: the scoring thread (or the sampling
-one, where nothing is scored early), the workers' answers, the error of either thread, a signal; produces: requests for
-the sampling thread, new weights, checkpoints. What the others do stands in ``engine_plugin_trainers.sampler_thread`` and
-``engine_plugin_trainers.scoring_thread``.
+The main thread consumes: rows of the data, ready groups; waits for: the groups of a step, the workers in ``update``,
+the paused sampler in ``sync``; unblocked by: the scoring thread (or the sampling thread, if no reward is scored early), the
+workers' results, the error of either thread, a signal; produces: requests for the sampling thread, new weights,
+checkpoints. ``engine_plugin_trainers.sampler_thread`` and ``engine_plugin_trainers.scoring_thread`` describe the other
+threads.
 
-A step is the step of ``trainer``: only where its rollouts come from differs (``engine_plugin_trainers.ahead_source``), and what
-becomes of those in flight when the weights change. How far ahead, and why no token is older than `max_staleness`
-versions, is in ``engine_plugin_trainers.ahead``. What staleness does to the gradient is corrected as ``[algorithm.correction]``
-says: by default the policy ratio is to the weights before the step (``old_log_probs``), and each token is weighed by
-the truncated ratio of these to the policy that sampled it, the decoupled objective of
+A step is the step of ``trainer`` except for the source of its rollouts (``engine_plugin_trainers.ahead_source``) and
+the treatment of responses in flight when the weights change. ``engine_plugin_trainers.ahead`` bounds how far the sampler
+runs ahead and proves that no token is older than `max_staleness` versions. ``[algorithm.correction]`` corrects for
+staleness. By default the policy ratio is to the weights before the step (``old_log_probs``), and each token is weighted by the
+truncated ratio of these weights to the policy that sampled it: the decoupled objective of
 https://arxiv.org/abs/2110.00641.
 
 Left out on purpose: episodes (``[environment]``) and greedy baselines, which are refused.
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 OF_THE_SAMPLER = tuple(f"rollout.{name}" for name in DISTRIBUTION)
-"""Settings that a step's log-probs share with its rollouts."""
+"""Settings that must be the same for a step's log-probs and its rollouts."""
 NEEDED = {"keep": "pause", "abort": "partial"}
-"""Capability of the rollout engine that a way to deal with responses in flight needs."""
+"""`async.weight_updates` -> capability of the rollout engine that it needs."""
 
 
 class AsyncTrainer(Trainer):
-    """``rl`` with rollouts that run ahead by at most ``async.max_staleness`` policy versions.
+    """The trainer ``rl`` with rollouts that run ahead by at most ``async.max_staleness`` policy versions.
 
     Args: as ``Trainer``.
 
     Raises:
-        ConfigError: something of the run file cannot run ahead.
+        ConfigError: the run file has settings that do not allow sampling ahead.
     """
 
     sampling: AheadSource
@@ -65,37 +65,44 @@ class AsyncTrainer(Trainer):
 
     @property
     def options(self) -> AsyncOptions:
-        """``[async]``."""
+        """Options of ``[async]``."""
         options: AsyncOptions = self.config.options
         return options
 
     @property
     def ahead(self) -> bool:
-        """Whether anything is sampled ahead; without it the run is that of ``rl``."""
+        """Whether rollouts are sampled ahead; otherwise the run is that of ``rl``."""
         return self.options.max_staleness > 0
 
     @property
     def off_policy(self) -> bool:
+        """Whether tokens of older policies come into the update: always when sampling ahead."""
         return self.ahead or super().off_policy
 
     @property
     def weight_updates(self) -> str:
-        """``drain``, ``abort`` or ``keep``."""
+        """Treatment of responses in flight when weights change: ``drain``, ``abort`` or ``keep``."""
         wanted = self.options.weight_updates
         return ("keep" if self._can("pause") else "drain") if wanted == "auto" else wanted
 
     def prepare(self) -> None:
+        """Refuse greedy baselines, and share the cores with a sampler process on CPU.
+
+        Raises:
+            ConfigError: the advantage estimator needs greedy responses.
+        """
         super().prepare()
         if self.ahead and self.samples_greedy:
             raise ConfigError(
                 f"algorithm.advantage = '{self.config.algorithm.advantage}' compares with a greedy response of the same "
-                "policy, which a sampler that runs ahead does not have any more. Set async.max_staleness = 0, or use another."
+                "policy, which a sampler that runs ahead no longer has. Set async.max_staleness = 0, or use another "
+                "estimator."
             )
         correction = self.config.algorithm.correction
         if self.ahead and correction.level == "off" and not correction.bypass:
             log.warning(
-                "algorithm.correction.level = 'off': what is sampled ahead is learned from as if the present policy had "
-                "sampled it."
+                "algorithm.correction.level = 'off': rollouts that were sampled ahead are used as if the current policy "
+                "had sampled them."
             )
         process = self.config.rollout.process
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
@@ -103,9 +110,15 @@ class AsyncTrainer(Trainer):
             self._cleanup.enter_context(shared_cores(1 + process.engines))
 
     def make_sampling(self) -> AheadSource:
+        """Build the source of rollouts that are sampled ahead."""
         return AheadSource(self)
 
     def start(self) -> None:
+        """Start to sample ahead, if the run trains.
+
+        Raises:
+            ConfigError: the sampler shares its module with the actor.
+        """
         super().start()
         if self.ahead and self.training:
             if self.runtime.shared:
@@ -114,13 +127,16 @@ class AsyncTrainer(Trainer):
             self.sampling.begin()
 
     def state(self) -> dict[str, Any]:
+        """Return the state of ``rl`` and the queue."""
         holds = self.ahead or bool(self.sampling.returned)
         return super().state() | ({"ahead": self.sampling.ahead_state()} if holds else {})
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
+        """Return the writers of ``rl`` and that of the queued responses."""
         return {**super().files(), **(self.sampling.ahead_files() if self.ahead else {})}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore the state of ``rl`` and the queue."""
         super().load_state(state, folder)
         if self.training and (self.ahead or "ahead" in state):
             self.sampling.load_ahead(state.get("ahead"), folder)
@@ -128,12 +144,13 @@ class AsyncTrainer(Trainer):
     # -- what cannot run ahead ----------------------------------------------
 
     def _problems(self) -> Iterator[str]:
+        """Yield a message for each setting that does not allow sampling ahead."""
         config, remedy = self.config, "or async.max_staleness = 0"
         if config.environment is not None:
-            yield f"environment: episodes cannot be sampled ahead yet. Take the table out, {remedy}."
+            yield f"environment: episodes cannot be sampled ahead. Remove the table, {remedy}."
         if config.rollout.over_sampling > 1:
             yield (
-                "rollout.over_sampling: a step that learns from what was sampled ahead waits for no straggler. Remove it, "
+                "rollout.over_sampling: rollouts are sampled ahead, so no step waits for a straggler. Remove it, "
                 f"{remedy}."
             )
         for key in OF_THE_SAMPLER:
@@ -144,8 +161,8 @@ class AsyncTrainer(Trainer):
                 )
         if self._together() and getattr(config.runtime.options, "offload_idle_roles", False):
             yield (
-                f"runtime.{config.runtime.backend}.offload_idle_roles: the sampler works while the trainer does, so neither can "
-                f"give its memory to the other. Set it to false, place them in pools of their own, {remedy}."
+                f"runtime.{config.runtime.backend}.offload_idle_roles: the sampler and the trainer work at the same time, so "
+                f"neither can be offloaded. Set it to false, place them in separate pools, {remedy}."
             )
         if self._together() and config.rollout.process is None and self._would_share():
             yield self._shared()
@@ -157,24 +174,25 @@ class AsyncTrainer(Trainer):
             )
 
     def _together(self) -> bool:
-        """Whether actor and sampler are in one pool."""
+        """Return whether actor and sampler are in one pool."""
         placement = self.config.placement
         return len(placement.pools) < 2 or placement.actor == placement.rollout
 
     def _can(self, capability: str) -> bool:
-        """Whether the sampler declares it."""
+        """Return whether the sampler declares the capability."""
         spec: Any = self.plugins.spec("rollout_engines", self.config.rollout.backend)
         return capability in spec.capabilities
 
     def _would_share(self) -> bool:
-        """Whether a sampler in the actor's process may use its module, as `rollout.weights` stands."""
+        """Return whether a sampler in the actor's process may use the actor's module, given `rollout.weights`."""
         trainer: Any = self.plugins.spec("train_engines", self.config.actor.backend)
         sampler: Any = self.plugins.spec("rollout_engines", self.config.rollout.backend)
         both = "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
         return both and self.config.rollout.weights != "own"
 
     def _shared(self) -> str:
+        """Return the message for a sampler that shares its module with the actor."""
         return (
-            "async: the sampler uses the actor's own module, so it cannot sample while that is trained. Give it a process "
-            'of its own ([rollout.process]), a pool of its own ([placement]), or weights of its own (rollout.weights = "own").'
+            "async: the sampler uses the actor's own module, so it cannot sample while the actor trains. Give it a "
+            'separate process ([rollout.process]), a separate pool ([placement]), or separate weights (rollout.weights = "own").'
         )

@@ -1,15 +1,15 @@
-"""On-policy distillation: the student samples, the teacher says what it would have done at each token.
+"""Trainer of on-policy distillation: the student samples, and the teacher gives its distribution at each token.
 
 ::
 
     prompts -> rollouts of the student -> the teacher's likeliest tokens at each position -> divergence -> update
 
-What the teacher gives is large (tokens times K), so a step is done in parts: the teacher is asked, the
-gradient is added, the values are dropped, and after the last part comes one optimizer step. The weights of
-tokens are those of the whole step, so the result does not depend on the parts.
+The teacher's output is large (tokens times K), so a step processes its batch in parts. For each part the teacher is
+queried, the gradient is accumulated, and the values are dropped. One optimizer step follows the last part. Token
+weights are normalized over the whole step, so the result does not depend on the split.
 
-Left out: rewards in the loss. Where ``[[reward]]`` is there, it only measures. Task rewards and a teacher
-together are trainer ``rl`` with the teacher as ``[ref]``.
+Left out: rewards in the loss. With ``[[reward]]`` rewards are only measured. For task rewards together with a teacher
+use the trainer ``rl`` with the teacher as ``[ref]``.
 """
 
 from __future__ import annotations
@@ -51,45 +51,47 @@ OF_TEACHER = {
 
 
 class DistillTrainer(SampledRun):
-    """Learn a teacher's distribution at the tokens that the student itself comes to.
+    """A trainer that learns a teacher's distribution at the tokens that the student samples.
 
-    ``data.prompts_per_step`` times ``rollout.group_size`` responses and one optimizer step a step; the loss is
-    the mean divergence over their tokens. With ``distill.data_share`` some steps take the responses of the
+    A step samples ``data.prompts_per_step`` times ``rollout.group_size`` responses and makes one optimizer step. The
+    loss is the mean divergence over their tokens. With ``distill.data_share`` some steps use the responses of the
     data instead.
     """
 
     def prepare(self) -> None:
+        """Check that teacher and student fit, choose K, and open the data if steps use it."""
         check_teacher(self)
         self.top_k = self._candidates(common_vocabulary(self))
         self.examples = self._examples() if self._uses_data() else None
         super().prepare()
 
     def roles(self, training: bool) -> dict[str, Role]:
+        """Return the actor, the frozen teacher and the sampler."""
         sampler = super().roles(training)
         return {"actor": sampler.pop("actor"), "teacher": Role("train", trainable=False), **sampler}
 
     def start(self) -> None:
+        """Query a frozen-only teacher once."""
         super().start()
         backend: Any = self.plugins.spec("train_engines", self.config.role("teacher").backend)
-        if (
-            backend.frozen_only
-        ):  # it may tell fewer tokens than are wanted: that is found out here, not after a rollout
+        # it may return fewer than K tokens: fail here, not after the first rollouts
+        if backend.frozen_only:
             two = Batch(torch.zeros(2, dtype=torch.int64), torch.tensor([2]), temperature=self.temperature)
             self.with_teacher(two.with_columns({"loss_mask": torch.tensor([False, True])}))
 
     @property
     def options(self) -> DistillOptions:
-        """``[distill]`` as it is in this step."""
+        """Options of ``[distill]`` at this step."""
         options: DistillOptions = self.config_now.options
         return options
 
     @property
     def temperature(self) -> float:
-        """Of both distributions."""
+        """Softmax temperature of both distributions."""
         return self.options.temperature or self.config_now.rollout.temperature
 
     def step(self, step: int) -> dict[str, float]:
-        """One step: sequences of the student or of the data, what the teacher says of them, one update."""
+        """Take sequences of the student or of the data, query the teacher, and make one update; return metrics."""
         if self.from_data(step):
             assert self.examples is not None
             batch = example_batch(self.examples.take(self.config_now.data.prompts_per_step))
@@ -107,28 +109,28 @@ class DistillTrainer(SampledRun):
         return metrics | self.sync()
 
     def from_data(self, step: int) -> bool:
-        """Whether a step takes the responses of the data: drawn for each step by itself, so a resumed run draws the same."""
+        """Return whether a step uses the responses of the data; seeded by step, so a resumed run draws the same."""
         drawn = sampling_seed(self.config.run.seed, step, -1, -1) / 2**63
         return drawn < self.options.data_share
 
     def sampled(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """The rollouts of a step after rewards and stages, each token with its weight."""
+        """Return the batch of a step's rollouts after rewards and stages, with token weights, and metrics."""
         rollouts, metrics = self.rollouts(step)
         return with_weights(self.sampling.batch(rollouts), "token-mean"), self._without_rewards(metrics)
 
     def compared(self, batch: Batch) -> Batch:
-        """A batch at the temperature of the divergence; where that is not the sampler's, the gap to it is not measured."""
+        """Return the batch at the divergence's temperature; without the sampler's log-probs if its temperature differs."""
         if batch.temperature != self.temperature:
             kept = {name: column for name, column in batch.tokens.items() if name != "rollout_log_probs"}
             return dataclasses.replace(batch, tokens=kept, temperature=self.temperature)
         return batch
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Refuse to learn from responses that are not this student's."""
+        """Refuse responses whose log-probs differ too much from the student's."""
         check_gap(metrics.get("mismatch/mean_abs", 0.0), self.config.rollout.max_log_prob_gap)
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        """Whole sequences, in order, of at most ``distill.max_values`` tokens times K together."""
+        """Yield whole sequences in order, in parts of at most ``distill.max_values`` tokens times K."""
         most = self.options.max_values // self.top_k
         chosen: list[int] = []
         tokens = 0
@@ -141,25 +143,26 @@ class DistillTrainer(SampledRun):
         yield batch.select(chosen)
 
     def with_teacher(self, part: Batch) -> Batch:
-        """Add what the teacher says: its likeliest tokens at each position, their log-probs, and that of all others."""
+        """Add the teacher's K likeliest tokens at each position, their log-probs, and that of all others together."""
         asked = dataclasses.replace(part, top_k=self.top_k)
         made = self.groups["teacher"].call("infer", asked, outputs=tuple(OF_TEACHER)).result()
         return part.with_columns(tokens={column: made[output] for output, column in OF_TEACHER.items()})
 
     def loss_call(self) -> LossCall:
-        """The objective, by name and plain values."""
+        """Return the name of the objective and its parameters."""
         parameters = {"divergence": self.options.divergence, "jsd_beta": self.options.jsd_beta}
         return LossCall(
             "distill", parameters, outputs=("log_probs_at", "log_rest"), watched=("log_probs", "entropy")
         )
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
-        """Responses to the held-out prompts: their divergence from the teacher, and rewards where there are some."""
+        """Sample the held-out prompts; return the divergence from the teacher, and rewards if any are configured."""
         return self._without_rewards(super().evaluate(out))
 
     def measured(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """Return the metrics of the divergence on these rollouts."""
         batch = Batch.from_rollouts(rollouts, self.temperature)
-        batch.tokens.pop("rollout_log_probs")  # sampled at the temperature of [eval]
+        batch.tokens.pop("rollout_log_probs")  # these are at the temperature of [eval]
         batch, call = with_weights(batch, "token-mean"), self.loss_call()
         objective, found = resolve_loss(call, self.plugins), dict[str, float]()
         with self.runtime.phase("train"):
@@ -170,16 +173,22 @@ class DistillTrainer(SampledRun):
         return {name.removeprefix("actor/"): value for name, value in declared(found).items()}
 
     def state(self) -> dict[str, Any]:
+        """Return the state of the run and of the data's examples."""
         examples = {"examples": self.examples.state()} if self.examples is not None else {}
         return super().state() | examples
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore the state of the run and of the data's examples."""
         super().load_state(state, folder)
         if self.training and self.examples is not None and "examples" in state:
             self.examples.load_state(state["examples"])
 
     def _candidates(self, vocabulary: int) -> int:
-        """K: what the run file says, or what is left of the vocabulary."""
+        """Return K: `distill.top_k`, 128 by default, and at most the size of the vocabulary.
+
+        Raises:
+            ConfigError: `distill.top_k` is larger than the vocabulary.
+        """
         chosen = self.config.options.top_k
         if chosen is None:
             return min(DEFAULT_TOP_K, vocabulary)
@@ -191,10 +200,12 @@ class DistillTrainer(SampledRun):
         return chosen or vocabulary
 
     def _uses_data(self) -> bool:
+        """Return whether any step may use the responses of the data."""
         steps = [config_at(self.config, step) for step in boundaries(self.config)]
         return any(config.options.data_share > 0 for config in steps)
 
     def _examples(self) -> SFTSource:
+        """Open the data's examples."""
         config = self.config
         limits = SFTOptions(max_tokens=config.options.max_tokens)
         rows, held = rows_of(self), table_length(self)
@@ -203,15 +214,15 @@ class DistillTrainer(SampledRun):
         return source
 
     def _without_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Without the metrics of rewards where there are none."""
+        """Return the metrics; without those of rewards if no reward is configured."""
         if self.sampling.rewards.scorers:
             return dict(metrics)
         empty = ("mean", "std", "unrewarded", "failures", "timeouts", "zero_variance_groups")
-        told = {f"reward/{name}" for name in empty}
+        unused = {f"reward/{name}" for name in empty}
         of_sets = ("reward_mean", "accuracy", "unscored")  # and the ends of their intervals
         return {
             name: value
             for name, value in metrics.items()
-            if name not in told
+            if name not in unused
             and not (name.startswith("eval/") and name.rpartition("/")[2].startswith(of_sets))
         }

@@ -1,10 +1,10 @@
-"""Steps that do not wait for their last responses: more groups are asked for than a step needs, and the rest is stopped.
+"""Early stopping: a step requests more groups than it needs and stops the stragglers.
 
-What was stopped goes on in the next step, from the token where it was (`rollout.partial_rollouts`), or is dropped. Whoever
-drops learns from short responses more often than the policy gives them; whoever carries learns from tokens of
-older policies, each with the log-prob and the version that it was sampled with.
+A stopped response resumes in the next step at the token where it stopped (`rollout.partial_rollouts`), or is dropped.
+Dropping biases the data towards short responses. Carrying over learns from tokens of older policies; each token keeps
+the log-prob and the version that it was sampled with.
 
-Left out: episodes of an environment, which have state of their own, and rewards while others are sampled.
+Left out: episodes of an environment, which have state outside the sampler, and rewards while others are sampled.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ COUNTS = (
 )
 """Metrics of a step."""
 
-"""Of a checkpoint."""
-
-ROUNDS_FOR_MORE = 8  # after which a call is of one round more
-MOST_AT_ONCE = 4  # rounds of a call
+ROUNDS_FOR_MORE = 8  # after so many rounds a call asks for one round more
+MOST_AT_ONCE = 4  # most rounds of a call
 
 log = logging.getLogger("engine")
 
@@ -46,28 +44,28 @@ RequestOf = Callable[[Prompt, str], Request]
 
 @dataclass
 class Group:
-    """The responses of one prompt, under way."""
+    """The responses to a prompt, finished and in flight."""
 
     prompt: Prompt
-    requests: dict[str, Request]  # of all its responses, by id, in order
+    requests: dict[str, Request]  # of all responses, by id, in order
     done: dict[str, Rollout] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        """All its responses have finished."""
+        """Whether all responses have finished."""
         return len(self.done) == len(self.requests)
 
     @property
     def left(self) -> list[Request]:
-        """Of responses that are not finished."""
+        """Requests of the unfinished responses."""
         return [request for id, request in self.requests.items() if id not in self.done]
 
     def rollouts(self, number: int, stopped: dict[str, Rollout]) -> list[Rollout]:
-        """Copies of its responses in order, as group ``number``; of unfinished ones what there is.
+        """Return copies of the responses in order, as group ``number``; unfinished ones as far as they were sampled.
 
         Args:
-            number: of the group.
-            stopped: what the sampler gave back of unfinished ones.
+            number: group id of the copies.
+            stopped: partial rollouts that the sampler returned, by request id.
         """
         held = self.done | {r.id: stopped.get(r.id) or r.unsampled() for r in self.left}
         return [
@@ -77,18 +75,18 @@ class Group:
 
 
 class Stragglers:
-    """See the module.
+    """An ``EarlyStop`` that over-samples, stops stragglers, and carries them over or drops them.
 
     Args:
-        source: of the rollouts of a run.
+        source: the source of the run's rollouts.
     """
 
     def __init__(self, source: RolloutSource) -> None:
         self.source = source
-        self.carried: list[Rollout] = []  # groups together, the oldest first; never changed in place
+        self.carried: list[Rollout] = []  # sorted by group, the oldest first; never changed in place
         self._counts: Counter[str] = Counter()
-        self._wanted = 0  # groups of this round
-        self._step = self._drawn = 0  # prompts that this step has taken so far
+        self._wanted = 0  # groups that this round needs
+        self._step = self._drawn = 0  # the step, and the prompts that it has taken so far
 
     @property
     def used(self) -> bool:
@@ -97,11 +95,11 @@ class Stragglers:
 
     @property
     def off_policy(self) -> bool:
-        """Whether tokens of older policies come into the update."""
+        """Whether the update may see tokens of older policies."""
         return self.used and self.source.run.config.rollout.partial_rollouts
 
     def to_take(self, wanted: int) -> int:
-        """Prompts to take from the data for a round of ``wanted`` groups."""
+        """Return how many prompts to take from the data for a round of ``wanted`` groups."""
         self._wanted = wanted
         if not self.used or not wanted:
             return wanted
@@ -112,16 +110,16 @@ class Stragglers:
     def sample(
         self, prompts: Sequence[Prompt], step: int, first_group: int, request_of: RequestOf
     ) -> list[Rollout]:
-        """The groups of a round: carried ones go on, new ones begin, until as many as wanted are complete.
+        """Resume carried groups and start new ones, and sample until enough groups are complete.
 
         Args:
-            prompts: new ones.
-            step: with the number of a prompt in its step and of a response in its group, the id of a request.
-            first_group: number of the first group that is returned.
-            request_of: makes the request of a prompt under such an id.
+            prompts: the prompts of the new groups.
+            step: first part of request ids ``STEP:PROMPT:RESPONSE``.
+            first_group: group id of the first returned group.
+            request_of: builds the request of a prompt with a given id.
 
         Returns:
-            The wanted groups, the carried ones first; where more were complete, the first of them.
+            The rollouts of the wanted groups, carried groups first. Complete groups beyond these are put away.
         """
         groups = [*self._resumed(request_of), *self._new(prompts, step, request_of)]
         stopped = self._run(groups)
@@ -135,21 +133,21 @@ class Stragglers:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """``sampling/...`` of the rounds since it was last asked; nothing where steps do not end early and nothing was dropped."""
+        """Return ``sampling/...`` counts since the last call; {} without early stopping if nothing was dropped."""
         counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in COUNTS} if self.used or counts else {}
 
     def files(self) -> dict[str, Callable[[Path], object]]:
-        """What writes the carried groups as they are now, by the name of the file."""
+        """Return the writer of the groups that are carried now, by file name."""
         if not self.carried:
             return {}
         return {CARRIED: partial(write_rollouts, step=0, rollouts=tuple(self.carried))}
 
     def load(self, folder: Path) -> None:
-        """Take what a checkpoint holds of them.
+        """Restore the carried groups of a checkpoint.
 
         Args:
-            folder: of the checkpoint. Without the file nothing was carried.
+            folder: the checkpoint. Without the file nothing was carried.
         """
         self.carried = read_rollouts(folder / CARRIED) if (folder / CARRIED).is_file() else []
         if self.carried and not self.off_policy:
@@ -161,6 +159,7 @@ class Stragglers:
             self.carried = []
 
     def _new(self, prompts: Sequence[Prompt], step: int, request_of: RequestOf) -> Iterator[Group]:
+        """Yield a group for each new prompt."""
         if step != self._step:
             self._step, self._drawn = step, 0
         size = self.source.run.config_now.rollout.group_size
@@ -170,7 +169,7 @@ class Stragglers:
         self._drawn += len(prompts)
 
     def _resumed(self, request_of: RequestOf) -> Iterator[Group]:
-        """What was carried, asked for anew; each request has the id that it had."""
+        """Yield the carried groups with requests that continue unfinished responses; request ids stay the same."""
         for members in _groups(self.carried):
             group = Group(
                 members[0].prompt, {r.request_id: request_of(r.prompt, r.request_id) for r in members}
@@ -179,7 +178,7 @@ class Stragglers:
                 request = group.requests[rollout.request_id]
                 if rollout.finish_reason != "abort" or rollout.failure:
                     group.done[request.id] = rollout
-                elif rollout.response_length >= request.sampling.max_response_tokens:  # of a [schedule]
+                elif rollout.response_length >= request.sampling.max_response_tokens:  # a [schedule]
                     group.done[request.id] = dataclasses.replace(rollout, finish_reason="length")
                 elif rollout.response_length:
                     group.requests[request.id] = dataclasses.replace(request, begun=rollout)
@@ -189,33 +188,34 @@ class Stragglers:
         self.carried = []
 
     def _run(self, groups: Sequence[Group]) -> dict[str, Rollout]:
-        """Sample until enough groups are complete; what was stopped, by request."""
+        """Sample until enough groups are complete; return the stopped rollouts by request id."""
         sampler = self.source.run.groups["rollout"]
         running = {request.id: group for group in groups for request in group.left}
         complete = sum(group.complete for group in groups)
-        if not running or complete >= self._wanted:  # what was never asked for needs no stop
+        if not running or complete >= self._wanted:  # nothing was submitted, so nothing needs to be stopped
             return {}
-        # in rounds where a run is to take the same course again
+        # rounds make the run repeatable
         session = SamplerSession(sampler, self.source.run.clock, rounds=sampler.repeatable)
         session.submit([request for group in groups for request in group.left])
         rounds = 0  # so far
         try:
             while running and complete < self._wanted:
-                # after many rounds what is in flight is long: little is sampled in vain by asking for more at a time
+                # after many rounds the responses in flight are long, so a few rounds more per call waste little
                 count = min(1 + rounds // ROUNDS_FOR_MORE, MOST_AT_ONCE)
                 complete += _settle(session.results(rounds=count), running)
                 rounds += count
             found = session.cancel(running)
-        except BaseException:  # a signal included: the sampler is left without requests of this step
+        except BaseException:  # a signal included: cancel this step's requests
             session.abandon()
             raise
         finally:
             session.close()
-        _settle([r for r in found if r.finish_reason != "abort" or r.failure], running)  # had just finished
+        # some had just finished
+        _settle([r for r in found if r.finish_reason != "abort" or r.failure], running)
         return {rollout.request_id: rollout for rollout in found}
 
     def _put_away(self, groups: Sequence[Group], stopped: dict[str, Rollout]) -> None:
-        """Carry groups over that this step does not use, or drop them."""
+        """Carry over the groups that this step does not use, or drop them."""
         unfinished = [request.id for group in groups for request in group.left]
         self._counts["sampling/stopped"] += len(unfinished)
         if self.source.run.config.rollout.partial_rollouts:
@@ -228,14 +228,14 @@ class Stragglers:
         )
 
     def _drop(self, rollouts: Sequence[Rollout]) -> None:
-        """Count groups, and the tokens of their unfinished responses, that are dropped without having been asked again."""
+        """Count the dropped groups and the tokens of their unfinished responses."""
         self._counts["sampling/dropped_groups"] += len(_groups(rollouts))
         self._counts["sampling/stopped_tokens"] += sum(
             rollout.response_length for rollout in rollouts if rollout.finish_reason == "abort"
         )
 
     def _forget_old(self) -> None:
-        """Drop carried groups whose oldest token is of too old a policy."""
+        """Drop the carried groups whose oldest token exceeds `rollout.partial_max_staleness`."""
         oldest = self.source.version - self.source.run.config.rollout.partial_max_staleness
         versions = version_runs(self.carried).oldest()
         old = {self.carried[place].group_id for place, version in versions.items() if version < oldest}
@@ -246,9 +246,9 @@ class Stragglers:
 
 
 def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> int:
-    """These are done, and running no more: how many groups are complete by them.
+    """Move finished rollouts out of ``running``; return how many groups they complete.
 
-    Of a request that a lost sampler had, and another was asked, the first one counts.
+    If a request was sampled twice because a sampler was lost, its first rollout counts.
     """
     completed = 0
     for rollout in finished:
@@ -259,7 +259,7 @@ def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> int:
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """By ``group_id``, in the order of their first rollouts."""
+    """Return the rollouts by ``group_id``, in the order of each group's first rollout."""
     found: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         found.setdefault(rollout.group_id, []).append(rollout)

@@ -1,6 +1,6 @@
-"""Which policy versions the tokens of some rollouts are of: by stretches of one version, of which a response has few.
+"""The policy versions of sampled tokens, stored as runs of equal versions.
 
-Whoever looks at stretches looks at each token once, and only for where one ends.
+A response has few runs, so its tokens are scanned only once, to find where runs end.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 class VersionRuns(NamedTuple):
-    """Sampled tokens of one version, one after another: S stretches, in the order of their rollouts.
+    """The S runs of consecutive sampled tokens of one version, in the order of their rollouts.
 
-    Example: a response whose last two of five tokens came after new weights is two stretches,
+    Example: a response whose last two of five tokens came after new weights has two runs,
     ``versions = [3, 4], counts = [3, 2], of = [0, 0]``.
     """
 
     versions: NDArray[np.int32]  # [S] int32
     counts: NDArray[np.int64]  # [S] int64, tokens
-    of: NDArray[np.int64]  # [S] int64, ascending: the rollout's place
+    of: NDArray[np.int64]  # [S] int64, ascending: index of the rollout
 
     def oldest(self) -> dict[int, int]:
-        """The lowest version of each rollout with a sampled token, by its place."""
+        """Return the lowest version of each rollout that has a sampled token, by index of the rollout."""
         places, lowest, _ = self._by_rollout()
         return dict(zip(places.tolist(), lowest.tolist(), strict=True))
 
     def counted(self) -> list[tuple[int, int]]:
-        """The version of each, with how many tokens, in order."""
+        """Return version and number of tokens of each run, in order."""
         return list(zip(self.versions.tolist(), self.counts.tolist(), strict=True))
 
     def mixed(self) -> int:
-        """How many rollouts have sampled tokens of more than one version."""
+        """Return the number of rollouts with sampled tokens of more than one version."""
         _, lowest, highest = self._by_rollout()
         return int(np.count_nonzero(lowest != highest))
 
     def _by_rollout(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        """Place, lowest and highest version of each rollout that has a stretch."""
+        """Return index, lowest and highest version of each rollout that has a run."""
         places, first = np.unique(self.of, return_index=True)
         if not len(places):
             return places, self.versions, self.versions
@@ -53,17 +53,17 @@ class VersionRuns(NamedTuple):
 
 
 def joined(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """``loss_mask`` and ``policy_versions`` [T] of all of them, one after another; nothing of none."""
+    """Return ``loss_mask`` and ``policy_versions`` [T] of the concatenated rollouts; {} if there are none."""
     names = ("loss_mask", "policy_versions") if rollouts else ()
     return {name: torch.cat([getattr(rollout, name) for rollout in rollouts]) for name in names}
 
 
 def version_runs(rollouts: Sequence[Rollout], columns: Mapping[str, Tensor] | None = None) -> VersionRuns:
-    """The stretches of all of them.
+    """Return the version runs of the rollouts.
 
     Args:
-        rollouts: any.
-        columns: what ``joined`` made of them, where somebody has it.
+        rollouts: T tokens in all.
+        columns: the [T] columns of ``joined`` for these rollouts, if already built.
     """
     if not rollouts:
         return VersionRuns(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
@@ -71,7 +71,7 @@ def version_runs(rollouts: Sequence[Rollout], columns: Mapping[str, Tensor] | No
     lengths = np.array([rollout.loss_mask.numel() for rollout in rollouts])
     versions = columns["policy_versions"].cpu().numpy()  # [T]
     sampled = columns["loss_mask"].cpu().numpy()  # [T] bool
-    # [T] another version, or sampled where the one before was not
+    # [T] True where the version or the mask changes
     begins = np.empty(len(versions), dtype=bool)
     np.not_equal(versions[1:], versions[:-1], out=begins[1:])
     begins[1:] |= sampled[1:] != sampled[:-1]
