@@ -39,6 +39,29 @@ def markdown_tables(app, what, name, thing, options, lines):
     lines[:] = text.splitlines()
 
 
+FIELDS: dict[str, list[str]] = {}  # the docs of fields as they are written
+
+
+def keep_field(app, what, name, thing, options, lines):
+    """Keep the docs of a field from napoleon, which takes what is before a colon for its type."""
+    if what == "attribute":
+        FIELDS[name] = list(lines)
+
+
+def restore_field(app, what, name, thing, options, lines):
+    """Give a field its docs back after napoleon."""
+    lines[:] = FIELDS.get(name, lines)
+
+
+def generated(app, what, name, thing, skip, options):
+    """Leave out a constructor that ``dataclass`` made: the fields are listed."""
+    made = name == "__init__" and getattr(getattr(thing, "__code__", None), "co_filename", "") == "<string>"
+    return True if made else None
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", markdown_tables)
+    app.connect("autodoc-process-docstring", keep_field, priority=400)
+    app.connect("autodoc-process-docstring", restore_field, priority=600)
+    app.connect("autodoc-skip-member", generated)
     app.connect("source-read", file_names)

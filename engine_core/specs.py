@@ -61,11 +61,11 @@ class RefillOptions(Options):
 class Spec:
     """One entry of a table hook."""
 
-    kind: ClassVar[str] = ""  # the table: "train_engines", "rewards", ...
-    noun: ClassVar[str] = ""  # for messages: "train engine", "reward", ...
-    given: ClassVar[tuple[str, ...]] = ()  # positional arguments of a function of this kind
-    makes_objects: ClassVar[bool] = False  # a class may replace the function: see ``Stage``
-    internal: ClassVar[bool] = False  # names of this kind are used by code, never by a key of a run file
+    kind: ClassVar[str] = ""  #: the table: "train_engines", "rewards", ...
+    noun: ClassVar[str] = ""  #: for messages: "train engine", "reward", ...
+    given: ClassVar[tuple[str, ...]] = ()  #: positional arguments of a function of this kind
+    makes_objects: ClassVar[bool] = False  #: a class may replace the function: see ``Stage``
+    internal: ClassVar[bool] = False  #: names of this kind are used by code, never by a key of a run file
 
     load: str | Callable[..., Any]
     config: type[BaseModel] = NoOptions

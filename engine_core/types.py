@@ -34,21 +34,21 @@ class Prompt:
     Example: ``Prompt("train:17", [5, 9, 2], "2+2=", {"answer": "4"})``.
     """
 
-    id: str  # "<split>:<row>", the same in every epoch and after a resume
-    token_ids: list[int]  # the prompt as the model sees it, chat template applied
-    text: str  # the same prompt as text
-    columns: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for rewards
+    id: str  #: "<split>:<row>", the same in every epoch and after a resume
+    token_ids: list[int]  #: the prompt as the model sees it, chat template applied
+    text: str  #: the same prompt as text
+    columns: dict[str, Any] = field(default_factory=dict)  #: the row's other columns, for rewards
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling(SamplingOptions):
     """The sampling options of a request: those of the TOML's ``[rollout]`` table and some of a request alone."""
 
-    seed: int | None = None  # with a seed the same request gives the same tokens
-    # return the tokens that top-p or top-k kept, if there are at most this many; 0: never
+    seed: int | None = None  #: with a seed the same request gives the same tokens
+    #: return the tokens that top-p or top-k kept, if there are at most this many; 0: never
     max_support: int = 0
-    log_probs: bool = True  # False: `Rollout.rollout_log_probs` is not read and may be 0
-    timeout_s: float = 0.0  # counted from queuing; the response is then stopped and kept. 0: no limit
+    log_probs: bool = True  #: False: `Rollout.rollout_log_probs` is not read and may be 0
+    timeout_s: float = 0.0  #: counted from queuing; the response is then stopped and kept. 0: no limit
 
     @classmethod
     def of(cls, *tables: object, **request: Any) -> Sampling:
@@ -75,12 +75,12 @@ class Request:
     sampled before keep their log-probs, policy versions and extras (capability ``partial``).
     """
 
-    id: str
-    prompt: Prompt
-    sampling: Sampling
-    group_id: int = 0
-    index: int = 0  # position within its group, 0..G-1
-    begun: Rollout | None = None  # what ``abort`` returned; `max_response_tokens` limits the whole response
+    id: str  #: unique among the requests in flight
+    prompt: Prompt  #: what to answer
+    sampling: Sampling  #: how to sample
+    group_id: int = 0  #: number of the prompt within its step
+    index: int = 0  #: position within its group, 0..G-1
+    begun: Rollout | None = None  #: what ``abort`` returned; `max_response_tokens` limits the whole response
 
     def unsampled(self) -> Rollout:
         """Return the request's rollout before any new token is sampled, with finish reason ``abort``."""
@@ -121,24 +121,24 @@ class Rollout:
 
     request_id: str
     prompt: Prompt
-    token_ids: Tensor  # [T_i] int64, prompt and response
-    loss_mask: Tensor  # [T_i] bool
-    rollout_log_probs: Tensor  # [T_i] float32, after temperature, top-p and top-k; 0 where not sampled
-    policy_versions: Tensor  # [T_i] int32
-    finish_reason: str  # "stop" (end token or stop string), "length", "abort"
+    token_ids: Tensor  #: [T_i] int64, prompt and response
+    loss_mask: Tensor  #: [T_i] bool
+    rollout_log_probs: Tensor  #: [T_i] float32, after temperature, top-p and top-k; 0 where not sampled
+    policy_versions: Tensor  #: [T_i] int32
+    finish_reason: str  #: "stop" (end token or stop string), "length", "abort"
     group_id: int = 0
     index: int = 0
-    text: str = ""  # the response decoded, without special tokens; for rewards and people only
-    reward: float = 0.0  # weighted sum of `rewards`
-    rewards: dict[str, float | None] = field(default_factory=dict)  # by reward name; None: not applicable
-    # reward of the greedy response to the same prompt, if that was sampled too
+    text: str = ""  #: the response decoded, without special tokens; for rewards and people only
+    reward: float = 0.0  #: weighted sum of `rewards`
+    rewards: dict[str, float | None] = field(default_factory=dict)  #: by reward name; None: not applicable
+    #: reward of the greedy response to the same prompt, if that was sampled too
     greedy_reward: float | None = None
-    answers: dict[str, str] = field(default_factory=dict)  # by reward name: the answer that it extracted
-    valid: bool = True  # False: a reward or the episode failed; the rollout is dropped and gives no gradient
-    # "error" or "timeout" (of its episode or request); the rollout ends where the failure happened
+    answers: dict[str, str] = field(default_factory=dict)  #: by reward name: the answer that it extracted
+    valid: bool = True  #: False: a reward or the episode failed; the rollout is dropped and gives no gradient
+    #: "error" or "timeout" (of its episode or request); the rollout ends where the failure happened
     failure: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
-    # ^ of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
+    #: ^ of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     extras: dict[str, Tensor] = field(default_factory=dict)
     # ^ per-token tensors that the core passes through. It reads two, which describe a top-p or top-k cut:
     #   "support_log_mass" [T_i] float32, the log of the probability (after temperature) that was kept;
@@ -226,7 +226,7 @@ class StageState:
     continues to change (``dataclasses.replace(rollout)``; the tensors may be shared).
     """
 
-    values: dict[str, Any] = field(default_factory=dict)  # plain values that JSON can hold
+    values: dict[str, Any] = field(default_factory=dict)  #: plain values that JSON can hold
     rollouts: Sequence[Rollout] = ()
 
 
@@ -242,13 +242,13 @@ class Batch:
         sequences = {"rewards": [1.0, 0.0]}  # each [B]
     """
 
-    token_ids: Tensor  # [T] int64
-    lengths: Tensor  # [B] int64, sums to T
+    token_ids: Tensor  #: [T] int64
+    lengths: Tensor  #: [B] int64, sums to T
     tokens: dict[str, Tensor] = field(default_factory=dict)
     sequences: dict[str, Tensor] = field(default_factory=dict)
-    temperature: float = 1.0  # log-probs and entropies are of softmax(logits / temperature)
-    keep_together: Tensor | None = None  # [B] int64: sequences with equal ids are never separated
-    top_k: int = 0  # K of the outputs ``top_...``: the number of most likely tokens per position
+    temperature: float = 1.0  #: log-probs and entropies are of softmax(logits / temperature)
+    keep_together: Tensor | None = None  #: [B] int64: sequences with equal ids are never separated
+    top_k: int = 0  #: K of the outputs ``top_...``: the number of most likely tokens per position
 
     def __len__(self) -> int:
         """Return B, the number of sequences."""
@@ -469,9 +469,9 @@ class LossCall:
     """A loss as name and parameters: sent to workers in place of code."""
 
     name: str
-    parameters: dict[str, Any] = field(default_factory=dict)  # plain values only
-    outputs: tuple[str, ...] = ("log_probs",)  # what the engine must compute with gradient
-    watched: tuple[str, ...] = ()  # what the engine computes without gradient, for metrics
+    parameters: dict[str, Any] = field(default_factory=dict)  #: plain values only
+    outputs: tuple[str, ...] = ("log_probs",)  #: what the engine must compute with gradient
+    watched: tuple[str, ...] = ()  #: what the engine computes without gradient, for metrics
 
 
 @dataclass(slots=True)
@@ -481,7 +481,7 @@ class TrainOutput:
     ``metrics`` are reduced over micro-batches and ranks as their names declare, see ``engine_core.metrics``.
     """
 
-    loss: float  # the global loss that was differentiated
+    loss: float  #: the global loss that was differentiated
     metrics: dict[str, float] = field(default_factory=dict)
     num_micro_batches: int = 0
 
@@ -490,6 +490,6 @@ class TrainOutput:
 class StepOutput:
     """The result of ``optimizer_step``."""
 
-    grad_norm: float  # before clipping
-    lr: float  # the rate of this step; the largest over the parameter groups
-    skipped: bool = False  # True: a gradient was not finite, and weights and optimizer did not change
+    grad_norm: float  #: before clipping
+    lr: float  #: the rate of this step; the largest over the parameter groups
+    skipped: bool = False  #: True: a gradient was not finite, and weights and optimizer did not change

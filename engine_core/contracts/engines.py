@@ -43,18 +43,18 @@ class Layout:
 class WorkerContext:
     """The surroundings of a worker: what it knows in addition to its config."""
 
-    plugins: PluginSet  # loaded in this process, from the names in the config
-    role: str  # actor, ref, critic, rollout, reward_model, judge
+    plugins: PluginSet  #: loaded in this process, from the names in the config
+    role: str  #: actor, ref, critic, rollout, reward_model, judge
     device: torch.device
     rank: int = 0
     world_size: int = 1
     seed: int = 0
-    total_steps: int = 0  # optimizer steps of the run, for learning-rate schedules
-    live: Mapping[str, Any] | None = None  # objects given from Python: "model", "tokenizer"
-    deterministic: bool = False  # `[run] deterministic`: torch's deterministic algorithms only
-    # the run never changes the weights: they are not trained, refreshed or exported
+    total_steps: int = 0  #: optimizer steps of the run, for learning-rate schedules
+    live: Mapping[str, Any] | None = None  #: objects given from Python: "model", "tokenizer"
+    deterministic: bool = False  #: `[run] deterministic`: torch's deterministic algorithms only
+    #: the run never changes the weights: they are not trained, refreshed or exported
     frozen: bool = False
-    actor: str = ""  # for the run's sampler: backend of the actor, whose plugin may build the model
+    actor: str = ""  #: for the run's sampler: backend of the actor, whose plugin may build the model
 
 
 class TrainEngine(abc.ABC):

@@ -65,10 +65,10 @@ def stream_of(
 class SyncResult:
     """The result of one update of a sampler's weights."""
 
-    version: int  # policy version of tokens sampled from now on
-    bytes: int  # received, by all processes together; 0 if the module is shared
+    version: int  #: policy version of tokens sampled from now on
+    bytes: int  #: received, by all processes together; 0 if the module is shared
     seconds: float
-    checksum: str  # of the weights that the sampler received; "shared" if the module is shared
+    checksum: str  #: of the weights that the sampler received; "shared" if the module is shared
 
 
 def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: bool = False) -> SyncResult:

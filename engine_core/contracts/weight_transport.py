@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 class WeightUpdate:
     """An update over a link, the same at the sender and at the receivers."""
 
-    number: int  # within the link, counted from 1
-    version: int  # policy version of the weights
+    number: int  #: within the link, counted from 1
+    version: int  #: policy version of the weights
 
 
 @dataclass(frozen=True, slots=True)
 class TransportEndpoint:
     """The process of an endpoint, and the values it needs to find the other processes of its link."""
 
-    transport: str  # name of the transport in the run file, for error messages
-    index: int  # 0: the sender; 1 and above: the receivers
-    names: tuple[str, ...]  # of all processes by index, for error messages: "actor[0] on HOST"
-    device: torch.device  # of the weights in this process
-    host: str  # address at which the other processes reach this one
-    token: str  # secret of the run, with which a connection proves that it belongs to the run
-    # key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix);
-    # the other one is None
+    transport: str  #: name of the transport in the run file, for error messages
+    index: int  #: 0: the sender; 1 and above: the receivers
+    names: tuple[str, ...]  #: of all processes by index, for error messages: "actor[0] on HOST"
+    device: torch.device  #: of the weights in this process
+    host: str  #: address at which the other processes reach this one
+    token: str  #: secret of the run, with which a connection proves that it belongs to the run
+    #: key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix);
+    #: the other one is None
     rendezvous: Mapping[str, Any]
-    shared_folder: str  # private to the run and visible to all its processes; "" if there is none
-    link_id: str  # unique among the links of all runs
+    shared_folder: str  #: private to the run and visible to all its processes; "" if there is none
+    link_id: str  #: unique among the links of all runs
 
     @property
     def route(self) -> str:

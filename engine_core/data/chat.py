@@ -64,7 +64,7 @@ class Rendered:
 
     text: str
     token_ids: list[int]
-    loss_mask: list[bool]  # True on the tokens that the assistant wrote
+    loss_mask: list[bool]  #: True on the tokens that the assistant wrote
     messages: list[Message] | None = None
 
 

@@ -40,7 +40,7 @@ class Distribution:
 
     name: str
     version: str
-    requires: tuple[str, ...] = ()  # its Requires-Dist lines
+    requires: tuple[str, ...] = ()  #: its Requires-Dist lines
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"

@@ -68,8 +68,8 @@ class Plugin:
     """One imported module with hooks."""
 
     module: ModuleType
-    label: str  # for messages, with the version
-    source: str  # distribution, or the file's name
+    label: str  #: for messages, with the version
+    source: str  #: distribution, or the file's name
     version: str
     tables: dict[str, dict[str, Spec]] = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ class Bucket:
 
     offset: int
     size: int
-    entries: list[tuple[str, str, list[int], int]]  # name, dtype, shape, offset in the bucket
+    entries: list[tuple[str, str, list[int], int]]  #: name, dtype, shape, offset in the bucket
     sum: str = ""
 
 

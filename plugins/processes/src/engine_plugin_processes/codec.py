@@ -67,7 +67,7 @@ class Encoded:
     """A value that is ready to be sent any number of times."""
 
     header: bytes
-    buffers: list[memoryview]  # the payload, in order
+    buffers: list[memoryview]  #: the payload, in order
 
     @property
     def payload_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Pieces:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    buffers: Sequence[memoryview]  # of rows, in order
+    buffers: Sequence[memoryview]  #: of rows, in order
 
     def dim(self) -> int:
         """Return the number of dimensions, as ``Tensor.dim`` does."""

@@ -20,7 +20,7 @@ class Pool:
     """A group of processes that serve the same roles and form one ``torch.distributed`` world."""
 
     name: str
-    ranks: range  # of the run
+    ranks: range  #: of the run
     roles: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Pool:
 class Slice:
     """A group of a role's ranks that receive the same sequences; the leader's results count."""
 
-    ranks: tuple[int, ...]  # of the run
+    ranks: tuple[int, ...]  #: of the run
     leader: int
 
 

@@ -64,12 +64,12 @@ _PLANS = WeakTensorKeyDictionary()  # cu_seq_lens -> rectangles: made once, used
 class Rectangle:
     """Sequences of similar length: how to gather them from a pack and put them back."""
 
-    gather: Tensor  # [n * length] row of each cell's key and value; padding repeats the last token
-    valid: Tensor  # cells of queries that are not padding
-    count: int  # n
+    gather: Tensor  #: [n * length] row of each cell's key and value; padding repeats the last token
+    valid: Tensor  #: cells of queries that are not padding
+    count: int  #: n
     length: int
-    queries: Tensor | None = None  # [n * width] row of each query; None: the rows of the keys
-    first: Tensor | None = None  # [n] position in its sequence of the first query
+    queries: Tensor | None = None  #: [n * width] row of each query; None: the rows of the keys
+    first: Tensor | None = None  #: [n] position in its sequence of the first query
     width: int = 0
 
 

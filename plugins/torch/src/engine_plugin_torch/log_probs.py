@@ -81,10 +81,10 @@ class Distribution:
     No ``cached_property`` is used: before Python 3.12 it takes a lock, which ``torch.compile`` cannot compile.
     """
 
-    logits: Tensor  # [n, V] float32, divided by the temperature
-    targets: Tensor  # [n] int64
-    columns: Mapping[str, Tensor]  # of the batch, at these rows
-    top_k: int  # K of the outputs ``top_...``
+    logits: Tensor  #: [n, V] float32, divided by the temperature
+    targets: Tensor  #: [n] int64
+    columns: Mapping[str, Tensor]  #: of the batch, at these rows
+    top_k: int  #: K of the outputs ``top_...``
 
     def __post_init__(self) -> None:
         self.log_sum = self.log_sum_of(self.logits)

@@ -50,7 +50,7 @@ class Held:
     weights: int
     gradients: int = 0
     optimizer: int = 0
-    gathered: int = 0  # weights of other ranks, or cast to another type, while they are used
+    gathered: int = 0  #: weights of other ranks, or cast to another type, while they are used
 
     @property
     def total(self) -> int:
@@ -69,18 +69,18 @@ class Held:
 class Decoder:
     """The shape of a dense decoder."""
 
-    hidden: int  # H
-    wide: int  # F
+    hidden: int  #: H
+    wide: int  #: F
     layers: int
-    queries: int  # query heads times their size
-    keys: int  # key heads times their size
-    heads: int  # of queries
+    queries: int  #: query heads times their size
+    keys: int  #: key heads times their size
+    heads: int  #: of queries
     vocabulary: int
-    gated: bool  # a feed-forward of three matrices
-    rms: bool  # RMS norms, which run as several kernels; else layer norms, which run as one
-    normed: bool  # queries and keys are normalized
-    in_steps: bool  # the activation runs as several kernels
-    reads: int  # linear layers that read the normalized stream, in attention and feed-forward
+    gated: bool  #: a feed-forward of three matrices
+    rms: bool  #: RMS norms, which run as several kernels; else layer norms, which run as one
+    normed: bool  #: queries and keys are normalized
+    in_steps: bool  #: the activation runs as several kernels
+    reads: int  #: linear layers that read the normalized stream, in attention and feed-forward
 
     @classmethod
     def of(cls, module: nn.Module) -> Decoder | None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class FlatBucket:
     """A bucket: some tensors of an update as one contiguous run of bytes."""
 
-    number: int  # within the update, from 0
+    number: int  #: within the update, from 0
     bucket: Bucket
-    data: Tensor  # [size] uint8
+    data: Tensor  #: [size] uint8
 
     def header(self, update: WeightUpdate) -> dict[str, Any]:
         """Return the fields that ``verify`` and the unpacking of the bytes need, as plain values."""
