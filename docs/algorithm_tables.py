@@ -1,7 +1,7 @@
-"""Writes the tables of ``docs/algorithms.md``, and ``docs/reference/algorithms.md``, from docstrings of the code.
+"""Write ``docs/reference/algorithms.md`` from docstrings of the code.
 
     python docs/algorithm_tables.py            write what changed (`make docs` does this first)
-    python docs/algorithm_tables.py --check    change nothing; name the tables that are out of date, exit 1
+    python docs/algorithm_tables.py --check    change nothing; exit 1 if the page is out of date
 
 A function of a table has these lines in its docstring:
 
@@ -9,10 +9,8 @@ A function of a table has these lines in its docstring:
     Paper: https://arxiv.org/abs/2503.20783
     Differs: where ours is not the paper's, or not that of others
 
-``Formula`` is required; indented lines continue a field. Tables are between ``<!-- NAME -->`` and
-``<!-- end of NAME -->``. Where one function has several names, its module's docstring has a table of them,
-and lines ``Differs (NAME): ...``. The page of the reference has everything in one table, with the
-distribution that brings it. A test runs ``--check``.
+``Formula`` is required; indented lines continue a field. If one function has several names, its module's docstring has
+a table of them, and lines ``Differs (NAME): ...``. A test runs ``--check``.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from engine_core.specs import Spec
 
 OVERVIEW = Path(__file__).parent / "reference" / "algorithms.md"
-PAGE = Path(__file__).parent / "algorithms.md"
 LINK = r"https?://(?:arxiv\.org/abs/|doi\.org/)?([^\s,]+)"
 FIELDS = ("Formula", "Paper", "Differs")
 TRAINERS = "engine-plugin-trainers"
@@ -146,69 +143,55 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
 
 
+TITLES = {
+    "trainer": "Objectives of trainers",
+    "[[stage]] name": "Stages",
+    "advantage": "Advantages",
+    "loss": "Policy losses",
+}
+
+ABOUT = """\
+Every algorithm with its formula, its paper, and where this implementation differs from the paper or from other programs.
+[Algorithms](../algorithms.md), [preferences](../preference.md) and [evaluation](../evaluation.md) say how to use them.
+
+R is the reward of a rollout; n, mean and std (n - 1) are those of its group; A is the advantage of a token; G_t is what a token and
+those after it earned; whiten(x) is `(x - mean) / sqrt(var + 1e-8)` over the whole batch of the step. `p` is the policy in training, `p_old` the
+policy before this step's updates, `p_rollout` the policy that sampled, `p_ref` the reference; r = p / p_old; sg() has no gradient. A ratio
+is computed from a log-ratio clamped to -20..20, so that one token cannot overflow the batch."""
+
+
 def overview() -> str:
-    """The page of the reference."""
-    header = ["key", "name", "what it is", "formula", "paper", "where ours differs", "distribution"]
-    rows = [header, ["---"] * len(header)]
+    """Return the page: a section for each key, with a table of its names."""
+    sections: dict[str, list[list[str]]] = {}
     for kind, entries in kinds():
-        key = f"`{kind.partition(' of ')[0]}`"
+        rows = sections.setdefault(kind.partition(" of ")[0], [])
         for name, said in entries.items():
-            cells = [said["what"], *(said[field] for field in FIELDS), f"`{said['distribution']}`"]
-            rows.append([key, f"`{name}`", *cells])
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+            rows.append([f"`{name}`", said["what"], *(said[field] for field in FIELDS), said["distribution"]])
+    header = ["name", "what it is", "formula", "paper", "where ours differs", "distribution"]
+    parts = []
+    for key, rows in sections.items():
+        lines = [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+            for row in (header, ["---"] * 6, *rows)
+        ]
+        parts += [f"## {TITLES.get(key, f'`{key}`')}", "\n".join(lines)]
     note = (
         "<!-- Written by docs/algorithm_tables.py from the code. Change the code, then run `make docs`. -->"
     )
-    about = (
-        "For readers of papers: every algorithm in one table, with its paper and where ours is not the paper's or not\n"
-        "that of others. [Algorithms](../algorithms.md), [preferences](../preference.md) and [evaluation](../evaluation.md)\n"
-        "say how they are used, and what the letters mean."
-    )
-    return "\n\n".join([note, "# Algorithm reference", about, "\n".join(lines)]) + "\n"
+    return "\n\n".join([note, "# Algorithm reference", ABOUT, *parts]) + "\n"
 
 
 def _link(match: re.Match[str]) -> str:
     return f"[{match[1].removeprefix('github.com/')}]({match[0]})"
 
 
-def table(name: str) -> str:
-    """One table in Markdown."""
-    heading, functions = TABLES[name]
-    key = heading.partition(" of ")[0]
-    rows = [[key, "what it is", "formula", "paper", "where ours differs"], ["---"] * 5]
-    for key, function in functions().items():
-        said = fields(function)
-        rows.append([f"`{key}`", first_sentence(function), *(said[field] for field in FIELDS)])
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-
-
-def written(text: str) -> str:
-    """The page with its tables as they should be; a name without markers is left out."""
-    for name in TABLES:
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        if start in text:
-            before, rest = text.split(start)
-            text = before + start + table(name) + "\n" + end + rest.split(end)[1]
-    return text
-
-
-def stale() -> list[str]:
-    """Tables whose text is not what the code says."""
-    text = PAGE.read_text("utf-8")
-    return [name for name in TABLES if f"<!-- {name} -->\n{table(name)}\n<!-- end of {name} -->" not in text]
-
-
 def main() -> int:
+    current = OVERVIEW.exists() and OVERVIEW.read_text("utf-8") == overview()
     if "--check" in sys.argv:
-        for name in stale():
-            print(
-                f"docs/algorithms.md: the table '{name}' is out of date. Run: python docs/algorithm_tables.py"
-            )
-        if old := not OVERVIEW.exists() or OVERVIEW.read_text("utf-8") != overview():
-            print("docs/reference/algorithms.md is out of date. Run: python docs/algorithm_tables.py")
-        return 1 if stale() or old else 0
+        if not current:
+            print(f"{OVERVIEW} is out of date. Run: python docs/algorithm_tables.py")
+        return 0 if current else 1
     OVERVIEW.write_text(overview(), "utf-8")
-    PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")
     return 0
 
 

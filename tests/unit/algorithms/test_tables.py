@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md against the docstrings that they are written from."""
+"""docs/reference/algorithms.md against the docstrings that it is written from."""
 
 import runpy
 import subprocess
@@ -28,12 +28,18 @@ def test_the_tables_are_what_the_code_says():
     assert done.returncode == 0, done.stdout
 
 
-def test_a_table_that_is_out_of_date_is_named_and_mended(tables, tmp_path):
+def test_a_page_that_is_out_of_date_is_named_and_written(tables, tmp_path, monkeypatch, capsys):
     page = tmp_path / "algorithms.md"
-    page.write_text((DOCS / "algorithms.md").read_text("utf-8").replace("n / (n - 1)", "n / n"), "utf-8")
-    tables["stale"].__globals__["PAGE"] = page
-    assert tables["stale"]() == ["advantages"]
-    assert tables["written"](page.read_text("utf-8")) == (DOCS / "algorithms.md").read_text("utf-8")
+    page.write_text(
+        (DOCS / "reference" / "algorithms.md").read_text("utf-8").replace("n / (n - 1)", "n / n"), "utf-8"
+    )
+    tables["main"].__globals__["OVERVIEW"] = page
+    monkeypatch.setattr(sys, "argv", ["algorithm_tables.py", "--check"])
+    assert tables["main"]() == 1
+    assert "algorithms.md is out of date" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["algorithm_tables.py"])
+    assert tables["main"]() == 0
+    assert page.read_text("utf-8") == (DOCS / "reference" / "algorithms.md").read_text("utf-8")
 
 
 def test_a_function_without_a_formula_is_named(tables):
