@@ -1,6 +1,6 @@
-"""A post-training engine for language models whose every heavy part is an installable plugin.
+"""A post-training engine for language models; every heavy part is an installable plugin.
 
-Importing this package loads no torch: names are imported on first use.
+Importing this package does not import torch: names are imported on first use.
 """
 
 from __future__ import annotations

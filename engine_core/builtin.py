@@ -1,7 +1,7 @@
-"""The names that the core itself offers, each registered here alone: its entry in a table and its option table.
+"""The names that the core offers: for each, its entry in a table and its option table.
 
-They come through the same hooks as the names of a plugin. ``engine_core.plugins.metadata`` lists them from these hooks,
-so the core has no entry points. Nothing heavy is imported here: what ``load`` names is imported where it is used.
+The core registers them with the same hooks as a plugin does. ``engine_core.plugins.metadata`` lists them from these
+hooks, so the core has no entry points. Nothing heavy is imported here: ``load`` is imported on first use.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class GRPOOptions(Options):
     """``[algorithm.grpo]``"""
 
     normalize_by_std: bool = True
-    """Divide by the group's standard deviation; off is Dr.GRPO's advantage."""
+    """Divide by the group's standard deviation; False is Dr.GRPO's advantage."""
     epsilon: float = Field(1e-6, ge=0)
-    """Added to the standard deviation that divides; TRL's is 1e-4."""
+    """Added to the standard deviation before division; TRL uses 1e-4."""
 
 
 class GRPOPassKOptions(Options):
@@ -50,32 +50,32 @@ class GDPOOptions(Options):
     """``[algorithm.gdpo]``"""
 
     whiten_batch: bool = True
-    """Standardise the sum over the rollouts of the batch."""
+    """Standardize the sum over the rollouts of the batch."""
 
 
 class GAEOptions(Options):
     """``[algorithm.gae]``"""
 
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of a token."""
+    """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """Trace: 1 takes the whole return, 0 the next value alone."""
+    """Lambda of GAE: 1 uses the whole return, 0 only the next value."""
     whiten_batch: bool = True
-    """Standardise the advantages over the sampled tokens of the batch."""
+    """Standardize the advantages over the sampled tokens of the batch."""
 
 
 class RewardToGoOptions(Options):
     """``[algorithm.reinforce]``, ``[algorithm.reinforce_plus_plus]``"""
 
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of a token."""
+    """Discount per token."""
 
 
 class DistillAdvantageOptions(Options):
     """``[algorithm.distill]``"""
 
     gamma: float = Field(0.0, ge=0, le=1)
-    """Discount of a token: 0 gives each token its own log-ratio alone, over 0 also those that follow it."""
+    """Discount per token: with 0 a token's advantage is its log-ratio; above 0 later log-ratios are added."""
 
 
 class GPGOptions(Options):
@@ -87,6 +87,7 @@ class GPGOptions(Options):
 
 @hookimpl
 def engine_advantages() -> Mapping[str, Advantage]:
+    """Offer the core's advantage estimators."""
     whole, tokens = "engine_core.algorithms.advantages:", "engine_core.algorithms.advantages_tokens:"
     rewards, grouped = frozenset({"rewards"}), frozenset({"rewards", "group_ids"})
     compared = partial(Advantage, min_group_size=2)
@@ -125,22 +126,23 @@ class DynamicSamplingOptions(RefillOptions):
     """``[stage.dynamic_sampling]``"""
 
     reward: str | None = None
-    """A group is dropped where this reward is equal in all its rollouts; default: the sum of all rewards."""
+    """A group is dropped if this reward is equal in all its rollouts; default: the sum of all rewards."""
 
 
 class PFPPOOptions(Options):
     """``[stage.pf_ppo_resample]``"""
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
-    """``pow``: probability ∝ |R|^`power`; ``max_min``: only the highest and lowest R; ``max_random``: 0.4 for the highest R, 0.1 for others."""
+    """``pow``: probability ∝ |R|^`power`; ``max_min``: only highest and lowest R; ``max_random``: highest R 0.4, others 0.1."""
     power: float = Field(2.0, ge=0)
     """Exponent of ``pow``."""
     seed: int = Field(0, ge=0)
-    """Seed of the draw; the step is added to it."""
+    """Seed of the resampling; the step is added to it."""
 
 
 @hookimpl
 def engine_stages() -> Mapping[str, Stage]:
+    """Offer the core's stages."""
     return {
         "dynamic_sampling": Stage(
             load="engine_core.algorithms.stages:dynamic_sampling", config=DynamicSamplingOptions
@@ -153,60 +155,60 @@ class PPOClipOptions(Options):
     """``[algorithm.ppo_clip]``"""
 
     clip_ratio: float = Field(0.2, ge=0)
-    """The probability ratio is held within 1 - this and 1 + this, where the next two are not set."""
+    """The probability ratio is clipped to 1 - this and 1 + this, unless the next two keys are set."""
     clip_ratio_low: float | None = Field(None, ge=0)
-    """The ratio is held above 1 - this; default: `clip_ratio`."""
+    """The lower bound of the ratio is 1 - this; default: `clip_ratio`."""
     clip_ratio_high: float | None = Field(None, ge=0)
-    """The ratio is held below 1 + this; default: `clip_ratio`. Larger than `clip_ratio_low` is DAPO's clip-higher."""
+    """The upper bound of the ratio is 1 + this; default: `clip_ratio`. Above `clip_ratio_low`: DAPO's clip-higher."""
     clip_ratio_c: float | None = Field(None, gt=1)
-    """Dual clip: with a negative advantage the loss is at most this times -advantage (https://arxiv.org/abs/1912.09729)."""
+    """Dual clip: for negative advantages the loss is at most this times -advantage (https://arxiv.org/abs/1912.09729)."""
     delta: float | None = Field(None, gt=1)
-    """Two-sided clip: the ratio of the unclipped term is at most this (https://arxiv.org/abs/2505.07291)."""
+    """Two-sided clip: upper bound of the ratio in the unclipped term (https://arxiv.org/abs/2505.07291)."""
 
 
 class GSPOOptions(Options):
     """``[algorithm.gspo]`` and ``[algorithm.luspo]``"""
 
     clip_ratio_low: float = Field(3e-4, ge=0)
-    """The ratio of a sequence is held above 1 - this; far below a token's, since it is a geometric mean."""
+    """The lower bound of a sequence's ratio is 1 - this; small because that ratio is a geometric mean over tokens."""
     clip_ratio_high: float = Field(4e-4, ge=0)
-    """The ratio of a sequence is held below 1 + this."""
+    """The upper bound of a sequence's ratio is 1 + this."""
 
 
 class GMPOOptions(Options):
     """``[algorithm.gmpo]``"""
 
     clip_ratio_low: float = Field(0.4, ge=0)
-    """The log of a token's ratio is held above minus this."""
+    """The lower bound of the log of a token's ratio is minus this."""
     clip_ratio_high: float = Field(0.4, ge=0)
-    """The log of a token's ratio is held below this."""
+    """The upper bound of the log of a token's ratio."""
 
 
 class CISPOOptions(Options):
     """``[algorithm.cispo]``"""
 
     clip_ratio_low: float = Field(1.0, ge=0)
-    """The weight of a token is held above 1 - this; 1 is no bound."""
+    """The lower bound of a token's weight is 1 - this; 1: no bound."""
     clip_ratio_high: float = Field(4.0, ge=0)
-    """The weight of a token is held below 1 + this."""
+    """The upper bound of a token's weight is 1 + this."""
 
 
 class SAPOOptions(Options):
     """``[algorithm.sapo]``"""
 
     tau_pos: float = Field(1.0, gt=0)
-    """Temperature of the gate with a positive advantage; higher fades faster."""
+    """Temperature of the gate for positive advantages; a higher one decays faster."""
     tau_neg: float = Field(1.05, gt=0)
-    """Temperature of the gate with another advantage."""
+    """Temperature of the gate for other advantages."""
 
 
 class DPPOTVOptions(Options):
     """``[algorithm.dppo_tv]``"""
 
     threshold_low: float = Field(0.2, ge=0)
-    """A token that became less likely by more than this is pushed down no more."""
+    """A token whose probability fell by more than this is not pushed down further."""
     threshold_high: float = Field(0.2, ge=0)
-    """A token that became more likely by more than this is pushed up no more."""
+    """A token whose probability rose by more than this is not pushed up further."""
     cap: float = Field(20.0, gt=0)
     """Upper bound of the ratio that weighs a token."""
 
@@ -215,9 +217,9 @@ class DPPOKLOptions(Options):
     """``[algorithm.dppo_kl]``"""
 
     threshold_low: float = Field(0.05, ge=0)
-    """A token that became less likely, by a KL over this, is pushed down no more."""
+    """A token whose probability fell, by a KL above this, is not pushed down further."""
     threshold_high: float = Field(0.05, ge=0)
-    """A token that became more likely, by a KL over this, is pushed up no more."""
+    """A token whose probability rose, by a KL above this, is not pushed up further."""
     cap: float = Field(20.0, gt=0)
     """Upper bound of the ratio that weighs a token."""
 
@@ -233,17 +235,18 @@ class VESPOOptions(Options):
     """``[algorithm.vespo]``"""
 
     k_pos: float = Field(2.0, ge=0)
-    """Power of a sequence's weight, with a positive advantage."""
+    """Power of a sequence's weight, for positive advantages."""
     lambda_pos: float = Field(3.0, gt=0)
-    """Decay in a sequence's weight, with a positive advantage."""
+    """Decay in a sequence's weight, for positive advantages."""
     k_neg: float = Field(3.0, ge=0)
-    """Power of a sequence's weight, with another advantage."""
+    """Power of a sequence's weight, for other advantages."""
     lambda_neg: float = Field(2.0, gt=0)
-    """Decay in a sequence's weight, with another advantage."""
+    """Decay in a sequence's weight, for other advantages."""
 
 
 @hookimpl
 def engine_losses() -> Mapping[str, Loss]:
+    """Offer the core's policy losses."""
     token, sequence = "engine_core.algorithms.losses:", "engine_core.algorithms.losses_sequence:"
     of_rollout = "seq-mean-token-mean"
     return {
@@ -263,6 +266,7 @@ def engine_losses() -> Mapping[str, Loss]:
 
 @hookimpl
 def engine_trainers() -> Mapping[str, TrainerSpec]:
+    """Offer the trainer ``rl``."""
     return {
         "rl": TrainerSpec(
             load="engine_core.train.trainer:Trainer",
@@ -274,6 +278,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_objectives() -> Mapping[str, Objective]:
+    """Offer the core's objectives."""
     here = "engine_core.algorithms.objectives:"
     return {
         "nll": Objective(load=here + "nll"),
@@ -289,25 +294,27 @@ COLUMNS: Mapping[str, Column] = {
     "teacher_log_probs": Column(role="teacher", output="log_probs"),
     "values": Column(role="critic", output="values"),
 }
-"""The columns that the core computes after the rollouts, in the order in which they are computed."""
+"""The columns that the core computes after the rollouts, in the order of computation."""
 
 
 @hookimpl
 def engine_columns() -> Mapping[str, Column]:
+    """Offer the core's columns."""
     return COLUMNS
 
 
 class LocalOptions(Options):
-    """``[runtime.local]``: every worker in the controller's process."""
+    """``[runtime.local]``: all workers in the controller's process."""
 
     renamed = {"trade_memory": "offload_idle_roles"}
 
     offload_idle_roles: bool = False
-    """Between phases the trainer gives its gradients and optimizer to host memory while the sampler works, and the sampler its cache while the trainer works."""
+    """Offload gradients and optimizer to host memory during sampling; free the sampler's cache during training."""
 
 
 @hookimpl
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
+    """Offer the runtime ``local``."""
     return {
         "local": RuntimeSpec(
             load="engine_core.local.runtime:LocalRuntime", config=LocalOptions, in_process=True
@@ -317,6 +324,7 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 
 @hookimpl
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
+    """Offer the weight transport ``same_process``."""
     return {
         "same_process": TransportSpec(
             load="engine_core.contracts.weight_sync:same_process", serves=frozenset({"colocated"})
@@ -326,12 +334,13 @@ def engine_weight_transports() -> Mapping[str, TransportSpec]:
 
 @hookimpl
 def engine_commands() -> Mapping[str, Command]:
+    """Offer the core's commands."""
     configs, train = "engine_core.cli.configs:", "engine_core.cli.train:"
     return {
         "train": Command(load=train + "train"),
         "resume": Command(load=train + "resume"),
         "validate": Command(load=configs + "validate"),
-        "config.show": Command(load=configs + "show", group_help="Look at a configuration."),
+        "config.show": Command(load=configs + "show", group_help="Inspect a configuration."),
         "plugins": Command(load="engine_core.cli.plugins:plugins"),
         "export": Command(load="engine_core.cli.export:export"),
     }

@@ -2,15 +2,15 @@
 
     EngineError                     exit code
     |-- ConfigError                 2   a TOML, an override or a command line is wrong
-    |-- PluginError                 3   a plugin is absent, broken, too old, or claims what it has not
+    |-- PluginError                 3   a plugin is absent, broken, too old, or lacks a declared capability
     |-- DataError                   4   a row, a file or a checkpoint cannot be used
     |-- EnvironmentProblem          5   the machine: memory, shared memory, disk, open files
-    |-- TrainingFailed              6   training went wrong in a way that more steps cannot mend
-    |-- SamplerLost                 6   a sampler's own process died or hung too often; the trainer is whole
-    `-- WorkerLost                  6   a worker process died or stopped answering
+    |-- TrainingFailed              6   training failed and more steps cannot fix it
+    |-- SamplerLost                 6   a sampler's process died or hung too often; the trainer is intact
+    `-- WorkerLost                  6   a worker process died or stopped responding
 
-Each prints as its message, without a traceback. Anything else that reaches the command line is a
-bug of ours and shows its traceback. A message names the key or thing, what it is, what was
+Each prints as its message, without a traceback. Any other exception that reaches the command line
+is a bug of the engine and shows its traceback. A message names the key, its value, what was
 expected, what to do, and the nearest known name.
 """
 
@@ -23,11 +23,11 @@ NO_HUB = (
     " Where the hub cannot be reached, give a local folder in [model] path, as save_pretrained writes it; with "
     "HF_HUB_OFFLINE=1 a model that is cached is used without asking."
 )
-"""The end of a message about a hub name that did not load."""
+"""The last sentence of a message about a hub name that did not load."""
 
 
 class EngineError(Exception):
-    """A failure that its message explains; printed without a traceback."""
+    """The base class of errors whose message says what to do; printed without a traceback."""
 
     exit_code = 1
 
@@ -36,7 +36,7 @@ class ConfigError(EngineError):
     """One or more problems of a configuration, all found in one pass.
 
     Args:
-        problems: one line a problem, each complete in itself.
+        problems: one line per problem; each is understandable alone.
     """
 
     exit_code = 2
@@ -47,7 +47,7 @@ class ConfigError(EngineError):
 
 
 class PluginError(EngineError):
-    """A plugin cannot be found, imported, registered or trusted to do what it says."""
+    """A plugin cannot be found, imported or registered, or does not do what it declares."""
 
     exit_code = 3
 
@@ -65,23 +65,23 @@ class EnvironmentProblem(EngineError):
 
 
 class TrainingFailed(EngineError):
-    """Training cannot go on; the last good checkpoint is untouched."""
+    """Training cannot continue; the last good checkpoint is untouched."""
 
     exit_code = 6
 
 
 class SamplerLost(TrainingFailed):
-    """A sampler's own process died or hung too often. The trainer is whole: the last finished step can be saved."""
+    """A sampler's process died or hung too often. The trainer is intact: the last finished step can be saved."""
 
 
 class WorkerLost(TrainingFailed):
     """A worker died or missed its deadline.
 
     Args:
-        role: the role it served, such as ``actor``.
-        rank: its rank within the role.
-        host: where it ran.
-        cause: what is known of the reason.
+        role: the worker's role, such as ``actor``.
+        rank: the worker's rank within the role.
+        host: the host of the worker.
+        cause: the reason, as far as it is known.
     """
 
     def __init__(self, role: str, rank: int, host: str, cause: str) -> None:
@@ -99,11 +99,11 @@ ELSEWHERE = {
     **dict.fromkeys(("ppo", "grpo", "gspo"), "rl"),
     **{"max_steps": "steps", "num_train_epochs": "epochs", "save_steps": "every_steps", "beta": "kl_coef"},
 }
-"""What other trainers call a key or a name, and what it is called here; asked only where that is a name of the place."""
+"""Names that other trainers use, each with the engine's name; suggested only if that name is allowed there."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` was probably meant to be, or None."""
+    """Return the known name that ``name`` most likely means, or None."""
     names = {known_name.lower(): known_name for known_name in known}
     if (ours := ELSEWHERE.get(name.lower())) in names:
         return ours
@@ -112,7 +112,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'? Known: a, b.`` with a leading space, for the end of a sentence."""
+    """Return `` Did you mean 'x'? Known: a, b.`` with a leading space, to append to a sentence."""
     names = sorted(set(known))
     match = nearest(name, names)
     hint = f" Did you mean '{match}'?" if match else ""

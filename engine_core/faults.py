@@ -1,6 +1,6 @@
-"""Named points at which a test injects a fault into the running engine.
+"""Fault injection: named points at which a test injects a fault into the running engine.
 
-Unless ``ENGINE_FAULT`` is set, a point reads one variable and returns. Otherwise the part ``faults`` acts (``contracts.parts``).
+A point does nothing unless ``ENGINE_FAULT`` is set. Then it calls the part ``faults`` (``contracts.parts``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ _passed: Callable[[str], None] | None = None
 
 
 def arm(text: str | None = None) -> None:
-    """Have the part ``faults`` act from now on, as ``ENGINE_FAULT`` (or ``text``) says; an empty one disarms.
+    """Enable the faults that ``ENGINE_FAULT`` (or ``text``) describes; an empty text disables all faults.
 
     Raises:
-        ConfigError: ``ENGINE_FAULT`` is not understood.
-        PluginError: it is set, and no installed plugin has the part ``faults``.
+        ConfigError: ``ENGINE_FAULT`` cannot be parsed.
+        PluginError: ``ENGINE_FAULT`` is set, and no installed plugin has the part ``faults``.
     """
     global _passed
     _passed = None
@@ -27,6 +27,6 @@ def arm(text: str | None = None) -> None:
 
 
 def point(name: str) -> None:
-    """Pass the point ``name``: whatever is armed for it happens now."""
+    """Inject the fault that is enabled for the point ``name``, if any."""
     if _passed is not None:
         _passed(name)

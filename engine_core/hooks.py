@@ -1,14 +1,14 @@
-"""Every point that a plugin can change.
+"""Plugin hooks: every point at which a plugin can change the engine.
 
-Three sorts of hook:
+Three kinds of hook:
 
-* **Step hooks** decide one step of building a model. They are asked *per role*: first the plugins of ``plugins = [...]`` (the last
-  one named first), then the plugin that brings the role's backend, then the core's default. Plugins of other roles' backends are
-  not asked, so an actor on one backend and a critic on another never answer for each other. The sampler has the actor's model:
-  for it (role ``rollout``) the plugin of the actor's backend is asked too, last.
+* **Step hooks** decide one step of building a model. They are called *per role*: first the plugins of
+  ``plugins = [...]`` (the last one named first), then the plugin of the role's backend, then the core's default.
+  Plugins of other roles' backends are not called, so an actor and a critic on different backends do not interfere.
+  The sampler has the actor's model: for it (role ``rollout``) the plugin of the actor's backend is called too, last.
 * **Table hooks** offer names for the TOML. Each returns ``{name: spec}`` with the specs of
   ``engine_core.specs``, cheap to import; a spec is resolved in the worker that uses it.
-* **Observers** are told what happened. Their failure is reported and does not stop training.
+* **Observers** receive events. A failing observer is reported and does not stop training.
 
 Implement a hook with the marker of the core; take only the arguments you need::
 
@@ -19,7 +19,7 @@ Implement a hook with the marker of the core; take only the arguments you need::
     def engine_wrap_policy(module):
         return [name for name, child in module.named_modules() if isinstance(child, MyBlock)]
 
-A plugin is a module with such functions. Three ways bring it into a run:
+A plugin is a module with such functions. A run loads it in one of three ways:
 
 1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``,
    ``engine.train_engines``, ...): used when the TOML uses the name;
@@ -68,29 +68,29 @@ hookspec = pluggy.HookspecMarker("engine")
 hookimpl = pluggy.HookimplMarker("engine")
 
 # -------------------------------------------------------------------------
-# Step hooks: how the model of one role is built, and how a sampler follows it. One answer each.
+# Step hooks: how the model of one role is built, and how a sampler receives it. One result each.
 # -------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
 def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
-    """Build the module of one role: a custom architecture, a value head, surgery on a checkpoint.
+    """Build the module of one role: a custom architecture, a value head, a modified checkpoint.
 
-    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (one that is trained, or a reward's), ``judge``; ``rollout``
-        for a sampler with weights of its own (capability ``custom_model``), in whatever process it is.
-    :param model_config: the ``[model]`` table, or what stands for it in a reward's; ``model_config.path`` is a folder in the layout
-        of ``save_pretrained``, ``model_config.override`` holds changes to its config.
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (a trained one, or a reward's), ``judge``; ``rollout``
+        for a sampler with separate weights (capability ``custom_model``), in any process.
+    :param model_config: the ``[model]`` table, or a reward's equivalent of it; ``model_config.path`` is a folder in the
+        layout of ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
-    :returns: a module whose ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T] and gives an object with
-        ``logits`` [1, T, V], with its weights loaded. For ``critic`` and ``reward_model``: a transformers model with a head
-        ``score`` (hidden size to 1), or a module that gives ``values`` [1, T], one number for the sequence up to and with each
-        token. For ``rollout``: the actor's module with any weights, which the first update replaces.
+    :returns: a module with its weights loaded. Its ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
+        and returns an object with ``logits`` [1, T, V]. For ``critic`` and ``reward_model``: a transformers model with
+        a head ``score`` (hidden size to 1), or a module that returns ``values`` [1, T], one number for the sequence up
+        to and including each token. For ``rollout``: the actor's module; the first update replaces its weights.
 
-    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a fresh or loaded head for
-    ``critic`` and ``reward_model``.
+    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a new or loaded head
+    for ``critic`` and ``reward_model``.
 
-    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank; for ``rollout`` in the
-    sampler's process, unless the sampler uses the actor's module. Not collective.
+    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank; for ``rollout`` in
+    the sampler's process, unless the sampler uses the actor's module. Not collective.
     """
 
 
@@ -98,7 +98,7 @@ def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn
 def engine_map_weights(
     sampler: str, weights: Iterator[tuple[str, Tensor]], model_config: ModelConfig, options: Any
 ) -> Iterable[tuple[str, Tensor]] | None:
-    """Map the actor's weights on their way to the sampler: rename, merge into others, leave out.
+    """Map the actor's weights for the sampler: rename, merge or omit weights.
 
     Example: one prefix is removed, and a value head left out::
 
@@ -107,16 +107,16 @@ def engine_map_weights(
             return ((name.removeprefix("policy."), w) for name, w in weights if name != "value.weight")
 
     :param sampler: the backend of ``[rollout]``.
-    :param weights: names as ``save_pretrained`` writes them and whole tensors, gathered as they are read: a generator holds few
-        at a time, a list holds the model. Tensors may be the actor's own: make new ones, and change none in place.
+    :param weights: names as ``save_pretrained`` writes them and full (unsharded) tensors, gathered on iteration: a
+        generator keeps few in memory, a list keeps the whole model. Do not change them in place: some are the actor's.
     :param model_config: the ``[model]`` table.
     :param options: the sampler's backend table (``[rollout.NAME]``).
-    :returns: names and tensors as the sampler takes them; ``weights`` itself says that they have the right names.
+    :returns: names and tensors that the sampler loads; return ``weights`` itself if the names are right.
 
-    Stops at the first answer. Default: the weights as they are.
+    Stops at the first answer. Default: the weights unchanged.
 
-    Called for each update of a sampler with weights of its own that takes whole models (not an adapter alone), in the actor's
-    workers, on the ranks that send. Reading ``weights`` is collective: the engine reads what the answer leaves.
+    Called for each update of a sampler with separate weights that takes whole models (not an adapter alone), in the
+    actor's workers, on the ranks that send. Reading ``weights`` is collective: the engine reads what the hook left.
     """
 
 
@@ -127,19 +127,19 @@ def engine_register_model(sampler: str, model_config: ModelConfig, options: Any)
     :param sampler: the backend of ``[rollout]``.
     :param model_config: the ``[model]`` table.
     :param options: the sampler's backend table (``[rollout.NAME]``).
-    :returns: changes to the model's config for this sampler alone, such as ``{"architectures": ["MyModel"]}``. None: the
-        library knows the model, or ``engine_map_weights`` makes it one that it knows.
+    :returns: changes to the model's config for this sampler, such as ``{"architectures": ["MyModel"]}``. None: the
+        library knows the model, or ``engine_map_weights`` maps it to a model that the library knows.
 
     Stops at the first answer. Default: the library finds the architecture that the model's config names.
 
-    Called once in the process of such a sampler, before its library is started, and in each process that the library starts
-    for parts of a model; not by a sampler that asks ``engine_build_model``. On every rank of the sampler's pool. Not collective.
+    Called once in such a sampler's process, before its library starts, and in each process that the library starts for
+    parts of a model, on every rank of its pool; not for a sampler that calls ``engine_build_model``. Not collective.
     """
 
 
 @hookspec(firstresult=True)
 def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] | None:
-    """Name the submodules that are one unit of sharding, activation checkpointing and compilation.
+    """Name the submodules that are units of sharding, activation checkpointing and compilation.
 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
@@ -154,17 +154,17 @@ def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] 
 
 @hookspec(firstresult=True)
 def engine_shard_model(role: str, module: nn.Module, units: list[str], options: Any) -> nn.Module | None:
-    """Distribute the model: what FSDP and its relatives bring.
+    """Shard the model over ranks, as FSDP does.
 
     An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile, sharding.
 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
-    :param units: the names that ``engine_wrap_policy`` gave.
+    :param units: the names that ``engine_wrap_policy`` returned.
     :param options: the role's backend table (``[actor.fsdp]`` and the like).
     :returns: the module to train, the same object or a wrapper of it.
 
-    Stops at the first answer. Default: activation checkpointing where the backend's table asks for it, no sharding.
+    Stops at the first answer. Default: activation checkpointing if the backend's table asks for it, no sharding.
 
     Called once for each role, on every rank. Collective: it may communicate.
     """
@@ -177,13 +177,13 @@ def engine_build_optimizer(
     """Build the optimizer and the learning-rate schedule of one role.
 
     :param role: as in ``engine_build_model``; a reference model has no optimizer.
-    :param module: what ``engine_shard_model`` gave.
-    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the number of optimizer steps after
-        which a schedule ends: where the run file has 0, the run's length (0 only where that is not known).
+    :param module: the result of ``engine_shard_model``.
+    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the number of optimizer
+        steps after which a schedule ends: if the run file has 0, the run's length (0 only if that is unknown).
     :param options: the role's backend table.
-    :returns: ``(optimizer, lr_scheduler)``: the optimizer holds every parameter that requires gradients, in groups with rates of
-        their own if wanted, the fastest at ``optim_config.lr``; the engine steps the scheduler once after each optimizer step
-        that was not skipped. None in its place: the rates stay.
+    :returns: ``(optimizer, lr_scheduler)``. The optimizer holds every parameter that requires gradients; its groups may
+        have different rates, the largest being ``optim_config.lr``. The engine steps the scheduler once after each
+        optimizer step that was not skipped. A scheduler of None keeps the rates constant.
 
     Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
 
@@ -193,7 +193,7 @@ def engine_build_optimizer(
 
 
 # -------------------------------------------------------------------------
-# Table hooks: names for the TOML. All answers are collected.
+# Table hooks: names for the TOML. All results are collected.
 # -------------------------------------------------------------------------
 
 
@@ -208,8 +208,8 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             def engine_train_engines():
                 return {"mine": TrainBackend(load="my_plugin.engine:MyEngine", config=MyOptions)}
 
-    Collects the tables of the plugins that the run uses; a name that the plugin's metadata promised
-    and the table lacks is an error. Entry-point group ``engine.train_engines``.
+    Collects the tables of the plugins that the run uses; a name in the plugin's metadata that the table lacks is an
+    error. Entry-point group ``engine.train_engines``.
 
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
@@ -232,10 +232,10 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
 def engine_rewards() -> Mapping[str, Reward]:
     """Offer rewards: ``[[reward]] name = "NAME"``, options in ``[reward.NAME]``.
 
-    A reward is a function of a batch that takes the arguments it names: ``completions``,
-    ``prompts``, ``token_ids``, any column of the data, its own options.
+    A reward is a function of a batch that receives the arguments it names: ``completions``,
+    ``prompts``, ``token_ids``, any column of the data, its options.
 
-    :returns: ``Reward`` by name; its ``load`` gives one float (or None: not applicable) for each
+    :returns: ``Reward`` by name; its ``load`` returns one float (or None: not applicable) for each
         completion::
 
             def short(completions):
@@ -281,7 +281,7 @@ def engine_losses() -> Mapping[str, Loss]:
 def engine_pair_losses() -> Mapping[str, PairLoss]:
     """Offer losses of pairs of responses: ``[dpo] loss = "NAME"``.
 
-    :returns: ``PairLoss`` by name, which declares what its function is given and which keys of ``[dpo]`` it reads::
+    :returns: ``PairLoss`` by name, which declares its function's arguments and the keys of ``[dpo]`` that it reads::
 
             def squared(chosen, rejected, beta):
                 return (1 - beta * (chosen - rejected)) ** 2
@@ -301,9 +301,9 @@ def engine_pair_losses() -> Mapping[str, PairLoss]:
 def engine_stages() -> Mapping[str, Stage]:
     """Offer stages between rewards and advantages: ``[[stage]] name = "NAME"``, options in ``[stage.NAME]``.
 
-    :returns: ``Stage`` by name; its function is called with the step's scored rollouts, the step and its options, and gives
-        the rollouts that go on (some, all, repeated, in any order) and numbers that are logged as ``stage/NAME/...``. A
-        class stands for a stage that keeps something from step to step; its ``state`` goes into checkpoints.
+    :returns: ``Stage`` by name; its function is called with the step's scored rollouts, the step and its options. It
+        returns the rollouts to train on (some, all, repeated, in any order) and numbers that are logged as
+        ``stage/NAME/...``. A stage that keeps state between steps is a class; its ``state`` is saved in checkpoints.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
 
@@ -313,10 +313,10 @@ def engine_stages() -> Mapping[str, Stage]:
 
 @hookspec
 def engine_environments() -> Mapping[str, Environment]:
-    """Offer environments, responses of several turns: ``[environment] name = "NAME"``, options in ``[environment.NAME]``.
+    """Offer multi-turn environments: ``[environment] name = "NAME"``, options in ``[environment.NAME]``.
 
     An environment is an ``async def`` that receives an episode (the prompt and its row, the tokenizer, the
-    policy), asks the policy, answers it, and gives the rollout.
+    policy), samples turns of the policy, appends observations, and returns the rollout.
 
     :returns: ``Environment`` by name::
 
@@ -366,7 +366,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     """Offer runtimes: ``[runtime] backend = "NAME"``, options in ``[runtime.NAME]``.
 
-    :returns: ``RuntimeSpec`` by name; its ``check`` judges the options and ``[placement]`` from the run file alone.
+    :returns: ``RuntimeSpec`` by name; its ``check`` validates the options and ``[placement]`` from the run file alone.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
 
@@ -376,11 +376,11 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
 
 @hookspec
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
-    """Offer weight transports from the trainer to samplers in other processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
+    """Offer weight transports between processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
 
-    :returns: ``TransportSpec`` by name, which declares the topologies that it serves; its ``load`` is a subclass of
-        ``engine_core.contracts.weight_transport.WeightTransport``, imported in the controller when the run file names it and
-        in the workers that use it.
+    :returns: ``TransportSpec`` by name, which declares the topologies that it supports; its ``load`` is a subclass of
+        ``engine_core.contracts.weight_transport.WeightTransport``, imported in the controller if the run file names it
+        and in the workers that use it.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.weight_transports``.
 
@@ -390,10 +390,10 @@ def engine_weight_transports() -> Mapping[str, TransportSpec]:
 
 @hookspec
 def engine_objectives() -> Mapping[str, Objective]:
-    """Offer objectives: what a trainer has the train engine differentiate, ``LossCall("NAME", {...})``.
+    """Offer objectives, which train engines differentiate: ``LossCall("NAME", {...})``.
 
-    :returns: ``Objective`` by name; its function is called in the worker with the outputs of the forward pass, the micro-batch
-        and the parameters of the call::
+    :returns: ``Objective`` by name; its function is called in the worker with the outputs of the forward pass, the
+        micro-batch and the parameters of the call::
 
             def squared(outputs, batch, scale):
                 losses = scale * outputs["log_probs"] ** 2  # [T]
@@ -413,7 +413,7 @@ def engine_objectives() -> Mapping[str, Objective]:
 
 @hookspec
 def engine_columns() -> Mapping[str, Column]:
-    """Offer columns that estimators and losses may need, and say who computes them.
+    """Offer columns that estimators and losses may need, with the role or function that computes them.
 
     :returns: ``Column`` by name: an output of a role's ``infer``, or a function of columns that exist already::
 
@@ -433,9 +433,9 @@ def engine_columns() -> Mapping[str, Column]:
 
 @hookspec
 def engine_data_sources() -> Mapping[str, DataSource]:
-    """Offer sources of rows: ``[data] source = "NAME"``, options in ``[data.NAME]``.
+    """Offer data sources: ``[data] source = "NAME"``, options in ``[data.NAME]``.
 
-    :returns: ``DataSource`` by name; its function gives the rows of a split::
+    :returns: ``DataSource`` by name; its function returns the rows of a split::
 
             def squares(split, count):
                 first = 0 if split == "train" else count
@@ -458,8 +458,8 @@ def engine_commands() -> Mapping[str, Command]:
 
     :returns: ``Command`` by name; its function is a Typer command. ``"group.name"`` is a command of a group.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.commands``; only the plugin of the command that is used
-    is imported, for ``engine --help`` all of them.
+    Collects, as ``engine_train_engines``. Entry-point group ``engine.commands``; only the plugin of the command that is
+    used is imported; ``engine --help`` imports all of them.
 
     Called in the process of the command line. Not collective.
     """
@@ -467,7 +467,7 @@ def engine_commands() -> Mapping[str, Command]:
 
 @hookspec
 def engine_parts() -> Mapping[str, Part]:
-    """Offer parts of a run that the core does not contain: worker pools of rewards, episodes, samplers in another process.
+    """Offer parts of a run that plugins provide: worker pools of rewards, episodes, samplers in another process.
 
     :returns: ``Part`` by name; ``engine_core.contracts.parts`` lists the names and what each must implement.
 
@@ -484,16 +484,16 @@ def engine_parts() -> Mapping[str, Part]:
 
 @hookspec
 def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
-    """Be told what happened: for dashboards, alarms, notes.
+    """Receive an event of the run, for dashboards or alerts.
 
     :param event: ``run_started``, ``rollouts_finished``, ``step_finished``, ``weights_synced``,
         ``evaluated``, ``checkpoint_saved``, ``run_finished``, ``run_failed``.
-    :param step: optimizer-side step, counted from 1; 0 before the first.
+    :param step: the trainer's step, counted from 1; 0 before the first.
     :param data: plain values; ``metrics`` for ``step_finished`` and ``evaluated``, ``path`` for
         ``checkpoint_saved``, ``rollouts`` for ``rollouts_finished``, ``error`` for ``run_failed``.
 
     Collects nothing. An exception is logged with the plugin's name and counted in the metric
-    ``plugins/observer_failures``; training goes on.
+    ``plugins/observer_failures``; training continues.
 
     Called in the controller, between the parts of a step. Not collective.
     """

@@ -1,7 +1,7 @@
-"""Ends of sockets and pipes that close with this process, whatever it has forked: what ends then tells others to end.
+"""Sockets and pipes that forked children close at once, so that they close with this process.
 
-A process that is forked (by a reward, by a loader of data) holds whatever its parent has open, and would keep alive
-what waits for that parent's end.
+A forked process (of a reward, of a data loader) inherits its parent's descriptors. Without this module its copies stay
+open after the parent has ended, and a peer that waits for the end of the connection waits on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Protocol, TypeVar
 
 
 class End(Protocol):
-    """A socket, or a pipe as a file without a buffer."""
+    """A socket, or a pipe as an unbuffered file."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the descriptor."""
 
 
 E = TypeVar("E", bound=End)
@@ -22,7 +23,7 @@ _ENDS: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 def close_in_children(end: E) -> E:
-    """Have processes that are forked from this one close it at once; for this one it stays open."""
+    """Close ``end`` in each process that is forked from this one, and return it; here it stays open."""
     _ENDS.add(end)
     return end
 

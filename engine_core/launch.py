@@ -1,4 +1,4 @@
-"""Processes that an external launcher started: one of them runs the command, the others serve it.
+"""Processes of an external launcher such as ``torchrun``: one runs the command, the others are its workers.
 
 The part ``launcher`` is loaded only in a process that a launcher started.
 """
@@ -22,10 +22,10 @@ def launched() -> bool:
 
 @contextmanager
 def controlling() -> Iterator[bool]:
-    """Yield whether this process runs its command; at the end the other ranks learn that no session follows.
+    """Yield whether this process runs the command; at exit notify the other ranks that no session follows.
 
     Raises:
-        PluginError: a launcher started this process, and no installed plugin serves one.
+        PluginError: a launcher started this process, and no installed plugin has the part ``launcher``.
     """
     if not launched():
         yield True
@@ -35,7 +35,7 @@ def controlling() -> Iterator[bool]:
 
 
 def serve() -> int:
-    """Be a rank that does not run the command: a worker in each of its sessions. Return the exit code."""
+    """Serve as a worker in each session of the rank that runs the command; return the exit code."""
     return int(_launcher().serve())
 
 

@@ -1,8 +1,8 @@
-"""How a metric is reduced, declared where the metric is emitted.
+"""Reduction of metrics, declared where a metric is emitted.
 
-A number of the trainer declares the reduction by its type: the largest ``Max`` and the total of ``Sum`` are kept, of any other
-float the mean. An objective declares it in the name, because its metrics are tensors that come from micro-batches and ranks:
-``max/NAME`` is a maximum over tokens, any other name a mean over tokens, weighted by each token's share of the mini-batch.
+A metric of the trainer declares its reduction by type: ``Max`` is reduced to the maximum, ``Sum`` to the sum, any other
+float to the mean. Metrics of an objective are tensors from micro-batches and ranks and declare it by name: ``max/NAME``
+is a maximum over tokens, any other name a mean over tokens, weighted by each token's share of the mini-batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ LARGEST = "max/"
 
 
 class Max(float):
-    """A metric whose largest value is kept."""
+    """A metric that is reduced to its maximum."""
 
 
 class Sum(float):
-    """A metric that is summed: a count."""
+    """A metric that is reduced to its sum, such as a count."""
 
 
 def is_largest(name: str) -> bool:
-    """Return whether an objective's metric of this name is a maximum; else it is a sum."""
+    """Return whether an objective's metric of this name is a maximum; any other is a sum of weighted values."""
     return name.startswith(LARGEST)
 
 
@@ -34,8 +34,8 @@ def over_tokens(values: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor
     """Reduce an objective's metrics over the tokens of a micro-batch.
 
     Args:
-        values: [T] each; not read where ``share`` is 0.
-        share: [T] each token's share of the mini-batch.
+        values: metrics by name, [T] each; entries with ``share`` 0 are ignored.
+        share: [T], each token's share of the mini-batch.
     """
     reduced = {}
     for name, value in values.items():
@@ -46,12 +46,12 @@ def over_tokens(values: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor
 
 
 def merge(total: dict[str, Any], new: Mapping[str, Any], largest: Callable[..., Any] = max) -> None:
-    """Add an objective's metrics of one more micro-batch, or part of a mini-batch, to those of the others.
+    """Add an objective's metrics of one more micro-batch, or of a part of a mini-batch, to the total.
 
     Args:
-        total: changed in place.
-        new: numbers or tensors.
-        largest: maximum of two of them; of tensors ``torch.maximum``.
+        total: metrics so far, changed in place.
+        new: metrics to add, numbers or tensors.
+        largest: function that returns the maximum of two values; ``torch.maximum`` for tensors.
     """
     for name, value in new.items():
         if name not in total:
@@ -61,7 +61,7 @@ def merge(total: dict[str, Any], new: Mapping[str, Any], largest: Callable[..., 
 
 
 def declared(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return an objective's metrics of a mini-batch under the names of ``metrics.jsonl``, maxima as ``Max``."""
+    """Return an objective's metrics under their names in ``metrics.jsonl``, maxima as ``Max``."""
     return {
         name.removeprefix(LARGEST): Max(value) if is_largest(name) else value
         for name, value in metrics.items()
@@ -69,7 +69,7 @@ def declared(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def over_updates(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the metrics of a step's optimizer steps; one that only some of them have is of these."""
+    """Reduce metrics over the optimizer steps of a step; a metric is reduced over the steps that have it."""
     found: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

@@ -1,4 +1,4 @@
-"""The Hugging Face config of a model folder or hub name, with the changes that ``[model]`` asks for."""
+"""The Hugging Face config of a model folder or hub name, with the changes of ``[model] override``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 VALUE_HEAD = "score"
-"""The name of the head that gives a model's values and scores, as transformers calls it."""
+"""The attribute name of the head for values and scores in transformers models."""
 
 
 def load_hf_config(model: ModelConfig) -> PretrainedConfig:
-    """The model's config with ``[model] override`` applied."""
+    """Return the model's config with ``[model] override`` applied.
+
+    Raises:
+        ConfigError: the path, the config or ``override`` cannot be used.
+    """
     if not model.path:
         raise ConfigError(
             "model.path is empty. Give a folder in the layout of save_pretrained, or a hub name."
@@ -44,7 +48,7 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
                 f"model.path '{model.path}' has a config that fails: {first_line(error)}"
             ) from error
         raise ConfigError(
-            f"model.path '{model.path}' needs Python code of its own. "
+            f"model.path '{model.path}' needs custom Python code. "
             "Read that code, then set model.trust_remote_code = true."
         ) from error
     return _overridden(config, model.override)
@@ -54,7 +58,7 @@ def has_no_weights(path: str) -> bool:
     """Return whether a model folder has a config and no weights; False for a hub name.
 
     Raises:
-        ConfigError: its weights are a pickle.
+        ConfigError: the only weights are a pickle.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -71,6 +75,7 @@ def has_no_weights(path: str) -> bool:
 
 
 def unreadable(path: str, error: Exception) -> str:
+    """Return the message for a model that cannot be read."""
     hint = "" if Path(path).is_dir() else NO_HUB
     return f"model.path '{path}' cannot be read: {first_line(error)}{hint}"
 
@@ -90,7 +95,7 @@ def _overridden(config: PretrainedConfig, override: Mapping[str, Any]) -> Pretra
 
 
 def _merged(values: dict[str, Any], changes: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """``values`` with ``changes`` in it; a table is merged, a RoPE key finds ``rope_parameters``."""
+    """Return ``values`` updated with ``changes``; tables are merged, RoPE keys go to ``rope_parameters``."""
     merged = dict(values)
     rope = values.get("rope_parameters")
     for name, value in changes.items():
@@ -107,6 +112,6 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any], key: str) -> dic
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a message; with the next one where it announces that."""
+    """Return the first line of an error's message, and the second line if the first ends with a colon."""
     lines = str(error).splitlines() or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -1,4 +1,7 @@
-"""Sequences into micro-batches of bounded size, and evenly over ranks. No torch here: a plan is lists of numbers."""
+"""Packing of sequences into micro-batches of bounded size, and balancing over ranks.
+
+A plan is lists of indices; torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,22 @@ def plan_micro_batches(
     keep_together: Sequence[Hashable] | None = None,
     count: int = 0,
 ) -> list[list[int]]:
-    """First-fit-decreasing bins: the longest first, each into the first bin that has room.
+    """Plan micro-batches by first-fit decreasing: the longest sequence first, each into the first bin with room.
 
-    The same input gives the same plan everywhere, so ranks need not talk about it.
+    The same input gives the same plan on all ranks, without communication.
 
     Args:
-        lengths: [B] tokens of each sequence.
-        budget: most tokens of one micro-batch; a longer sequence (or group) has one of its own.
-        keep_together: [B] ids; sequences that share one are never split.
-        count: the plan is filled up to this many micro-batches with empty ones, for ranks that must
-            all run the same number: plan, take the largest count over ranks, plan again with it.
+        lengths: [B], the tokens of each sequence.
+        budget: maximum tokens of one micro-batch; a longer sequence (or group) gets a separate one.
+        keep_together: [B] ids; sequences with equal ids are never separated.
+        count: minimum number of micro-batches; empty ones are appended. All ranks must run the same
+            number: plan, take the largest count over ranks, plan again with it.
 
     Returns:
-        Positions in ``lengths``, ascending inside a bin; bins by their first position.
+        Indices into ``lengths``, ascending in each micro-batch; micro-batches by their first index.
+
+    Raises:
+        ValueError: ``budget`` is not positive.
     """
     if budget <= 0:
         raise ValueError(f"The token budget of a micro-batch is {budget}; it must be at least 1.")
@@ -54,10 +60,10 @@ def plan_micro_batches(
 def _units_by_size(
     lengths: Sequence[Number], keep_together: Sequence[Hashable] | None
 ) -> list[tuple[Number, list[int]]]:
-    """What may not be split, with its tokens or cost: the largest first, then by first position."""
+    """Return the units that may not be split, each as (size, indices): the largest first, then by first index."""
     if keep_together is None:
         alone = [(length, [index]) for index, length in enumerate(lengths)]
-        return sorted(alone, key=FIRST, reverse=True)  # which keeps the order of equal ones
+        return sorted(alone, key=FIRST, reverse=True)  # stable: equal sizes keep their order
     units: dict[Hashable, list[int]] = {}
     for index, name in zip(range(len(lengths)), keep_together, strict=True):
         units.setdefault(name, []).append(index)
@@ -68,26 +74,29 @@ def _units_by_size(
 def partition(
     costs: Sequence[float], parts: int, keep_together: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Work over ranks: the largest differencing method of Karmarkar and Karp, for any number of parts.
+    """Balance work over ranks by the largest differencing method of Karmarkar and Karp, for any number of parts.
 
-    The two partial solutions that are the least even are merged, heavy parts with light ones, until one is
-    left. Its heaviest part is at most ``4/3 - 1/(3 * parts)`` times the lightest possible one (Michiels and
-    others, Performance ratios of the Karmarkar-Karp differencing method, 2007), and mostly within a percent of it.
+    The two partial solutions with the largest spread are merged, heavy parts with light parts, until one solution is
+    left. Its heaviest part is at most ``4/3 - 1/(3 * parts)`` times the optimum (Michiels et al., Performance
+    ratios of the Karmarkar-Karp differencing method, 2007), and mostly within a percent of it.
 
-    The same input gives the same partition everywhere.
+    The same input gives the same partition on all ranks.
 
     Args:
-        costs: [B] of each sequence, at least 0; see ``sequence_cost``.
-        parts: how many; with more parts than sequences some are empty.
-        keep_together: [B] ids; sequences that share one are never split.
+        costs: [B], the cost of each sequence, at least 0; see ``sequence_cost``.
+        parts: number of parts; with more parts than sequences some are empty.
+        keep_together: [B] ids; sequences with equal ids are never separated.
 
     Returns:
-        For each part positions in ``costs``, ascending; the parts by their first position, empty ones last.
+        For each part its indices into ``costs``, ascending; parts by their first index, empty parts last.
+
+    Raises:
+        ValueError: ``parts`` is not positive.
     """
     if parts <= 0:
         raise ValueError(f"A batch cannot be split into {parts} parts; there must be at least 1.")
-    # a partial solution: its parts as (-size, members), heaviest first, without empty ones. The heap gives the one of
-    # the widest spread.
+    # A partial solution is its non-empty parts as (-size, members), heaviest first. The heap returns the solution with
+    # the largest spread.
     solutions: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
         (-size, number, [(-size, members)])
         for number, (size, members) in enumerate(_units_by_size(costs, keep_together))
@@ -106,9 +115,9 @@ def partition(
 def _merge(
     heavy: list[tuple[float, list[int]]], light: Sequence[tuple[float, list[int]]], parts: int
 ) -> None:
-    """Put ``light`` into ``heavy``: the heaviest part of one to the lightest of the other, and so on.
+    """Merge ``light`` into ``heavy``, in place: the heaviest part of one with the lightest of the other, and so on.
 
-    Only parts that get something move, so that a single sequence costs a search and no pass over all parts.
+    Only parts that change are moved, so merging a single sequence needs one binary search.
     """
     untouched = parts - len(light)
     meeting = heavy[untouched:]
@@ -120,21 +129,20 @@ def _merge(
 
 
 def sequence_cost(length: int, attention: float = 0.0) -> float:
-    """Work of one sequence, in tokens through the weights: ``n + attention * n^2``."""
+    """Return the cost of one sequence, in units of one token through the weights: ``n + attention * n^2``."""
     return length + attention * length * length
 
 
 def attention_share(layers: int, width: int, parameters: int) -> float:
-    """``attention`` of ``sequence_cost``, from a model's shape.
+    """Return ``attention`` of ``sequence_cost`` for a model's shape.
 
-    A token goes through every weight with 2 operations each, ``2 P n`` for a sequence. Causal attention
-    multiplies queries with keys and weights with values, ``2 n^2 w`` operations each without the mask and half
-    of it with: ``2 L w n^2`` in all. So the cost is ``n + (L w / P) n^2`` in units of ``2 P``; the backward
-    pass doubles both.
+    Each token costs 2 operations per weight, ``2 P n`` for a sequence. Causal attention multiplies queries by keys
+    and attention weights by values, each ``2 n^2 w`` operations without the mask and half of that with it:
+    ``2 L w n^2`` in total. So the cost is ``n + (L w / P) n^2`` in units of ``2 P``; the backward pass doubles both.
 
     Args:
-        layers: L, with attention.
-        width: w, heads times the size of a head.
-        parameters: P, of the whole model; of a mixture of experts those that one token meets.
+        layers: L, the number of layers with attention.
+        width: w, the number of heads times the head size.
+        parameters: P, of the whole model; of a mixture of experts those active for one token.
     """
     return layers * width / max(parameters, 1)

@@ -1,8 +1,9 @@
-"""One protocol to drive the engines of a sampler's group: submit requests, take results, cancel.
+"""The session that drives the engines of a sampler's group: submit requests, take results, cancel.
 
-Rounds, early stops, episodes of several turns and running ahead are policies on top. The engines are asked in rounds
-(``WorkerGroup.call("advance")``), each of which waits for all of them, or continue by themselves (``WorkerGroup.flow``) and send
-what has finished. The order in which results come never decides what a rollout holds: each request brings its seed.
+Rounds, early stops, multi-turn episodes and asynchronous sampling are policies built on it. The engines are called in
+rounds (``WorkerGroup.call("advance")``), each of which waits for all engines, or run continuously
+(``WorkerGroup.flow``) and send rollouts as they finish. The order of results does not affect the content of a rollout:
+each request has a seed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class SamplerSession:
-    """Requests in flight on a sampler's group.
+    """The in-flight requests of a sampler's group.
 
     ``submit``, ``cancel``, ``abandon`` and ``held`` may be called from other threads than ``results``.
 
-    consumes: requests; waits for: in ``results`` for a rollout, a request or the end of a hold; unblocked by: ``submit``, the threads
-    that read answers, the end of ``held``, ``close``; produces: rollouts, once each.
+    consumes: requests; waits for: in ``results`` for a rollout, a request or the end of a hold; unblocked by:
+    ``submit``, the threads that read replies, the end of ``held``, ``close``; produces: each rollout once.
 
     Args:
-        group: the sampler.
+        group: the sampler's worker group.
         clock: time and threads.
-        rounds: ask in rounds: which requests a result holds then depends on the requests alone, not on how fast engines are.
+        rounds: call the engines in rounds; the content of a result then depends on the requests alone, not on timing.
     """
 
     def __init__(self, group: WorkerGroup, clock: Clock | None = None, rounds: bool = False) -> None:
@@ -43,12 +44,12 @@ class SamplerSession:
         self._arrived: list[Rollout] = []
         self._holds = 0
         self._calling = self._closed = False
-        self._reply: Future[Any] | None = None  # of the round in hand
+        self._reply: Future[Any] | None = None  # of the current round
         self._flow: Flow | None = None if rounds else group.flow(self._put, functools.partial(self._put, ()))
 
     @property
     def in_flight(self) -> list[str]:
-        """Ids that the engines have."""
+        """The ids of the requests that the engines have."""
         with self._changed:
             return sorted(self._running)
 
@@ -58,11 +59,11 @@ class SamplerSession:
         return not (self._new or self._running or self._arrived)
 
     def submit(self, requests: Sequence[Request], dropped: Sequence[str] = ()) -> None:
-        """Queue requests, and forget some; the next ``results`` sends both to the engines in one call.
+        """Queue requests and drop others; the next ``results`` sends both to the engines in one call.
 
         Args:
-            requests: with ids that none in flight has.
-            dropped: ids whose rollouts are not wanted any more.
+            requests: new requests; no request in flight has their ids.
+            dropped: ids of requests to abort; their rollouts are discarded.
         """
         with self._changed:
             gone = set(dropped)
@@ -76,12 +77,12 @@ class SamplerSession:
         """Return rollouts that have finished, in the order in which they finished.
 
         Args:
-            timeout: seconds to wait for the first one; None: until there is one, or the session is closed. In rounds a call
-                that was begun is waited for in any case.
-            rounds: of one call, where the engines are asked in rounds.
+            timeout: seconds to wait for the first rollout; None: no limit. A round that has started is waited for
+                in any case.
+            rounds: engine steps per call, if the engines are called in rounds.
 
         Returns:
-            The rollouts; none after ``timeout``, after a round in which none has finished, and once the session is closed.
+            The rollouts; none after ``timeout``, after a round in which none has finished, or if the session is closed.
 
         Raises:
             EngineError: an engine has failed, or was lost and is not replaced.
@@ -110,20 +111,20 @@ class SamplerSession:
                     self._changed.notify_all()
 
     def cancel(self, ids: Collection[str]) -> list[Rollout]:
-        """Stop requests; return what there is of them.
+        """Abort requests and return their rollouts.
 
         Args:
-            ids: one that is not in flight is passed over.
+            ids: ids of requests; an id that is not in flight is ignored.
 
         Returns:
-            Rollouts as far as they are, with finish reason ``abort``, and those that had just finished. A request that was still
-            queued here has none.
+            Partial rollouts, with finish reason ``abort``, and those that had just finished. A request that was still
+            queued in this session has no rollout.
         """
         with self.held():
             with self._changed:
                 self._new = [request for request in self._new if request.id not in ids]
                 running = sorted(self._running.intersection(ids))
-            # rounds = 0: those that stay in flight continue with the next results
+            # rounds = 0: the other requests continue at the next call of results
             found = self.group.call("advance", stopped=running, rounds=0).result() if running else []
             with self._changed:
                 early = {each.request_id: each for each in self._arrived if each.request_id in ids}
@@ -132,7 +133,7 @@ class SamplerSession:
         return [*early.values(), *(each for each in found if each.request_id not in early)]
 
     def abandon(self) -> None:
-        """Forget all requests; return when the engines have."""
+        """Drop all requests; return when the engines have dropped them."""
         with self.held():
             with self._changed:
                 dropped = sorted({*self._dropped, *self._running})
@@ -142,7 +143,13 @@ class SamplerSession:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within it ``results`` sends nothing to the engines, and no round is in hand: their weights may be updated."""
+        """Pause sampling within the context, so that weights may be updated.
+
+        On entry it waits for the current round; within it ``results`` sends nothing to the engines.
+
+        Raises:
+            BaseException: the wait was interrupted; sampling is not paused.
+        """
         with self._changed:
             self._holds += 1
             try:
@@ -158,7 +165,7 @@ class SamplerSession:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Abandon what is in flight; a thread in ``results`` returns."""
+        """Abandon the requests in flight; a thread that waits in ``results`` returns."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -177,7 +184,7 @@ class SamplerSession:
 
     def _round(self, new: Sequence[Request], dropped: Sequence[str], rounds: int) -> list[Rollout]:
         self._reply = self.group.call("advance", requests=new, dropped=dropped, rounds=rounds)
-        if self._closed:  # `close` came before there was a call to abandon
+        if self._closed:  # `close` was called before this round existed
             self._abandon_round()
         found: list[Rollout] = self._reply.result()
         with self._changed:
@@ -185,16 +192,16 @@ class SamplerSession:
         return found
 
     def _put(self, rollouts: Sequence[Rollout]) -> None:
-        """Take rollouts of the flow; none: wake ``results`` to look at it. Called in a thread that reads answers."""
+        """Store rollouts of the flow and wake ``results``. Called in a thread that reads replies."""
         with self._changed:
             for rollout in rollouts:
-                # of a request that was sent again after a loss, the first rollout counts
+                # a request that was sent again after a loss counts once, with its first rollout
                 if rollout.request_id in self._running:
                     self._running.discard(rollout.request_id)
                     self._arrived.append(rollout)
             self._changed.notify_all()
 
     def _abandon_round(self) -> None:
-        """Have the call in hand end early, where it can."""
+        """End the current round early, if its call supports that."""
         if (give_up := getattr(self._reply, "give_up", None)) is not None:
             give_up()

@@ -1,4 +1,4 @@
-"""Drive any rollout engine by its ``add`` and ``step``: check requests and rollouts, time limits."""
+"""Drivers of rollout engines through ``add`` and ``step``, with checks of requests and rollouts and time limits."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def check_request(
     """Refuse a malformed request.
 
     Args:
-        request: the one to look at.
-        taken: ids of requests that wait.
-        vocabulary: token ids that the model has.
-        max_positions: tokens that can be held, response included.
-        holder: of them, for messages.
-        instead: what to do where a prompt is too long.
-        hottest: temperature that the sampler takes.
+        request: the request to check.
+        taken: ids of queued requests.
+        vocabulary: number of token ids of the model.
+        max_positions: maximum length of a sequence in tokens, response included.
+        holder: what has this limit, for messages.
+        instead: remedy for a prompt that is too long, for messages.
+        hottest: maximum temperature of the sampler.
 
     Raises:
-        DataError: its prompt cannot be continued.
-        ValueError: its id is taken, its sampling makes no sense, or it goes on with a response that is over or another's.
+        DataError: the prompt cannot be continued.
+        ValueError: the id is taken, a sampling option is invalid, or ``begun`` has another prompt or is complete.
     """
     ids, where = request.prompt.token_ids, f"Request '{request.id}' (prompt '{request.prompt.id}')"
     if request.id in taken:
@@ -60,7 +60,7 @@ def check_request(
             f"{where} has {len(ids)} tokens, and {holder} holds {max_positions} with the response. {instead}"
         )
     if request.begun is not None and (wrong_start := _begun_problem(request, max_positions)):
-        raise ValueError(f"{where} goes on with a response that {wrong_start}.")
+        raise ValueError(f"{where} continues a response that {wrong_start}.")
     if problem := _sampling_problem(request.sampling, hottest):
         raise ValueError(f"{where} has {problem}.")
 
@@ -95,23 +95,23 @@ def _sampling_problem(sampling: Sampling, hottest: float) -> str:
 
 
 class Deadlines:
-    """When requests with ``Sampling.timeout_s`` must be over, counted from when they are queued."""
+    """The deadlines of requests with ``Sampling.timeout_s``, counted from when a request is queued."""
 
     def __init__(self) -> None:
         self._ends: dict[str, float] = {}  # by id, on the monotonic clock
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """These are queued now."""
+        """Start the deadlines of requests that are queued now."""
         now = time.monotonic()
         self._ends |= {r.id: now + r.sampling.timeout_s for r in requests if r.sampling.timeout_s > 0}
 
     def end(self, ids: Iterable[str]) -> None:
-        """These are over, or nobody waits for them."""
+        """Remove the deadlines of requests that have finished or were dropped."""
         for id in ids:
             self._ends.pop(id, None)
 
     def missed(self) -> list[str]:
-        """Ids whose time is up."""
+        """Return the ids of requests whose deadline has passed."""
         if not self._ends:
             return []
         now = time.monotonic()
@@ -123,30 +123,32 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
 
     Args:
         engine: any rollout engine, with nothing queued.
-        requests: with distinct ids.
+        requests: requests with distinct ids.
 
     Returns:
-        One rollout a request, in the order of the requests.
+        One rollout per request, in the order of the requests.
 
     Raises:
-        PluginError: the engine returned a rollout nobody asked for, one twice, one that is
-            malformed, or stopped before all were done. What it returned is discarded.
+        PluginError: the engine returned an unrequested, duplicate or malformed rollout, or stopped
+            before all requests were done. All rollouts are discarded.
+        ValueError: two requests have the same id.
     """
     done = {rollout.request_id: rollout for part in stream(engine, requests) for rollout in part}
     return [done[request.id] for request in requests]
 
 
 def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-    """Sample all requests; each step's rollouts as soon as it is over.
+    """Sample all requests and yield the rollouts of each step as soon as it ends.
 
-    Whoever does not want the rest closes the iterator: what is unfinished is then stopped.
+    Closing the iterator early aborts the unfinished requests.
 
     Args:
         engine: any rollout engine, with nothing queued.
-        requests: with distinct ids.
+        requests: requests with distinct ids.
 
     Raises:
         PluginError: as ``generate``.
+        ValueError: two requests have the same id.
     """
     wanted = {request.id: request for request in requests}
     if len(wanted) != len(requests):
@@ -170,7 +172,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Generator[list
                 )
             if finished:
                 yield finished
-    except BaseException:  # whoever goes on after it finds nothing of ours queued
+    except BaseException:  # leave no request of this call in the engine's queue
         engine.deadlines.end(wanted)
         engine.abort([id for id in wanted if id not in done])
         raise
@@ -183,17 +185,20 @@ def advance(
     stopped: Sequence[str] = (),
     rounds: int = 1,
 ) -> list[Rollout]:
-    """Queue requests, drop and stop some of earlier calls, and go on sampling.
+    """Queue new requests, drop or stop some of earlier calls, and continue sampling.
 
     Args:
         engine: any rollout engine.
-        requests: new ones, with ids that none in ``engine.running`` has.
-        dropped: ids whose rollouts nobody waits for any more.
-        stopped: ids whose rollouts are wanted as far as they are.
-        rounds: how many times to go on, while anything is left.
+        requests: new requests; their ids are not in ``engine.running``.
+        dropped: ids of requests to abort; their rollouts are discarded.
+        stopped: ids of requests to abort; their partial rollouts are returned.
+        rounds: maximum number of engine steps; fewer if no request is left.
+
+    Returns:
+        The rollouts that have finished or were stopped.
 
     Raises:
-        PluginError: as ``generate``, told as soon as it is seen.
+        PluginError: as ``generate``, raised as soon as the fault is detected.
     """
     running = engine.running
     if gone := [id for id in dropped if running.pop(id, None) is not None]:
@@ -221,39 +226,49 @@ def advance(
 
 
 def _round(engine: RolloutEngine) -> list[Rollout]:
-    """One step of it: what has finished."""
+    """Run one engine step and return the finished rollouts."""
     return [
         _over(engine, rollout)
         for rollout in [*engine.step(), *_stop_late(engine)]
-        if rollout.request_id not in engine.dropped  # else it was done before it was dropped
+        if rollout.request_id not in engine.dropped  # a dropped request may have finished already
     ]
 
 
 def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:
-    """Of ``running``: as far as they are."""
+    """Abort requests of ``engine.running`` and return their partial rollouts."""
     return [_over(engine, rollout) for rollout in engine.abort(ids)] if ids else []
 
 
 def _over(engine: RolloutEngine, rollout: Rollout) -> Rollout:
-    """One of ``running`` has come."""
+    """Check a finished rollout and remove its request from ``engine.running``."""
     check_rollout(engine, rollout, engine.running.pop(rollout.request_id, None), seen=False)
     engine.deadlines.end([rollout.request_id])
     return rollout
 
 
 def _stop_late(engine: RolloutEngine) -> list[Rollout]:
-    """What the requests have whose time is up."""
+    """Abort requests whose deadline has passed and return their rollouts, marked with failure ``timeout``."""
     late = engine.deadlines.missed()
     stopped = engine.abort(late) if late else []
     engine.deadlines.end(late)
     for rollout in stopped:
-        if rollout.finish_reason == "abort":  # else it had just finished
+        if rollout.finish_reason == "abort":  # any other reason: the response had just finished
             rollout.failure = TIMEOUT
     return stopped
 
 
 def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:
-    """Refuse a rollout that does not answer its request, naming the engine."""
+    """Check that a rollout matches its request.
+
+    Args:
+        engine: the engine that returned the rollout, for messages.
+        rollout: the rollout to check.
+        request: its request; None: there is none.
+        seen: whether the engine has returned this rollout before.
+
+    Raises:
+        PluginError: the rollout is unrequested, a duplicate or malformed.
+    """
     name = rollout.request_id
     if request is None:
         raise _broken(engine, f"returned a rollout for '{name}', which was not requested")
@@ -270,7 +285,7 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
     if request.begun is not None and rollout.token_ids[: len(request.begun.token_ids)].tolist() != (
         request.begun.token_ids.tolist()
     ):
-        raise _broken(engine, f"went on with '{name}' from another beginning than it was given")
+        raise _broken(engine, f"continued '{name}' from another beginning than it was given")
     sampled = rollout.loss_mask
     if not bool(rollout.rollout_log_probs[sampled].isfinite().all()):
         raise _broken(engine, f"gave '{name}' a log-prob that is not finite")

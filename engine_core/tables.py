@@ -1,4 +1,4 @@
-"""What tables of a run file are made of: their base class, kinds of numbers, and the sampling options, which several tables share."""
+"""Building blocks of run file tables: the base class, number types, and the shared sampling options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Table(BaseModel):
     """A TOML table with a fixed set of keys.
 
     Attributes:
-        renamed: old names of keys of this table, each with its new name, see ``engine_core.specs.Options``.
+        renamed: old names of keys, each with the new name; see ``engine_core.specs.Options``.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
@@ -38,10 +38,10 @@ def _doc(text: str) -> object:
 
 @dataclass(frozen=True)
 class Distribution:
-    """The sampling options that say what a token is drawn from: of ``[rollout]``, ``[eval]``, ``[[eval.set]]`` and requests.
+    """The sampling options that define the token distribution of ``[rollout]``, ``[eval]``, ``[[eval.set]]``, requests.
 
-    Log-probs are of this distribution, and rollout files name it. The default of each option but the temperature
-    leaves all tokens.
+    Log-probs are of this distribution, and rollout files record it. Except for the temperature, the defaults keep all
+    tokens.
     """
 
     temperature: Annotated[
@@ -59,23 +59,23 @@ class Distribution:
 
     @property
     def cutting(self) -> list[str]:
-        """The options by which some tokens are never drawn."""
+        """The options that exclude some tokens."""
         return [name for name in CUTTING if getattr(self, name) != DEFAULTS[name]]
 
     @property
     def cuts(self) -> bool:
-        """Whether a token is drawn, and not from all tokens."""
+        """Whether tokens are sampled (not greedy) from a subset of the vocabulary."""
         return self.temperature > 0 and bool(self.cutting)
 
 
 @dataclass(frozen=True)
 class SamplingOptions(Distribution):
-    """Every sampling option, declared once: a key of ``[rollout]`` and a field of requests, with type, default, bounds, text."""
+    """The sampling options: keys of ``[rollout]`` and fields of requests, with type, default, bounds, description."""
 
     max_response_tokens: Annotated[PositiveInt, _doc("A response is cut after this many tokens.")] = 256
     stop: Annotated[tuple[Text, ...], _doc("Strings that end a response; the match stays in it.")] = ()
     stop_token_ids: Annotated[
-        tuple[int, ...], _doc("Token ids that end a response, besides the tokenizer's own end token.")
+        tuple[int, ...], _doc("Token ids that end a response, in addition to the tokenizer's end token.")
     ] = ()
 
 
@@ -84,4 +84,4 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingOp
 DISTRIBUTION = tuple(field.name for field in dataclasses.fields(Distribution))
 CUTTING = DISTRIBUTION[1:]
 BASE_SAMPLING = frozenset({"temperature", "top_p", "top_k", "max_response_tokens", "stop", "stop_token_ids"})
-"""Options that a sampler implements unless its entry says otherwise. One that is added later is not among them."""
+"""Options that a sampler supports unless its spec says otherwise. Options added later are not in this set."""

@@ -1,7 +1,7 @@
-"""Temporary folders that are removed with their process, or by the next process that makes one.
+"""Temporary folders that are removed at the end of their process, or by the next process that creates one.
 
-The owner holds a lock on its folder, which ends with the owner, however that ends. A folder without a lock was left by a
-killed process.
+The owner holds a file lock on its folder. The system releases the lock when the owner ends, also when it is killed.
+A folder without a lock was left by a killed process.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import tempfile
 import time
 import weakref
 
-NAME = "engine-tmp-"  # of folders that may be removed
-YOUNG_SECONDS = 60.0  # a younger folder may be without its lock yet
+NAME = "engine-tmp-"  # prefix of folders that may be removed
+YOUNG_SECONDS = 60.0  # a younger folder may not be locked yet
 
 
 class TemporaryFolder:
-    """A new folder that no other user may enter, removed by ``remove``, with this object, or with this process.
+    """A new private folder, removed by ``remove``, with this object, or at the end of this process.
 
-    What killed processes have left at the same place is removed first.
+    Folders that killed processes left in ``dir`` are removed first.
 
     Args:
-        prefix: of its name, after ``NAME``.
-        dir: the folder that it is made in; None: the temporary folder.
+        prefix: start of the folder's name, after ``NAME``.
+        dir: parent folder; None: the system's temporary folder.
     """
 
     def __init__(self, prefix: str, dir: str | os.PathLike[str] | None = None) -> None:
@@ -35,19 +35,19 @@ class TemporaryFolder:
         lock = os.open(self.path, os.O_RDONLY)
         with contextlib.suppress(
             OSError
-        ):  # a file system without locks: nothing is ever taken for abandoned there
+        ):  # a file system without locks: its folders are never considered abandoned
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def remove(self) -> None:
-        """Remove it with all that is in it; a second time does nothing."""
+        """Remove the folder and its content; a second call does nothing."""
         self._end()
 
 
 def remove_abandoned(dir: str | os.PathLike[str]) -> None:
     """Remove the temporary folders in ``dir`` whose process has ended without removing them."""
     for path in glob.iglob(os.path.join(glob.escape(os.fspath(dir)), NAME + "*")):
-        with contextlib.suppress(OSError):  # it is another user's, it has an owner, or it is gone by now
+        with contextlib.suppress(OSError):  # another user's, locked by its owner, or gone
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if time.time() - os.fstat(lock).st_mtime > YOUNG_SECONDS:
@@ -58,6 +58,6 @@ def remove_abandoned(dir: str | os.PathLike[str]) -> None:
 
 
 def _remove(path: str, lock: int, owner: int) -> None:
-    if owner == os.getpid():  # a forked process has the parent's folders, and leaves them alone
+    if owner == os.getpid():  # a forked process must not remove its parent's folders
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)

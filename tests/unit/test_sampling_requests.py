@@ -94,7 +94,7 @@ def test_a_response_that_is_over_or_anothers_is_not_gone_on_with(make_requests):
         (begun(one, [7] * 12), "has 12 tokens, and 12 at most are asked for: nothing is left to sample"),
         (begun(other, [7]), "has another prompt"),
     ]:
-        with pytest.raises(ValueError, match=f"goes on with a response that {words}"):
+        with pytest.raises(ValueError, match=f"continues a response that {words}"):
             check(dataclasses.replace(one, begun=response))
 
 

@@ -149,7 +149,7 @@ def folder_with_code(tmp_path):
 def test_code_of_a_folder_runs_only_when_asked_and_is_logged(folder_with_code, caplog):
     with pytest.raises(
         ConfigError,
-        match=r"needs Python code of its own. Read that code, then set model.trust_remote_code = true",
+        match=r"needs custom Python code. Read that code, then set model.trust_remote_code = true",
     ):
         load(folder_with_code)
     with caplog.at_level(logging.WARNING, "engine"):
